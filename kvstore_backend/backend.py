@@ -1,0 +1,177 @@
+"""The one interface every store and every layer implements, and the answers it may give.
+
+Exceptions that leave this package::
+
+    KVStoreError
+    ├── ConfigError        a configuration that cannot be used; also a ValueError
+    └── PoolUnavailable    the store could not be opened (no master, no folder, library missing)
+
+A *caller's* mistake in a call (lengths that differ, a negative size, an empty key) is a plain
+``ValueError``, raised at once. Nothing a *pool* does raises out of a call: it is a ``Status``.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "ConfigError",
+    "Health",
+    "KVStoreError",
+    "PoolUnavailable",
+    "Span",
+    "Status",
+    "StorageBackend",
+    "StoreStats",
+    "Value",
+    "check_keys",
+    "check_values",
+]
+
+
+class KVStoreError(Exception):
+    """Base of every exception this package raises on its own account."""
+
+
+class ConfigError(KVStoreError, ValueError):
+    """A configuration that cannot be used: one sentence, naming the key, the value and what would be right."""
+
+
+class PoolUnavailable(KVStoreError):
+    """The store could not be opened: one sentence, naming what was tried and what would help."""
+
+
+class Status(enum.Enum):
+    """The answer for one key. Only ``OK`` is true, so ``if status:`` never takes a failure for a hit."""
+
+    OK = "ok"
+    """Stored, read in full, present, or removed."""
+    ABSENT = "absent"
+    """The pool answered, and it does not have this key."""
+    FAILED = "failed"
+    """Nothing may be concluded: an error, a time-out, a value of another size, no room."""
+
+    def __bool__(self) -> bool:
+        return self is Status.OK
+
+
+class Span(NamedTuple):
+    """A piece of memory: ``nbytes`` bytes at ``address``. Its owner keeps it alive during the call."""
+
+    address: int
+    nbytes: int
+
+
+Value = Sequence[Span]
+"""One value as scatter/gather: its bytes are the spans' bytes, one after another."""
+
+
+class Health(NamedTuple):
+    """What the store says of itself: ``ok`` and one sentence of detail for an operator."""
+
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Figures a store knows of itself; ``None`` where it cannot know.
+
+    ``keys`` and ``used_bytes`` count what this store holds (for Mooncake: the whole cluster, as its master
+    reports it); ``capacity_bytes`` is the limit it evicts at.
+    """
+
+    kind: str
+    keys: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+class StorageBackend(abc.ABC):
+    """Batched put / get / exists / remove of immutable values.
+
+    Rules that every implementation keeps, and ``tests/conformance`` checks:
+
+    - All calls are batches, answered by one ``Status`` per key in the order asked. An empty batch answers ``[]``.
+    - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.
+    - ``get`` fills *all* of the target's bytes or does not answer ``OK``. A stored value of any other size than the
+      target's is ``FAILED``. After an answer other than ``OK`` the target's contents are unspecified.
+    - Memory is the caller's: spans are read (put) or written (get) only while the call runs.
+    - ``register`` announces memory that spans will point into; stores that need no registration ignore it.
+    - Calls may come from several threads at once.
+    - After ``close`` every call answers ``FAILED`` for each key, and a second ``close`` does nothing.
+    """
+
+    @abc.abstractmethod
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        """Store ``values[i]`` under ``keys[i]``; ``OK`` means it is readable now.
+
+        Raises:
+            ValueError: lengths differ, an empty key, an empty value or a negative size.
+        """
+
+    @abc.abstractmethod
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        """Read ``keys[i]`` into the memory of ``targets[i]``.
+
+        Raises:
+            ValueError: as ``put``.
+        """
+
+    @abc.abstractmethod
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        """Say which keys are present now; what is present may still be evicted before it is read.
+
+        Raises:
+            ValueError: an empty key.
+        """
+
+    @abc.abstractmethod
+    def remove(self, keys: Sequence[str]) -> list[Status]:
+        """Remove keys; ``ABSENT`` where there was nothing to remove.
+
+        Raises:
+            ValueError: an empty key.
+        """
+
+    def register(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
+        """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it)."""
+
+    def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
+        """Take back a ``register`` of the same memory, before that memory is freed."""
+
+    @abc.abstractmethod
+    def health(self) -> Health:
+        """Whether the store works now, as far as it can tell without moving data."""
+
+    @abc.abstractmethod
+    def stats(self) -> StoreStats:
+        """The store's own figures."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what was taken (connections, threads, memory)."""
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless every key is a non-empty string."""
+    for i, key in enumerate(keys):
+        if not isinstance(key, str) or not key:
+            raise ValueError(f"keys[{i}] is {key!r}; a key is a non-empty string")
+
+
+def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
+    """Raise ``ValueError`` unless there is one non-empty value of sane spans for each (valid) key."""
+    check_keys(keys)
+    if len(keys) != len(values):
+        raise ValueError(f"{len(keys)} keys but {len(values)} values; they must correspond one to one")
+    for i, value in enumerate(values):
+        for span in value:
+            if span.address <= 0 or span.nbytes < 0:
+                raise ValueError(f"values[{i}] has {span}; an address is positive and a size not negative")
+        if sum(span.nbytes for span in value) == 0:
+            raise ValueError(f"values[{i}] is empty; a value has at least one byte")
