@@ -1,0 +1,238 @@
+"""``python -m engine.api_server``: one instance, with OpenAI's endpoints and FastDeploy's flags."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+import prometheus_client
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from engine import completions, logs
+from engine.args import EngineArgs, parse_args
+from engine.block_manager import BlockManager
+from engine.completions import Completions
+from engine.core import EngineCore
+from engine.disaggregation import HandoverReceiver
+from engine.generation import Generations
+from engine.metrics import EngineMetrics
+from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config, load_tokenizer
+from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
+from engine.registration import host_ip_towards, keep_registered, router_url
+from engine.scheduler import Scheduler
+from kvstore_backend import ConfigError, load_config, open_pool
+
+__all__ = ["Instance", "create_app", "main"]
+
+log = logging.getLogger(__name__)
+
+
+class Instance:
+    """Everything one process serves, built from its arguments; the model is loaded here.
+
+    Raises:
+        ConfigError: the arguments, the checkpoint or the pool's configuration cannot be used.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.args = args
+        self.router = router_url(args.router) if args.router else None
+        pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
+        config = load_model_config(args.model)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and args.max_model_len > longest:
+            raise ConfigError(
+                f"--max-model-len {args.max_model_len} is more than the {longest} positions of {args.model}"
+            )
+        device = choose_device(args.device)
+        runner = ModelRunner(args.model, config, device, choose_dtype(args.dtype, config), args.block_size)
+        num_blocks = args.num_gpu_blocks_override or runner.default_num_blocks(args.gpu_memory_utilization)
+        if num_blocks * args.block_size < args.max_model_len:
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {args.block_size} tokens cannot hold one sequence of "
+                f"--max-model-len {args.max_model_len}; lower it or raise --num-gpu-blocks-override"
+            )
+        runner.allocate_kv(num_blocks)
+        self.metrics = EngineMetrics()
+        scheduler = Scheduler(
+            BlockManager(num_blocks),
+            args.block_size,
+            args.max_num_seqs,
+            args.max_num_batched_tokens,
+            prefix_caching=args.enable_prefix_caching,
+            pool=pool_config is not None,
+        )
+        self.core = EngineCore(
+            runner,
+            scheduler,
+            self.metrics,
+            open_pool=partial(open_pool, pool_config, runner.namespace) if pool_config else None,
+            save_outputs=args.enable_output_caching,
+        )
+        tokenizer = load_tokenizer(args.model)
+        self.receiver = HandoverReceiver()
+        self.generations = Generations(
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver
+        )
+        self.completions = Completions(
+            self.generations, tokenizer, args.served_model_name, args.max_model_len, runner.vocab_size
+        )
+        self.summary = (
+            f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "
+            f"{runner.namespace.kv_dtype}, {num_blocks} KV blocks of {args.block_size} tokens, "
+            f"pool: {args.kvcache_storage_backend or 'none'}"
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self, _: FastAPI) -> AsyncIterator[None]:
+        """Engine, connector port, metrics port and heartbeat, for as long as the server runs."""
+        self.core.start()
+        await self.receiver.start(self.args.host, self.args.pd_comm_port)
+        metrics_server = None
+        if self.args.metrics_port not in (None, self.args.port):
+            metrics_server, _thread = prometheus_client.start_http_server(
+                self.args.metrics_port or 0, self.args.host, registry=self.metrics.registry
+            )
+        heartbeat = asyncio.create_task(keep_registered(self.router, self.card())) if self.router else None
+        log.info("Ready: %s", self.summary)
+        print(f"engine.api_server: ready: {self.summary}", flush=True)
+        try:
+            yield
+        finally:
+            if heartbeat:
+                heartbeat.cancel()
+            if metrics_server:
+                metrics_server.shutdown()
+            await self.receiver.close()
+            await asyncio.to_thread(self.core.stop)
+
+    def card(self) -> dict[str, Any]:
+        """What the router is told of this instance (FastDeploy's registration)."""
+        args = self.args
+        assert self.router is not None
+        rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
+        return {
+            "role": args.splitwise_role,
+            "host_ip": host_ip_towards(self.router),
+            "port": args.port,
+            "metrics_port": args.metrics_port or args.port,
+            "connector_port": self.receiver.port,
+            "engine_worker_queue_port": args.engine_worker_queue_port or None,
+            "rdma_ports": rdma_ports,
+            "device_ids": ["0"],
+            "transfer_protocol": list(args.cache_transfer_protocol),
+            "tp_size": args.tensor_parallel_size,
+            "is_paused": False,
+            "version": None,
+            "connected_decodes": [],
+        }
+
+
+def create_app(instance: Instance) -> FastAPI:
+    """The HTTP face of ``instance``."""
+    app = FastAPI(title="fastdeploy-kvstore engine", lifespan=instance.running)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(request, instance.completions.chat(parse_body(ChatBody, await request.body())))
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = parse_body(CompletionBody, await request.body())
+        return await _answer(request, instance.completions.complete(body))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(instance.completions.models())
+
+    @app.post("/v1/abort_requests")
+    async def abort(request: Request) -> Response:
+        body = parse_body(AbortBody, await request.body())
+        generations = instance.generations
+        aborted = generations.abort_all() if body.abort_all else generations.abort(body.req_ids)
+        return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if instance.core.is_alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(instance.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+    return app
+
+
+async def _answer(request: Request, answer: completions.Answer) -> Response:
+    """Stream the answer, or collect it and stop early when the client leaves."""
+    if answer.streams:
+        return StreamingResponse(answer.events(), media_type="text/event-stream")
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            return Response(status_code=499)  # nobody reads it
+        return Response(orjson.dumps(whole.result()), media_type="application/json")
+    finally:
+        for task in (whole, left):
+            task.cancel()
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet, so that a taken port is noticed before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as exc:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --port") from None
+    return bound
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used."""
+    try:
+        args = parse_args(argv)
+        logs.set_up(args.log_dir, debug=args.debug)
+        bound = _bound_socket(args.host, args.port)
+        instance = Instance(args)
+    except (ConfigError, OSError) as exc:
+        print(f"engine.api_server: {exc}", file=sys.stderr)
+        return 2
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[bound])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

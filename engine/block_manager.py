@@ -1,0 +1,122 @@
+"""Which KV block belongs to whom: reference counts, a prefix cache by chained hash, least-recently-used reuse.
+
+Free of tensors: a block is a number. A block is in one of three states::
+
+    held      reference count > 0: some sequence, load or save uses it
+    idle      count 0, but its contents are published under a hash: may be taken up again, or reused
+    free      count 0 and nothing published
+
+Because a hash is chained over all tokens before it, the map hash -> block *is* the prefix tree: walking a
+sequence's hashes until one is missing is the walk from the root.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+__all__ = ["BlockManager", "NoFreeBlocks"]
+
+
+class NoFreeBlocks(Exception):
+    """More blocks were asked for than are idle or free."""
+
+
+class BlockManager:
+    """Hands out ``num_blocks`` blocks.
+
+    Ownership: ``allocate`` and ``take_cached`` give the caller one reference for each block; ``hold`` gives one
+    more; every reference is given back by exactly one ``release``. A published block's contents must not be
+    written any more.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # All blocks with no reference, in the order they are reused: free ones first, then idle, oldest first.
+        self._unused: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks ``allocate`` could give now."""
+        return len(self._unused)
+
+    @property
+    def num_cached(self) -> int:
+        """How many blocks are published."""
+        return len(self._block_of)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading hashes are published here."""
+        for count, block_hash in enumerate(hashes):
+            if block_hash not in self._block_of:
+                return count
+        return len(hashes)
+
+    def num_idle(self, hashes: Sequence[bytes]) -> int:
+        """How many of these published hashes' blocks nobody holds: taking them up makes them unavailable."""
+        return sum(self._references[self._block_of[block_hash]] == 0 for block_hash in hashes)
+
+    def take_cached(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks published under ``hashes`` (each must be), with a reference on each."""
+        blocks = [self._block_of[block_hash] for block_hash in hashes]
+        self.hold(blocks)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks with undefined contents and one reference each; the oldest idle ones lose theirs.
+
+        Raises:
+            NoFreeBlocks: there are not that many; nothing changed.
+        """
+        if count > len(self._unused):
+            raise NoFreeBlocks(f"{count} blocks wanted, {len(self._unused)} of {self.num_blocks} available")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._unused.popitem(last=False)
+            self._unpublish(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference on each block."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._unused[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference on each block, in a sequence's order.
+
+        The last block goes to the front of the reuse order: a prefix is worth nothing to those who come later
+        without its beginning, so the tail is reused first.
+        """
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise ValueError(f"block {block} is released more often than it was held")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._unused[block] = None
+                if self._hash_of[block] is None:
+                    self._unused.move_to_end(block, last=False)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Offer a held, completely written block under its hash; the first block under a hash stays the one."""
+        if self._references[block] <= 0:
+            raise ValueError(f"block {block} is published but held by nobody")
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def _unpublish(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+    def __repr__(self) -> str:
+        held = self.num_blocks - len(self._unused)
+        return f"<BlockManager {self.num_blocks} blocks: {held} held, {self.num_cached} cached>"

@@ -1,0 +1,275 @@
+"""OpenAI's chat and plain completions over generations: prompts in, JSON objects and event streams out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from engine.generation import Generation, Generations, Piece
+from engine.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    error_body,
+    now,
+    sampling_params,
+)
+from engine.request import Request, TokenLogprobs
+
+__all__ = ["Answer", "Completions"]
+
+
+class Completions:
+    """Makes answers for one model.
+
+    Args:
+        generations: runs the requests.
+        tokenizer: a transformers tokenizer, with a chat template if there is to be chat.
+        model: name in the answers.
+        max_model_len: tokens of prompt and answer together.
+        vocab_size: token ids of a client must lie below it.
+    """
+
+    def __init__(
+        self, generations: Generations, tokenizer: Any, model: str, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._generations = generations
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._created = now()
+
+    def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        card = {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "fastdeploy-kvstore",
+            "max_model_len": self._max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    def chat(self, body: ChatBody) -> Answer:
+        """POST /v1/chat/completions, checked and ready to run.
+
+        Raises:
+            ApiError: the messages cannot be rendered, or do not fit.
+        """
+        tokens = body.prompt_token_ids or self._encode(self._render(body))
+        return ChatAnswer(self._start(body, tokens, "prompt_token_ids"), body, self._model, self._tokenizer)
+
+    def complete(self, body: CompletionBody) -> Answer:
+        """POST /v1/completions, checked and ready to run.
+
+        Raises:
+            ApiError: no prompt, several prompts, or one that does not fit.
+        """
+        prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send one each", param="prompt")
+        if not prompt:
+            raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
+        tokens = self._encode(prompt) if isinstance(prompt, str) else prompt
+        return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._tokenizer)
+
+    def _start(self, body: GenerationBody, tokens: list[int], param: str) -> Generation:
+        room = self._max_model_len - len(tokens)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens; with at least one for the answer that is more than the "
+                f"max_model_len of {self._max_model_len}",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
+        request = Request(
+            request_id=body.request_id or str(uuid.uuid4()),
+            prompt_token_ids=tuple(tokens),
+            params=sampling_params(body, max_tokens=room),
+            cache_salt=body.cache_salt or "",
+        )
+        return self._generations.start(request, body.disaggregate_info)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not tokens:
+            raise ApiError(400, "the prompt has no tokens")
+        return tokens
+
+    def _render(self, body: ChatBody) -> str:
+        messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=body.tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **(body.chat_template_kwargs or {}),
+            )
+        except Exception as exc:
+            # Templates are programs of the checkpoint; whatever they object to is the client's to mend.
+            raise ApiError(400, f"messages: the chat template refused them: {exc}", param="messages") from None
+        return text
+
+
+def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one text; templates of text models know no content parts."""
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ApiError(
+                400, f"messages.{index}.content: a part of type {kind!r}; only text is supported", param="messages"
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+class Answer:
+    """An answer in OpenAI's form: whole, or as a stream of events."""
+
+    prefix: str
+    object_whole: str
+    object_chunk: str
+
+    def __init__(self, generation: Generation, body: GenerationBody, model: str, tokenizer: Any) -> None:
+        self._generation = generation
+        self._body = body
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": f"{self.prefix}{generation.request.request_id}",
+            "created": now(),
+            "model": model,
+        }
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self._body.stream
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer at once.
+
+        Raises:
+            ApiError: 500, the engine failed.
+        """
+        pieces = [piece async for piece in self._generation.pieces()]
+        reason = pieces[-1].finish_reason
+        if reason == "error":
+            raise ApiError(500, "the engine failed while computing this request; its log says why")
+        choice = self._choice(pieces)
+        choice |= {"index": 0, "finish_reason": reason}
+        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": self._generation.usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, the last one ``[DONE]``."""
+        options = self._body.stream_options
+        first = True
+        async for piece in self._generation.pieces():
+            if piece.finish_reason == "error":
+                yield _event(error_body(500, "the engine failed while computing this request; its log says why"))
+                break
+            if not (piece.text or piece.finish_reason or piece.logprobs or first):
+                continue  # the token completed no character yet
+            choice = self._delta(piece, first=first) | {"index": 0, "finish_reason": piece.finish_reason}
+            first = False
+            chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
+            if options and options.continuous_usage_stats:
+                chunk["usage"] = self._generation.usage()
+            yield _event(chunk)
+        if options and options.include_usage:
+            yield _event(
+                {**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()}
+            )
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token_text(self, token_id: int) -> str:
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
+
+class ChatAnswer(Answer):
+    """Answer of /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(pieces)}
+
+    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {"delta": {**role, "content": piece.text}, "logprobs": self._logprobs([piece])}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+        content = [
+            {
+                **self._token(piece.token_id, piece.logprobs.chosen),
+                "top_logprobs": [self._token(token, value) for token, value in piece.logprobs.top],
+            }
+            for piece in pieces
+            if piece.logprobs is not None and piece.token_id is not None
+        ]
+        return {"content": content} if self._body.num_logprobs() is not None else None
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class TextAnswer(Answer):
+    """Answer of /v1/completions."""
+
+    prefix = "cmpl-"
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+
+    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        return {"text": "".join(piece.text for piece in pieces), "logprobs": self._logprobs(pieces)}
+
+    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        return {"text": piece.text, "logprobs": self._logprobs([piece])}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+        if self._body.num_logprobs() is None:
+            return None
+        told: list[tuple[int, TokenLogprobs]] = [
+            (piece.token_id, piece.logprobs)
+            for piece in pieces
+            if piece.token_id is not None and piece.logprobs is not None
+        ]
+        return {
+            "tokens": [self._token_text(token) for token, _ in told],
+            "token_logprobs": [logprobs.chosen for _, logprobs in told],
+            "top_logprobs": [
+                {self._token_text(token): value for token, value in logprobs.top} for _, logprobs in told
+            ],
+        }
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

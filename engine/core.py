@@ -1,0 +1,251 @@
+"""The loop: admit -> schedule -> run -> sample -> emit, on one thread that owns all bookkeeping.
+
+Everything from outside (a new request, an abort, a load or save that ended) arrives as a callable in a mailbox and
+runs on this thread between steps, so that scheduler and block manager need no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.metrics import EngineMetrics
+from engine.model_runner import ModelRunner
+from engine.pool_connector import PoolConnector
+from engine.request import Sequence, State, TokenLogprobs, TokenOutput
+from engine.scheduler import Chunk, Scheduler
+from kvstore_backend import BlockPool
+
+__all__ = ["EngineCore", "Listener"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of a sequence; both are called on the engine's thread and must not block.
+
+    ``on_output`` gets every token, and last an output with a ``finish_reason``. ``on_saved`` is called once, after
+    that, when nothing of the sequence is on its way to the pool any more.
+    """
+
+    on_output: Callable[[TokenOutput], None]
+    on_saved: Callable[[], None] = lambda: None
+
+
+class EngineCore:
+    """Runs sequences of one model.
+
+    Args:
+        runner: with its KV memory allocated.
+        scheduler: over as many blocks.
+        metrics: counted into.
+        open_pool: opens the pool; None: there is none.
+        save_outputs: save full blocks of generated text too, not only of prompts (output caching).
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        *,
+        open_pool: Callable[[], BlockPool] | None = None,
+        save_outputs: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self._runner = runner
+        self._save_outputs = save_outputs
+        self._listeners: dict[Sequence, Listener] = {}
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopped = False
+        self._connector = PoolConnector(runner, open_pool, self._mailbox.put) if open_pool else None
+        self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
+        self._watch()
+
+    def start(self) -> None:
+        """Begin the loop."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every sequence (finish reason ``abort``), flush what can be flushed, and end the loop."""
+
+        def end() -> None:
+            for sequence in list(self._listeners):
+                self._end(sequence, "abort")
+            self._stopped = True
+
+        self._mailbox.put(end)
+        self._thread.join(timeout=30)
+        if self._connector:
+            self._connector.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop runs."""
+        return self._thread.is_alive()
+
+    def submit(self, sequence: Sequence, listener: Listener) -> None:
+        """Queue ``sequence``; its fate is told to ``listener``. From any thread.
+
+        Raises:
+            ValueError: the sequence can never run to its end in this engine's KV memory.
+        """
+        wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+        if wanted > self.scheduler.capacity_tokens:
+            raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
+
+        def add() -> None:
+            self._listeners[sequence] = listener
+            self.scheduler.add(sequence)
+
+        self._mailbox.put(add)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End ``sequence`` with finish reason ``abort``; nothing happens if it has ended. From any thread."""
+        self._mailbox.put(lambda: self._end(sequence, "abort"))
+
+    def _loop(self) -> None:
+        idle = True
+        while not self._stopped:
+            try:
+                self._read_mailbox(wait=idle)
+                for sequence in self.scheduler.admit():
+                    self._load(sequence)
+                preempted = self.scheduler.num_preemptions
+                chunks = self.scheduler.schedule()
+                self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
+                # With nothing to compute, whatever lets work begin (a request, a load that ended, blocks that a
+                # save gives back) comes by mail.
+                idle = not chunks
+                if chunks:
+                    self._step(chunks)
+            except Exception:
+                # One bad step must not end the instance: those in it fail, the others go on.
+                log.exception("A step failed; its requests end with an error")
+                for sequence in list(self.scheduler.running):
+                    self._end(sequence, "error")
+
+    def _read_mailbox(self, *, wait: bool) -> None:
+        """Run what lies in the mailbox; ``wait`` for the first piece if it is empty."""
+        if wait:
+            self._mailbox.get()()
+        while True:
+            try:
+                self._mailbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _step(self, chunks: list[Chunk]) -> None:
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        tokens = self._runner.run(chunks)
+        for chunk in chunks:
+            self.scheduler.computed(chunk)
+        for sequence, (token, logprobs) in zip(sampling, tokens, strict=True):
+            self._append(sequence, token, logprobs)
+        for chunk in chunks:
+            if chunk.sequence.state is State.RUNNING:
+                self._save(chunk.sequence)
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Take a new token into the sequence, tell its listener, and end the sequence if it was the last."""
+        now = time.monotonic()
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+            self.metrics.first_token.observe(now - sequence.arrival)
+        sequence.token_ids.append(token)
+        self.metrics.generated_tokens.inc()
+        params = sequence.request.params
+        reason = None
+        is_end = token in self._runner.eos_token_ids and not params.ignore_eos
+        if is_end or token in params.stop_token_ids:
+            reason = "stop"
+        elif sequence.num_output_tokens >= params.max_tokens:
+            reason = "length"
+        if reason:
+            self._end(sequence, reason, token, logprobs)
+        else:
+            self._listeners[sequence].on_output(TokenOutput(token, None, logprobs))
+
+    def _end(
+        self, sequence: Sequence, reason: str, token: int | None = None, logprobs: TokenLogprobs | None = None
+    ) -> None:
+        listener = self._listeners.get(sequence)
+        if listener is None or sequence.finish_reason:
+            return
+        if sequence.state is State.RUNNING and reason != "error":
+            self._save(sequence)
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+        self._count(sequence, reason)
+        listener.on_output(TokenOutput(token, reason, logprobs))
+        self._forget_if_saved(sequence)
+
+    def _count(self, sequence: Sequence, reason: str) -> None:
+        metrics, now = self.metrics, time.monotonic()
+        metrics.finished.labels(reason).inc()
+        metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
+        metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
+        metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
+        metrics.latency.observe(now - sequence.arrival)
+        if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
+            metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
+
+    def _load(self, sequence: Sequence) -> None:
+        """Start reading the full blocks that ``sequence`` lacks; it runs when that is over, however it went."""
+        assert self._connector is not None
+        first = sequence.num_computed // sequence.block_size
+        # The last token is always computed, so a block that ends with it is of no use.
+        last = (len(sequence.token_ids) - 1) // sequence.block_size
+
+        def done(num_blocks: int, seconds: float) -> None:
+            self.scheduler.loaded(sequence, num_blocks)
+            if sequence.num_output_tokens == 0:
+                sequence.pool_cached_tokens = num_blocks * sequence.block_size
+                sequence.pool_load_seconds = seconds
+
+        self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], done)
+
+    def _save(self, sequence: Sequence) -> None:
+        """Start saving the blocks of ``sequence`` that became full, holding them until they are out."""
+        if self._connector is None:
+            return
+        tokens = sequence.num_computed
+        if not self._save_outputs:
+            tokens = min(tokens, sequence.num_prompt_tokens)
+        first, last = sequence.num_saved, tokens // sequence.block_size
+        if first >= last:
+            return
+        blocks = sequence.block_table[first:last]
+
+        def done(num_saved: int) -> None:
+            self.scheduler.blocks.release(blocks)
+            sequence.pending_saves -= 1
+            self.metrics.saved_blocks.inc(num_saved)
+            self.metrics.unsaved_blocks.inc(len(blocks) - num_saved)
+            self._forget_if_saved(sequence)
+
+        if self._connector.start_save(sequence.hashes()[first:last], blocks, done):
+            self.scheduler.blocks.hold(blocks)
+            sequence.pending_saves += 1
+            sequence.num_saved = last
+
+    def _forget_if_saved(self, sequence: Sequence) -> None:
+        if sequence.finish_reason and not sequence.pending_saves:
+            self._listeners.pop(sequence).on_saved()
+
+    def _watch(self) -> None:
+        """Let the gauges read the engine's state whenever they are scraped."""
+        metrics, scheduler, blocks = self.metrics, self.scheduler, self.scheduler.blocks
+        metrics.running.set_function(lambda: len(scheduler.running))
+        metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading))
+        metrics.available_blocks.set_function(lambda: blocks.num_available)
+        metrics.cache_usage.set_function(lambda: 1 - blocks.num_available / blocks.num_blocks)
+        if connector := self._connector:
+            metrics.pending_saves.set_function(lambda: connector.pending_save_blocks)
+            metrics.pool_open.set_function(lambda: connector.is_open)

@@ -1,0 +1,76 @@
+"""Token ids -> text, piece by piece, without broken characters and without running past a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Detokenizer"]
+
+# A token may hold part of a multi-byte character; decoders show the incomplete part like this.
+_INCOMPLETE = "\ufffd"
+# A character has at most 4 bytes; what is still incomplete after more tokens than this never was a character.
+_MAX_HELD_TOKENS = 8
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text.
+
+    A token's text can depend on the few before it (spaces, byte pieces of one character), so each piece is the
+    difference of two decodes over a short window (the method of text-generation-inference and vLLM).
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt_token_ids: the prompt; its end is context for the first piece.
+        stop: strings that end the text; neither they nor what follows is given out.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        self._tokens = list(prompt_token_ids[-6:])
+        self._prefix = 0
+        self._read = len(self._tokens)
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was met; no text follows."""
+
+    def add(self, token_id: int) -> str:
+        """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
+        self._tokens.append(token_id)
+        return self._release(self._decode_new(), final=False)
+
+    def finish(self) -> str:
+        """What was held back, now that no token follows."""
+        return self._release(self._decode_new(final=True), final=True)
+
+    def _decode_new(self, *, final: bool = False) -> str:
+        before = self._decode(self._tokens[self._prefix : self._read])
+        after = self._decode(self._tokens[self._prefix :])
+        may_complete = after.endswith(_INCOMPLETE) and len(self._tokens) - self._read <= _MAX_HELD_TOKENS
+        if len(after) <= len(before) or (may_complete and not final):
+            return ""
+        self._prefix, self._read = self._read, len(self._tokens)
+        return after[len(before) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _release(self, new: str, *, final: bool) -> str:
+        """Of the text held back and ``new``, what cannot be part of a stop string any more."""
+        if self.stopped:
+            return ""
+        text = self._held + new
+        met = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if met:
+            self.stopped, self._held = True, ""
+            return text[: min(met)]
+        keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

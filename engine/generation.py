@@ -1,0 +1,223 @@
+"""One request's way through an instance: from its checked body, over the hand-over, to pieces of text.
+
+This is the asyncio side; the engine's thread is reached through ``EngineCore`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core import EngineCore, Listener
+from engine.detokenizer import Detokenizer
+from engine.disaggregation import Handed, HandoverReceiver, hand_over
+from engine.protocol import DisaggregateInfo, usage
+from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
+
+__all__ = ["Generation", "Generations", "Piece"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token added: text (may be empty), the token, and at the end why it ended."""
+
+    text: str
+    token_id: int | None
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None
+
+
+class Generation:
+    """A request while it is being answered.
+
+    Args:
+        request: checked; its prompt and ``max_tokens`` fit the engine.
+        disaggregate_info: what the router said of the pair, if it did.
+    """
+
+    def __init__(self, owner: Generations, request: Request, disaggregate_info: DisaggregateInfo | None) -> None:
+        self._owner = owner
+        self._info = disaggregate_info
+        if disaggregate_info and owner.role == "prefill":
+            # The decode instance makes the answer; here the first token only ends the prompt's computation.
+            params = dataclasses.replace(request.params, max_tokens=1, min_tokens=0)
+            request = dataclasses.replace(request, params=params)
+        self.request = request
+        self.sequence = Sequence(request, owner.block_size)
+        self._handed: Handed | None = None
+        self._waiting: asyncio.Task[Handed | None] | None = None
+        self._aborted = False
+        self._start = time.monotonic()
+
+    def abort(self) -> None:
+        """End it, wherever it stands, with finish reason ``abort``."""
+        self._aborted = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._owner.core.abort(self.sequence)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; of a handed-over prompt, what the prefill instance found cached."""
+        own, pool = self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
+        if self._handed is not None:
+            own, pool = self._handed.own_cached_tokens, self._handed.pool_cached_tokens
+        return usage(self.sequence, own, pool)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
+        with self._owner.listed(self):
+            if self._info is None or self._owner.role == "mixed":
+                async for piece in self._run():
+                    yield piece
+            elif self._owner.role == "prefill":
+                async for piece in self._prefill(self._info):
+                    yield piece
+            else:
+                await self._wait_for_prefill()
+                async for piece in self._run():
+                    yield piece
+
+    async def _prefill(self, info: DisaggregateInfo) -> AsyncIterator[Piece]:
+        """Compute the prompt and hand it over before the (ignored) answer is given."""
+        host, port = info.decode_ip or "", int(info.decode_connector_port or 0)
+        async with hand_over(host, port, self.request.request_id) as decode:
+            saved = asyncio.Event()
+            pieces = [piece async for piece in self._run(saved)]
+            if pieces[-1].finish_reason in ("abort", "error"):
+                decode.send(type="failed", reason=f"prefill ended with {pieces[-1].finish_reason}")
+            else:
+                await saved.wait()
+                sequence = self.sequence
+                decode.send(
+                    type="ready",
+                    own_cached_tokens=sequence.own_cached_tokens,
+                    pool_cached_tokens=sequence.pool_cached_tokens,
+                )
+        for piece in pieces:
+            yield piece
+
+    async def _wait_for_prefill(self) -> None:
+        self._waiting = asyncio.create_task(self._owner.receiver.wait(self.request.request_id))
+        try:
+            self._handed = await self._waiting
+        except asyncio.CancelledError:
+            if not self._aborted:  # it was this task that was cancelled: the client has gone
+                self._waiting.cancel()
+                raise
+        finally:
+            self._waiting = None
+
+    async def _run(self, saved: asyncio.Event | None = None) -> AsyncIterator[Piece]:
+        """Run the sequence; set ``saved`` when nothing of it is on its way to the pool any more."""
+        if self._aborted:
+            yield Piece("", None, "abort", None)
+            return
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+
+        def tell(callback: Any, *args: Any) -> None:
+            # The loop closes first when the server shuts down; nobody listens then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(callback, *args)
+
+        listener = Listener(
+            on_output=lambda output: tell(outputs.put_nowait, output),
+            on_saved=lambda: tell(saved.set) if saved else None,
+        )
+        detokenizer = Detokenizer(
+            self._owner.tokenizer, self.request.prompt_token_ids, self.request.params.stop
+        )
+        self._owner.core.submit(self.sequence, listener)
+        reason: str | None = None
+        first_token_seconds: float | None = None
+        try:
+            while reason is None:
+                output = await outputs.get()
+                if first_token_seconds is None:
+                    first_token_seconds = time.monotonic() - self._start
+                reason = output.finish_reason
+                ended_by_token = reason == "stop"
+                text = "" if output.token_id is None or ended_by_token else detokenizer.add(output.token_id)
+                if reason:
+                    text += detokenizer.finish()
+                if detokenizer.stopped and reason in (None, "length"):
+                    reason = "stop"
+                    self._owner.core.abort(self.sequence)
+                yield Piece(text, output.token_id, reason, output.logprobs)
+        finally:
+            if reason is None:
+                reason = "abort"
+                self._owner.core.abort(self.sequence)
+            self._log(reason, first_token_seconds)
+
+    def _log(self, reason: str, first_token_seconds: float | None) -> None:
+        sequence = self.sequence
+        log.info(
+            "request finished: request_id=%s role=%s finish_reason=%s prompt_token_num=%d output_token_num=%d "
+            "gpu_cache_token_num=%d cpu_cache_token_num=0 storage_cache_token_num=%d "
+            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f",
+            self.request.request_id,
+            self._owner.role,
+            reason,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.own_cached_tokens,
+            sequence.pool_cached_tokens,
+            sequence.pool_load_seconds,
+            first_token_seconds if first_token_seconds is not None else -1,
+            time.monotonic() - self._start,
+        )
+
+
+class Generations:
+    """All requests that are being answered, and what they share."""
+
+    def __init__(
+        self, core: EngineCore, tokenizer: Any, role: str, block_size: int, receiver: HandoverReceiver
+    ) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self.role = role
+        self.block_size = block_size
+        self.receiver = receiver
+        self._live: dict[str, Generation] = {}
+
+    def start(self, request: Request, disaggregate_info: DisaggregateInfo | None) -> Generation:
+        """A new generation; nothing happens before its ``pieces`` are asked for."""
+        return Generation(self, request, disaggregate_info)
+
+    def abort(self, req_ids: list[str]) -> list[str]:
+        """Abort by request id, with or without ``chatcmpl-`` before and ``_0`` behind; return those that lived."""
+        found = [request_id for request_id in map(_plain, req_ids) if request_id in self._live]
+        for request_id in found:
+            self._live[request_id].abort()
+        return found
+
+    def abort_all(self) -> list[str]:
+        """Abort everything; return the request ids."""
+        return self.abort(list(self._live))
+
+    @contextlib.contextmanager
+    def listed(self, generation: Generation) -> Any:
+        """Findable for ``abort`` while the context lasts."""
+        request_id = generation.request.request_id
+        self._live[request_id] = generation
+        try:
+            yield
+        finally:
+            if self._live.get(request_id) is generation:
+                del self._live[request_id]
+
+
+def _plain(req_id: str) -> str:
+    for prefix in ("chatcmpl-", "cmpl-"):
+        req_id = req_id.removeprefix(prefix)
+    return req_id.removesuffix("_0")

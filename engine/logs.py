@@ -1,0 +1,29 @@
+"""Where an instance's log goes: ``$FD_LOG_DIR/api_server.log`` and, for what an operator must see, the console."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+__all__ = ["set_up"]
+
+_FORMAT = "%(levelname)-8s %(asctime)s %(process)d %(name)s] %(message)s"
+
+
+def set_up(folder: Path, *, debug: bool) -> None:
+    """Log to ``folder``/api_server.log; warnings also to standard error. ``debug`` lowers the level.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(folder / "api_server.log")
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    level = logging.DEBUG if debug else logging.INFO
+    logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, console], force=True)
+    for name in ("engine", "kvstore_backend"):
+        logging.getLogger(name).setLevel(level)
+    # Its INFO line for each heartbeat and health probe would bury ours.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

@@ -1,0 +1,53 @@
+"""What an instance tells Prometheus; FastDeploy's names where it has them, ``kvstore_`` before our own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["EngineMetrics"]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class EngineMetrics:
+    """The metrics of one engine, in a registry of their own so that several engines fit in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.running = self._gauge("fastdeploy:num_requests_running", "Requests in the running batch")
+        self.waiting = self._gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
+        self.cache_usage = self._gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
+        self.available_blocks = self._gauge("fastdeploy:available_gpu_block_num", "KV blocks nobody holds")
+        self.pending_saves = self._gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
+        self.pool_open = self._gauge("kvstore_pool_open", "1 when the pool has been joined")
+        self.prompt_tokens = self._counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
+        self.generated_tokens = self._counter("fastdeploy:generation_tokens", "Tokens generated")
+        self.own_cached_tokens = self._counter(
+            "fastdeploy:prefix_gpu_cache_token_num", "Prompt tokens found in this instance's own cache"
+        )
+        self.pool_cached_tokens = self._counter(
+            "kvstore_pool_cached_tokens", "Prompt tokens read from the pool instead of computed"
+        )
+        self.saved_blocks = self._counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
+        self.unsaved_blocks = self._counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
+        self.finished = Counter(
+            "kvstore_requests_finished",
+            "Requests ended, by finish reason",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.preemptions = self._counter("kvstore_preemptions", "Sequences whose blocks were taken to go on")
+        self.first_token = self._histogram("fastdeploy:time_to_first_token_seconds", "Arrival to first token")
+        self.output_token = self._histogram(
+            "fastdeploy:time_per_output_token_seconds", "Mean time between a request's later tokens"
+        )
+        self.latency = self._histogram("fastdeploy:e2e_request_latency_seconds", "Arrival to last token")
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)

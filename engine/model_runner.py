@@ -1,0 +1,201 @@
+"""The checkpoint, its KV memory, and one forward pass over the chunks of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from engine.attention import paged
+from engine.request import TokenLogprobs
+from engine.sampler import sample
+from engine.scheduler import Chunk
+from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
+
+__all__ = ["KVShape", "ModelRunner", "choose_device", "choose_dtype", "load_model_config", "load_tokenizer"]
+
+LAYOUT = "layer,kv,head,token,dim"
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shape of one KV block: ``[layers, 2, kv_heads, block_size, head_dim]`` of ``dtype``."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+
+def load_model_config(folder: str) -> Any:
+    """A checkpoint's text configuration, if this engine can run it.
+
+    Raises:
+        ConfigError: no such folder, no readable config.json, or a feature the paged attention does not have.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            f"--model {folder!r}: there is no such folder; give a local checkpoint folder with a config.json"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise ConfigError(f"--model {folder!r} is not a checkpoint that transformers can load: {reason}") from exc
+    config = config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        other = ", ".join(sorted(layer_types - {"full_attention"}))
+        raise ConfigError(
+            f"--model {folder!r} has layers of type {other}; only full attention is supported so far"
+        )
+    return config
+
+
+class ModelRunner:
+    """Owns the weights and the KV memory; computes, samples, and knows where a block lies.
+
+    Args:
+        folder: checkpoint folder.
+        config: ``load_model_config(folder)``.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of weights and KV.
+        block_size: tokens in a block.
+
+    ``allocate_kv`` must be called before ``run``.
+    """
+
+    def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
+        paged.register()
+        self.device = torch.device(device)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
+        )
+        self.model.to(self.device).eval()
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.shape = KVShape(config.num_hidden_layers, kv_heads, block_size, head_dim, dtype)
+        self.namespace = Namespace(
+            model=fingerprint_model(folder),
+            kv_dtype=str(dtype).removeprefix("torch."),
+            block_size=block_size,
+            num_layers=self.shape.num_layers,
+            num_kv_heads=kv_heads,
+            head_size=head_dim,
+            layout=LAYOUT,
+        )
+        self.eos_token_ids = _eos_token_ids(config, self.model)
+        self.kv = torch.empty(0)
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Make KV memory of ``num_blocks`` blocks.
+
+        Zeros, not just room: attention masks unused tokens by weight 0, and 0 times a stray NaN is NaN.
+        """
+        shape = self.shape
+        axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        if self.device.type == "cpu":
+            # NumPy's zeros are the system's: pages are committed as they are first written, torch's at once.
+            memory = torch.from_numpy(np.zeros(num_blocks * shape.nbytes, dtype=np.uint8))
+            self.kv = memory.view(shape.dtype).view(axes)
+        else:
+            self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
+
+    def default_num_blocks(self, gpu_memory_utilization: float) -> int:
+        """KV blocks for the memory there is: that share of a GPU's free memory, or a quarter of the host's.
+
+        On the host at most 4 GiB: a laptop runs several instances.
+        """
+        if self.device.type == "cpu":
+            nbytes = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 4 << 30)
+        else:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            nbytes = int(free * gpu_memory_utilization)
+        return max(1, nbytes // self.shape.nbytes)
+
+    def span(self, block: int) -> Span:
+        """Where a block's bytes lie."""
+        return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
+
+    @torch.inference_mode()
+    def run(self, chunks: SequenceOf[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
+        batch = paged.PagedBatch(
+            self.kv,
+            [
+                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table) for c in chunks
+            ],
+        )
+        token_ids: list[int] = []
+        for chunk in chunks:
+            start = chunk.sequence.num_computed
+            token_ids += chunk.sequence.token_ids[start : start + chunk.num_tokens]
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=batch.position_ids,
+            use_cache=False,
+            paged=batch,
+            # Only the rows whose next token is wanted go through the vocabulary projection.
+            logits_to_keep=batch.last_rows[sampling] if sampling else batch.last_rows[:1],
+        )
+        if not sampling:
+            return []
+        return sample(output.logits[0], [chunks[i].sequence for i in sampling], self.eos_token_ids)
+
+
+def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (config, model.generation_config):
+        eos = getattr(source, "eos_token_id", None)
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(ids)
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as exc:  # transformers raises many kinds here
+        reason = str(exc).strip().splitlines()[0]
+        raise ConfigError(f"--model {folder!r} has no tokenizer that transformers can load: {reason}") from exc
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is cuda where there is one.
+
+    Raises:
+        ConfigError: cuda is wanted and not there.
+    """
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: PyTorch sees no CUDA device; use --device cpu")
+    return "cuda" if has_cuda and wanted != "cpu" else "cpu"
+
+
+def choose_dtype(wanted: str, config: Any) -> torch.dtype:
+    """The dtype of weights and KV; ``auto`` is the one the checkpoint was saved in."""
+    if wanted != "auto":
+        chosen: torch.dtype = getattr(torch, wanted)
+        return chosen
+    saved = getattr(config, "dtype", None)
+    return saved if isinstance(saved, torch.dtype) else torch.float32

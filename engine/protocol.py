@@ -1,0 +1,200 @@
+"""OpenAI's request bodies, checked, and the shape of its answers and errors.
+
+Fields that we do not know are let through unread: clients send many that need no support to be harmless. Fields
+that would change the answer and that we cannot honour are refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.request import SamplingParams, Sequence
+
+__all__ = [
+    "AbortBody",
+    "ApiError",
+    "ChatBody",
+    "CompletionBody",
+    "GenerationBody",
+    "error_body",
+    "parse_body",
+    "sampling_params",
+    "usage",
+]
+
+
+class ApiError(Exception):
+    """A request that cannot be answered: HTTP ``status`` and one sentence, in OpenAI's error shape."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return error_body(self.status, str(self), param=self.param, code=self.code)
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object for an HTTP status."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=False)
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class DisaggregateInfo(_Body):
+    """What the router says of a prefill/decode pair; the fields we need of it (FastDeploy's contract)."""
+
+    prefill_ip: str | None = None
+    decode_ip: str | None = None
+    decode_connector_port: str | int | None = None
+
+
+class GenerationBody(_Body):
+    """Fields that chat and plain completions share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: Literal[1] | None = None
+    user: str | None = None
+    prompt_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    disaggregate_info: DisaggregateInfo | None = None
+
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report for each token, or None for nothing."""
+        return None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions, for one prompt."""
+
+    prompt: str | list[int] | list[str] | None = None
+    echo: Literal[False] | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class AbortBody(_Body):
+    """POST /v1/abort_requests."""
+
+    req_ids: list[str] = []
+    abort_all: bool = False
+
+
+_BodyT = TypeVar("_BodyT", bound=_Body)
+
+
+def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
+    """Check a body.
+
+    Raises:
+        ApiError: 400 with one sentence naming the field, what it was and what it should be.
+    """
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as exc:
+        raise ApiError(400, f"the body is not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}; it must be an object")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        # Members of a union are named in pydantic's location; the field's own path is what the client wrote.
+        param = ".".join(str(part) for part in first["loc"] if part in value or isinstance(part, int)) or str(
+            first["loc"][0]
+        )
+        given = "" if first["type"] == "missing" else f", but it is {_short(first['input'])}"
+        raise ApiError(400, f"{param}: {first['msg']}{given}", param=param) from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def sampling_params(body: GenerationBody, *, max_tokens: int) -> SamplingParams:
+    """The engine's sampling parameters; ``max_tokens`` is the limit that the context leaves."""
+    wanted = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        wanted = body.max_completion_tokens
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        max_tokens=max_tokens if wanted is None else min(wanted, max_tokens),
+        min_tokens=body.min_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        # Without a seed of the client's every request draws its own.
+        seed=secrets.randbits(62) if body.seed is None else body.seed,
+        stop=tuple(text for text in stop if text),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        logprobs=body.num_logprobs(),
+    )
+
+
+def usage(sequence: Sequence, own_cached: int, pool_cached: int) -> dict[str, Any]:
+    """OpenAI's usage object, and beside ``cached_tokens`` where those came from."""
+    prompt, completion = sequence.num_prompt_tokens, sequence.num_output_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": own_cached + pool_cached,
+            "own_cached_tokens": own_cached,
+            "pool_cached_tokens": pool_cached,
+        },
+    }
+
+
+def now() -> int:
+    """Seconds since the epoch, as ``created`` has them."""
+    return int(time.time())

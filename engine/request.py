@@ -1,0 +1,121 @@
+"""What is asked of the engine (``Request``) and how far it has got (``Sequence``)."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+
+__all__ = ["Request", "SamplingParams", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; OpenAI's names and meanings where it has them.
+
+    ``temperature`` 0 (or ``top_p`` 0, as FastDeploy's examples have it) is greedy. ``top_k`` 0 means all tokens.
+    ``seed`` makes the choice a function of (seed, position, logits). ``logprobs`` is how many alternatives to
+    report beside the chosen token; None reports nothing.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued. ``cache_salt``: blocks are shared only among requests of the same salt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    cache_salt: str = ""
+
+
+class State(enum.Enum):
+    """Where a sequence stands in the scheduler."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    """It holds blocks, and leading ones of them are being read from the pool."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log probabilities: of the chosen token, and of the likeliest ones in falling order."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One step's news of a request. ``token_id`` None: it ended without a further token (aborted, failed)."""
+
+    token_id: int | None
+    finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
+
+    The ``*_cached_tokens`` figures say where the prompt's KV came from when it was first admitted, in tokens; they
+    are final once the first token is out.
+    """
+
+    request: Request
+    block_size: int
+    token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    """Leading blocks that were offered to the prefix cache already."""
+    num_saved: int = 0
+    """Leading blocks that were handed to the pool already."""
+    pending_saves: int = 0
+    state: State = State.WAITING
+    aborted: bool = False
+    finish_reason: str | None = None
+    own_cached_tokens: int = 0
+    pool_cached_tokens: int = 0
+    pool_load_seconds: float = 0.0
+    admitted: bool = False
+    arrival: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+        self._root = root_hash(self.request.cache_salt)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than one token still lacks KV: the next step computes a chunk, not just the newest token."""
+        return len(self.token_ids) - self.num_computed > 1
+
+    def hashes(self) -> SequenceOf[bytes]:
+        """Hashes of all full blocks of ``token_ids``, computed or not."""
+        return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)

@@ -1,0 +1,213 @@
+"""Who computes how many tokens in the next step: continuous batching over paged blocks. Free of tensors.
+
+A sequence's way::
+
+    add ─► waiting ─admit─► loading ─loaded─► running ─► finished
+              ▲                └─(nothing to load)─┘ │
+              └───────────── preempted ◄─────────────┘
+
+A step first gives every decoding sequence its one token, then fills what is left of the token budget with chunks
+of prompts, oldest first: long prompts never hold up running decodes for more than one budget. When blocks run
+out, the youngest running sequence is preempted: its blocks go back (what was published stays findable), and it is
+computed anew later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine.block_manager import BlockManager, NoFreeBlocks
+from engine.request import Sequence, State
+
+__all__ = ["Chunk", "Scheduler"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``num_tokens`` tokens of ``sequence``, from its ``num_computed`` on, to be computed in one step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last known token, so that a new one follows from it."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+
+
+class Scheduler:
+    """Decides; moves no data.
+
+    Args:
+        blocks: the block manager; this scheduler allocates and releases the blocks of sequences.
+        block_size: tokens in a block.
+        max_num_seqs: sequences that may hold blocks at once.
+        max_num_batched_tokens: token budget of a step.
+        prefix_caching: whether published blocks are looked for on admission.
+        pool: whether missing full blocks of a newly admitted sequence are to be loaded before it runs.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        prefix_caching: bool,
+        pool: bool,
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_caching = prefix_caching
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits at all."""
+        return self.blocks.num_blocks * self.block_size
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence, whose prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences, oldest first, to where they hold blocks; return those that need a load."""
+        to_load = []
+        while self.waiting and len(self.running) + len(self.loading) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._give_blocks(sequence):
+                break
+            self.waiting.popleft()
+            if self.pool and self._loadable(sequence) > 0:
+                sequence.state = State.LOADING
+                self.loading.append(sequence)
+                to_load.append(sequence)
+            else:
+                self._run(sequence)
+        return to_load
+
+    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
+        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it may run now."""
+        self.loading.remove(sequence)
+        if sequence.aborted:
+            self._free(sequence)
+            sequence.state = State.FINISHED
+            return
+        sequence.num_computed += num_blocks * self.block_size
+        self.publish(sequence)
+        self._run(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks; every one has its blocks. Empty when nothing can run."""
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            # A sequence that an earlier turn of this loop preempted is no longer running.
+            if sequence.state is State.RUNNING and not sequence.is_prefilling and self._grow(sequence):
+                chunks.append(Chunk(sequence, 1))
+                budget -= 1
+        for sequence in self.running:
+            if budget == 0:
+                break
+            if sequence.is_prefilling:
+                chunk = Chunk(sequence, min(budget, len(sequence.token_ids) - sequence.num_computed))
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+        return [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
+
+    def computed(self, chunk: Chunk) -> None:
+        """The KV of ``chunk`` is written: account for it and publish the blocks that became full."""
+        chunk.sequence.num_computed += chunk.num_tokens
+        self.publish(chunk.sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer every newly full and computed block of ``sequence`` to later sequences."""
+        num_full = sequence.num_computed // self.block_size
+        if not self.prefix_caching or num_full <= sequence.num_published:
+            return
+        hashes = sequence.hashes()
+        for i in range(sequence.num_published, num_full):
+            self.blocks.publish(sequence.block_table[i], hashes[i])
+        sequence.num_published = num_full
+
+    def finish(self, sequence: Sequence) -> None:
+        """End ``sequence`` wherever it stands; blocks under a running load are freed when that load ends."""
+        if sequence.state is State.LOADING:
+            sequence.aborted = True
+            return
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self._free(sequence)
+        sequence.state = State.FINISHED
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        self.running.append(sequence)
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
+        # The last token is always computed: its logits are what comes next.
+        usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
+        hashes = sequence.hashes()[:usable]
+        num_cached = self.blocks.match(hashes)
+        needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
+        # Room to grow by one block, unless nothing else runs that could give blocks back.
+        spare = 1 if self.running or self.loading else 0
+        if needed + spare + self.blocks.num_idle(hashes[:num_cached]) > self.blocks.num_available:
+            return False
+        cached = self.blocks.take_cached(hashes[:num_cached])
+        sequence.block_table = cached + self.blocks.allocate(needed)
+        sequence.num_computed = num_cached * self.block_size
+        sequence.num_published = num_cached
+        if not sequence.admitted:
+            sequence.admitted = True
+            sequence.own_cached_tokens = sequence.num_computed
+        return True
+
+    def _loadable(self, sequence: Sequence) -> int:
+        """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
+        return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for one more token's KV, preempting the youngest if need be; False if that was itself."""
+        if sequence.num_computed < len(sequence.block_table) * self.block_size:
+            return True
+        while True:
+            try:
+                sequence.block_table += self.blocks.allocate(1)
+                return True
+            except NoFreeBlocks:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.num_computed = sequence.num_published = 0
+        sequence.state = State.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.block_table)
+        sequence.block_table = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler {len(self.waiting)} waiting, {len(self.loading)} loading, "
+            f"{len(self.running)} running, {self.blocks!r}>"
+        )
