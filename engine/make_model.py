@@ -1,0 +1,321 @@
+"""``python -m engine.make_model``: a small transformers checkpoint for machines that cannot download one.
+
+The weights are random: **the compute is real, the words are not.** It is a whole Qwen2 (grouped-query
+attention, rotary positions, 23 million parameters) with a byte-level tokenizer and a chat template, written
+in seconds, the same bytes every time. Three properties are built in, because showing a KV cache needs them:
+
+- Attention matters. Queries and keys are scaled so that each head looks at a few positions far apart, hence a
+  wrong byte in a cached block changes the words that follow.
+- Answers are readable, and survive a round trip: only whole English words are ever likely, and each is one
+  token with its leading space, so the text of an answer, put back into a conversation, encodes to the very
+  ids that were generated. That is what lets turn 2 find the blocks that turn 1 generated.
+- A choice is a choice: the best logit leads the second by far more than float32 rounding, so answers do not
+  depend on how the work was cut into batches and blocks.
+
+Needs no torch: a checkpoint is numbers in files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+__all__ = ["MODEL_NAME", "MODEL_VERSION", "default_folder", "make_model"]
+
+MODEL_NAME = "kvstore-tiny-qwen2"
+MODEL_VERSION = 1
+"""Raised when any byte of the checkpoint changes; a folder that holds another version is written anew."""
+
+STAMP = "kvstore_model.json"
+
+SEED = 20250
+HIDDEN, LAYERS, INTERMEDIATE = 512, 8, 1408
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+MAX_POSITIONS = 32768
+
+# Standard deviations of what leaves a part, for inputs of deviation 1. Chosen by measurement: 70 to 90
+# different words in 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5 where the best leads
+# by 0.6 (median).
+ATTENTION_SCORE = 2.2
+ATTENTION_OUT = 0.7
+MLP_OUT = 0.7
+LOGIT = 3.0
+
+# The residual stream's channel 0 is 1 for every token and no layer writes to it, so the output layer can use
+# it as a bias: whatever is not a word of WORDS is pushed out of reach of any sampling temperature.
+CONSTANT_CHANNEL = 0
+NOT_A_WORD = -100.0
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
+SPACE = "Ġ"  # how byte-level vocabularies write the byte 0x20
+# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer, whatever its file says: so say the same.
+QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_WORDS = """
+a able about above across act add after again against age ago air all almost along already also always am
+among an and animal answer any are area arm around art as ask at away baby back bad ball bank base be beach
+bear beautiful bed been before began begin behind being bell below best better between big bird black blue
+board boat body book both box boy bread bright bring brother brown build busy but buy by call came can car
+care carry case cat cause center chair change check child choose circle city class clean clear close cloud
+coat cold color come common cook cool copy corn corner could count country course cover cross cry cup cut
+dance dark day deep did different dog door down draw dream dress drink drive dry each ear early earth east
+easy eat edge egg eight end enough even evening ever every eye face fact fall family far farm fast father
+feel feet few field fill final find fine fire first fish five floor flower fly follow food foot for forest
+form found four free fresh friend from front fruit full game garden gave girl give glass go gold good grass
+great green ground group grow had hair half hall hand happy hard has hat have he head hear heart heat heavy
+help her here high hill him his hold home hope horse hot hour house how hundred ice idea if in into iron is
+island it job join jump just keep key kind king knew know lake land large last late laugh lead leaf learn
+left leg less let letter life light like line list listen little live long look lot love low made make man
+many map mark may me mean measure meet metal middle might mile milk mind mine minute moon more morning most
+mother mountain mouth move much music must my name near neck need never new next night nine no noise north
+nose not note now number ocean of off often oil old on once one only open or order other our out over own
+page paint pair paper part past path people picture piece place plain plan plant play point pool poor power
+press pull push put quick quiet rain ran reach read ready really red rest rice rich ride right ring rise
+river road rock roll room root rope rose round rule run safe said sail salt same sand sat saw say school sea
+season seat second see seed seem sell send set seven shape she ship shoe shop short should show side silver
+simple sing sister sit six size skin sky sleep slow small smell smile snow so soft soil some song soon sound
+south space speak spring stand star start stay step still stone stop store story street strong such sugar
+summer sun sure sweet swim table tail take talk tall teach tell ten than that the their them then there
+these they thing think this those thought thousand three through time to today together told too took top
+touch toward town trade train travel tree true try turn two under until up upon us use valley very village
+voice wait walk wall want war warm was wash watch water wave way we wear weather week weight well went were
+west wet what wheel when where which while white who whole why wide wild will wind window wing winter wish
+with woman wonder wood word work world would write yard year yellow yes yet you young your
+"""
+WORDS = tuple(_WORDS.split())
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- elif message['content'] -%}
+{%- for part in message['content'] if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+README = f"""\
+# {MODEL_NAME}
+
+A test model. **The weights are random: the compute is real, the words are not.** Written by
+`python -m engine.make_model` of fastdeploy-kvstore, version {MODEL_VERSION}, the same bytes on every machine.
+Qwen2 architecture, {LAYERS} layers, hidden size {HIDDEN}, {HEADS} heads, {KV_HEADS} KV heads, float32.
+"""
+
+
+def default_folder() -> Path:
+    """Where the scripts keep the model: ``.cache/models`` of the checkout, else of the user."""
+    checkout = Path(__file__).resolve().parent.parent
+    in_checkout = (checkout / "pyproject.toml").is_file()
+    return (checkout / ".cache" if in_checkout else Path.home() / ".cache") / "models" / MODEL_NAME
+
+
+def make_model(folder: Path) -> bool:
+    """Write the checkpoint to ``folder`` unless it is there already; say whether it had to be written.
+
+    The folder appears whole or not at all, so that processes may ask for it at the same time.
+
+    Raises:
+        FileExistsError: ``folder`` holds something that this program did not write.
+    """
+    if _holds_this_model(folder):
+        return False
+    if folder.exists() and not (folder / STAMP).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} holds something else; name an empty or a new folder with --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "model"
+        whole.mkdir()
+        _write_checkpoint(whole)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        try:
+            whole.rename(folder)
+        except OSError:
+            if not _holds_this_model(folder):  # else someone was quicker, with the same bytes
+                raise
+    return True
+
+
+def _holds_this_model(folder: Path) -> bool:
+    try:
+        stamp = json.loads((folder / STAMP).read_bytes())
+        return bool(stamp["version"] == MODEL_VERSION) and all(
+            (folder / name).stat().st_size == size for name, size in stamp["bytes"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write_checkpoint(folder: Path) -> None:
+    tokenizer = _tokenizer()
+    vocab_size = tokenizer.get_vocab_size()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(dict(_tensors(vocab_size)), folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    _write_json(folder / "config.json", _model_config(tokenizer))
+    _write_json(folder / "generation_config.json", _generation_config(tokenizer))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "README.md").write_text(README)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    _write_json(folder / STAMP, {"model": MODEL_NAME, "version": MODEL_VERSION, "bytes": sizes})
+
+
+def _tokenizer() -> Tokenizer:
+    """Byte-level BPE with the rules of Qwen2's, and merges that spell exactly the words of ``WORDS``.
+
+    Merges only ever lengthen a word from its leading space, so no order of merging can end anywhere else: a
+    known word is one token; an unknown one is the longest start it shares with a known one, then bytes.
+    Ids are 0..255 for the bytes, then the special tokens, the beginnings of words, and the words.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [SPACE + word for word in WORDS]
+    grown = sorted(
+        {word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda p: (len(p), p)
+    )
+    beginnings = [piece for piece in grown if piece not in set(words)]
+    vocab = {piece: i for i, piece in enumerate([*letters, *SPECIAL, *beginnings, *words])}
+    bpe = models.BPE(vocab=vocab, merges=[(piece[:-1], piece[-1]) for piece in grown])
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return tokenizer
+
+
+def _tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Every tensor of the checkpoint by its transformers name, drawn in this order from one frozen stream.
+
+    ``RandomState`` is frozen by numpy's promise: the same seed gives the same numbers in every version.
+    """
+    stream = np.random.RandomState(SEED)
+
+    def uniform(rows: int, columns: int, deviation: float) -> NDArray[np.float32]:
+        bound = deviation * math.sqrt(3.0)
+        return ((2.0 * stream.random_sample((rows, columns)) - 1.0) * bound).astype(np.float32)
+
+    def writes_to_residual(columns: int, deviation: float) -> NDArray[np.float32]:
+        weight = uniform(HIDDEN, columns, deviation)
+        weight[CONSTANT_CHANNEL] = 0.0
+        return weight
+
+    ones = np.ones(HIDDEN, dtype=np.float32)
+    fan_in = 1.0 / math.sqrt(HIDDEN)
+    score = math.sqrt(ATTENTION_SCORE) * fan_in
+    kv = KV_HEADS * HEAD_DIM
+
+    embedding = uniform(vocab_size, HIDDEN, 1.0)
+    embedding[:, CONSTANT_CHANNEL] = 1.0
+    yield "model.embed_tokens.weight", embedding
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", ones
+        for name, rows, deviation in (("q", HIDDEN, score), ("k", kv, score), ("v", kv, fan_in)):
+            yield f"{layer}.self_attn.{name}_proj.weight", uniform(rows, HIDDEN, deviation)
+            yield f"{layer}.self_attn.{name}_proj.bias", uniform(1, rows, 0.1)[0]
+        yield f"{layer}.self_attn.o_proj.weight", writes_to_residual(HIDDEN, ATTENTION_OUT * fan_in)
+        yield f"{layer}.post_attention_layernorm.weight", ones
+        for name in ("gate", "up"):
+            yield f"{layer}.mlp.{name}_proj.weight", uniform(INTERMEDIATE, HIDDEN, fan_in)
+        yield (
+            f"{layer}.mlp.down_proj.weight",
+            writes_to_residual(INTERMEDIATE, MLP_OUT / math.sqrt(INTERMEDIATE)),
+        )
+    yield "model.norm.weight", ones
+    first_word = vocab_size - len(WORDS)
+    head = np.zeros((vocab_size, HIDDEN), dtype=np.float32)
+    head[first_word:] = uniform(len(WORDS), HIDDEN, LOGIT * fan_in)
+    head[:first_word, CONSTANT_CHANNEL] = NOT_A_WORD
+    yield "lm_head.weight", head
+
+
+def _model_config(tokenizer: Tokenizer) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "kvstore_note": "random weights: the compute is real, the words are not",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+        "bos_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "use_cache": True,
+    }
+
+
+def _generation_config(tokenizer: Tokenizer) -> dict[str, object]:
+    ends = [tokenizer.token_to_id(text) for text in (TURN_END, END_OF_TEXT)]
+    return {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[-1]}
+
+
+def _tokenizer_config() -> dict[str, object]:
+    return {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": MAX_POSITIONS,
+    }
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the model and print its folder."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.make_model", description="Write a small test model."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=default_folder(), metavar="FOLDER", help="default: %(default)s"
+    )
+    folder: Path = parser.parse_args(argv).output.absolute()
+    try:
+        written = make_model(folder)
+    except OSError as exc:
+        print(f"cannot write the model: {exc}", file=sys.stderr)
+        return 1
+    print(f"{'wrote' if written else 'already there:'} {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
