@@ -81,9 +81,7 @@ class Instance:
         )
         tokenizer = load_tokenizer(args.model)
         self.receiver = HandoverReceiver()
-        self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver
-        )
+        self.generations = Generations(self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver)
         self.completions = Completions(
             self.generations, tokenizer, args.served_model_name, args.max_model_len, runner.vocab_size
         )

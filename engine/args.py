@@ -160,5 +160,3 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share (above 0, at most 1)")
     return value
-
-

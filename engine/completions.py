@@ -194,9 +194,7 @@ class Answer:
                 chunk["usage"] = self._generation.usage()
             yield _event(chunk)
         if options and options.include_usage:
-            yield _event(
-                {**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()}
-            )
+            yield _event({**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()})
         yield b"data: [DONE]\n\n"
 
     def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
@@ -265,9 +263,7 @@ class TextAnswer(Answer):
         return {
             "tokens": [self._token_text(token) for token, _ in told],
             "token_logprobs": [logprobs.chosen for _, logprobs in told],
-            "top_logprobs": [
-                {self._token_text(token): value for token, value in logprobs.top} for _, logprobs in told
-            ],
+            "top_logprobs": [{self._token_text(token): value for token, value in logprobs.top} for _, logprobs in told],
         }
 
 

@@ -74,7 +74,9 @@ class HandoverReceiver:
             result = await asyncio.wait_for(asyncio.shield(begun), self._silence)
             return await result
         except asyncio.TimeoutError:
-            log.warning("%s: no word of a prefill instance in %g s; computing the prompt here", request_id, self._silence)
+            log.warning(
+                "%s: no word of a prefill instance in %g s; computing the prompt here", request_id, self._silence
+            )
             return None
         finally:
             self._pending.pop(request_id, None)
@@ -100,7 +102,9 @@ class HandoverReceiver:
                 begun.set_result(result)
             result.set_result(await self._outcome(reader))
         except (ValueError, TypeError, KeyError, OSError, EOFError, asyncio.TimeoutError) as exc:
-            log.warning("%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc)
+            log.warning(
+                "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
+            )
         finally:
             if not result.done():
                 result.set_result(None)

@@ -132,9 +132,7 @@ class Generation:
             on_output=lambda output: tell(outputs.put_nowait, output),
             on_saved=lambda: tell(saved.set) if saved else None,
         )
-        detokenizer = Detokenizer(
-            self._owner.tokenizer, self.request.prompt_token_ids, self.request.params.stop
-        )
+        detokenizer = Detokenizer(self._owner.tokenizer, self.request.prompt_token_ids, self.request.params.stop)
         self._owner.core.submit(self.sequence, listener)
         reason: str | None = None
         first_token_seconds: float | None = None

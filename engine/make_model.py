@@ -44,8 +44,8 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_POSITIONS = 32768
 
 # Standard deviations of what leaves a part, for inputs of deviation 1. Chosen by measurement: 70 to 90
-# different words in 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5 where the best leads
-# by 0.6 (median).
+# different words in 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5 where the best
+# leads by 0.6 (median).
 ATTENTION_SCORE = 2.2
 ATTENTION_OUT = 0.7
 MLP_OUT = 0.7
@@ -187,9 +187,7 @@ def _tokenizer() -> Tokenizer:
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [SPACE + word for word in WORDS]
-    grown = sorted(
-        {word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda p: (len(p), p)
-    )
+    grown = sorted({word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda p: (len(p), p))
     beginnings = [piece for piece in grown if piece not in set(words)]
     vocab = {piece: i for i, piece in enumerate([*letters, *SPECIAL, *beginnings, *words])}
     bpe = models.BPE(vocab=vocab, merges=[(piece[:-1], piece[-1]) for piece in grown])
@@ -301,12 +299,8 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and print its folder."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.make_model", description="Write a small test model."
-    )
-    parser.add_argument(
-        "--output", type=Path, default=default_folder(), metavar="FOLDER", help="default: %(default)s"
-    )
+    parser = argparse.ArgumentParser(prog="python -m engine.make_model", description="Write a small test model.")
+    parser.add_argument("--output", type=Path, default=default_folder(), metavar="FOLDER", help="default: %(default)s")
     folder: Path = parser.parse_args(argv).output.absolute()
     try:
         written = make_model(folder)

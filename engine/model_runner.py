@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
 from engine.request import TokenLogprobs
@@ -60,9 +61,7 @@ def load_model_config(folder: str) -> Any:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
         other = ", ".join(sorted(layer_types - {"full_attention"}))
-        raise ConfigError(
-            f"--model {folder!r} has layers of type {other}; only full attention is supported so far"
-        )
+        raise ConfigError(f"--model {folder!r} has layers of type {other}; only full attention is supported so far")
     return config
 
 
@@ -81,6 +80,7 @@ class ModelRunner:
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
         paged.register()
+        transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
@@ -137,9 +137,7 @@ class ModelRunner:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
         batch = paged.PagedBatch(
             self.kv,
-            [
-                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table) for c in chunks
-            ],
+            [paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table) for c in chunks],
         )
         token_ids: list[int] = []
         for chunk in chunks:

@@ -66,9 +66,7 @@ class PoolConnector:
         """Whether the pool has been joined."""
         return self._pool is not None
 
-    def start_load(
-        self, hashes: Sequence[bytes], blocks: Sequence[int], done: Callable[[int, float], None]
-    ) -> None:
+    def start_load(self, hashes: Sequence[bytes], blocks: Sequence[int], done: Callable[[int, float], None]) -> None:
         """Read as many leading blocks as the pool has; ``done(number, seconds)`` is posted at the end."""
         if self._pool is None:
             self._post(lambda: done(0, 0.0))

@@ -57,6 +57,4 @@ def _logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogpr
         return None
     log_probabilities = torch.log_softmax(logits, dim=-1)
     values, tokens = torch.topk(log_probabilities, min(count, len(log_probabilities)))
-    return TokenLogprobs(
-        float(log_probabilities[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    )
+    return TokenLogprobs(float(log_probabilities[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

@@ -96,9 +96,7 @@ class PagedBatch:
         contexts = torch.tensor([chunk.context for _, chunk in rows], device=device)
         width = -(-max(chunk.context for _, chunk in rows) // self.block_size)
         # Padding repeats block 0, whose tokens the mask hides.
-        tables = [
-            (list(chunk.block_table[:width]) + [0] * width)[:width] for _, chunk in rows
-        ]
+        tables = [(list(chunk.block_table[:width]) + [0] * width)[:width] for _, chunk in rows]
         mask = torch.arange(width * self.block_size, device=device)[None] < contexts[:, None]
         return _Decodes(
             torch.tensor([row for row, _ in rows], device=device),
@@ -140,7 +138,7 @@ def paged_attention(
     keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
     values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)
 
-    _, heads, tokens, head_dim = query.shape
+    heads, tokens, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
     # Query heads that share a KV head stand together, so that K and V are read once for the whole group.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, head_dim)
