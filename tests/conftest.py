@@ -1,0 +1,22 @@
+"""Fixtures that tests of every room share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.mooncake import MooncakeMaster
+from tests.support.mooncake import mooncake_master as running_mooncake_master
+
+
+@pytest.fixture(scope="session")
+def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    """One real Mooncake master for all tests that do it no harm; a test that kills one starts its own.
+
+    Tests share its pool: keep keys apart by namespaces or random prefixes. Leases last 200 ms, so that what was
+    read can be removed within a test.
+    """
+    log = tmp_path_factory.mktemp("mooncake") / "master.log"
+    with running_mooncake_master(log, "--default_kv_lease_ttl=200") as master:
+        yield master

@@ -1,0 +1,92 @@
+"""Children of a test: their output goes to a file, and they end by their own pid whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.support.waiting import wait_until
+
+__all__ = ["Child", "child"]
+
+
+class Child:
+    """One running program; use ``child()`` to start one."""
+
+    def __init__(self, argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment."""
+        self.argv = [str(part) for part in argv]
+        self.log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+
+    def __repr__(self) -> str:
+        return f"Child({self.argv[0]}, pid={self.pid}, exit code={self._process.poll()})"
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended (negative: by that signal), or ``None`` while it runs."""
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        """What it wrote so far, stdout and stderr together."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+        """Wait until ``condition`` is true; a child that ends first fails at once, with what it wrote."""
+
+        def ready_or_ended() -> bool:
+            if condition():
+                return True
+            assert self.exit_code is None, f"{self} ended before {what}:\n{self.output}"
+            return False
+
+        wait_until(ready_or_ended, f"{what} of {self}", deadline_s)
+
+    def wait(self, deadline_s: float = 30.0) -> int:
+        """Wait until it ended by itself; its exit code."""
+        return self._process.wait(deadline_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, such as ``SIGSTOP``."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it with SIGKILL, as a crash would, and reap it."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self, patience_s: float = 10.0) -> None:
+        """End it politely with SIGTERM, then with SIGKILL."""
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@contextlib.contextmanager
+def child(argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Child]:
+    """A ``Child`` that has ended when the block is left."""
+    running = Child(argv, log, env)
+    try:
+        yield running
+    finally:
+        running.stop()
