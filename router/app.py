@@ -1,0 +1,189 @@
+"""The router's application: the control plane in FastAPI, and beside it the data plane as a plain ASGI callable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from router.aborts import Aborter
+from router.body import BadBody, parse_object
+from router.errors import ApiError
+from router.health import HealthMonitor
+from router.instances import Instance, Registration, RegistrationError, Registry, Role
+from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.proxy import Proxy, Receive, Scope, Send
+from router.selection import Selector
+from router.settings import RouterSettings
+from router.tasks import Tasks
+from router.upstream import Upstream, UpstreamError
+
+__all__ = ["RouterApp"]
+
+_log = logging.getLogger("router.app")
+
+MODELS_SECONDS = 5.0
+
+
+class RouterApp:
+    """The whole router as one ASGI application, built from its settings."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.registry = Registry(settings.splitwise)
+        self.upstream = Upstream()
+        self.tasks = Tasks()
+        self.health = HealthMonitor(settings, self.registry, self.upstream)
+        self.aborter = Aborter(self.upstream, self.tasks)
+        self.metrics = RouterMetrics(self.registry)
+        self.proxy = Proxy(
+            settings,
+            Selector(settings, self.registry),
+            self.upstream,
+            self.health,
+            self.aborter,
+            self.metrics,
+            self.tasks,
+        )
+        self.control = _control_plane(self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Requests under /v1 go to the data plane, except those that concern all instances at once."""
+        path = scope.get("path", "")
+        if path.startswith("/v1/") and path not in ("/v1/models", "/v1/abort_requests"):
+            await self.proxy(scope, receive, send)
+        else:
+            await self.control(scope, receive, send)
+
+
+def _control_plane(router: RouterApp) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        router.tasks.start(router.health.run())
+        yield
+        router.tasks.cancel()
+        router.health.close()
+        router.upstream.close()
+
+    app = FastAPI(title="KV router", lifespan=lifespan)
+
+    @app.post("/register")
+    async def register(request: Request) -> Response:
+        try:
+            registration = Registration.parse(parse_object(await request.body()))
+            await router.health.register(registration)
+        except (BadBody, RegistrationError) as exc:
+            _log.warning("registration refused: %s", exc)
+            return _json(400, {"detail": str(exc)})
+        return _json(200, {"status": "success"})
+
+    @app.get("/registered")
+    async def registered() -> Response:
+        instances: dict[str, Any] = {role.value: [] for role in Role}
+        for instance in router.registry:
+            instances[instance.role.value].append(_describe(instance))
+        return _json(200, {"code": 200, "msg": "success", **instances})
+
+    @app.get("/registered_number")
+    async def registered_number() -> Response:
+        numbers = {role.value: 0 for role in Role}
+        for instance in router.registry:
+            numbers[instance.role.value] += instance.healthy
+        return _json(200, numbers)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        troubles = await router.health.check_all()
+        bad = {key: trouble for key, trouble in troubles.items() if trouble}
+        if bad or not troubles:
+            return _json(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
+        return _json(200, {"code": 200, "msg": "Health check complete"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(router.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await _models(router, request)
+
+    @app.post("/v1/abort_requests")
+    async def abort_requests(request: Request) -> Response:
+        return await _abort_requests(router, await request.body())
+
+    return app
+
+
+async def _models(router: RouterApp, request: Request) -> Response:
+    """The models of all instances, each once."""
+    authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
+
+    async def ask(instance: Instance) -> list[dict[str, Any]]:
+        try:
+            answer = await router.upstream.fetch(
+                instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
+            )
+            listed = orjson.loads(answer.body)["data"]
+        except (UpstreamError, ValueError, KeyError, TypeError) as exc:
+            _log.warning("instance %s did not list its models: %s", instance.key, exc)
+            return []
+        return [model for model in listed if isinstance(model, dict)]
+
+    instances = [instance for instance in router.registry if instance.healthy]
+    models: dict[Any, dict[str, Any]] = {}
+    for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
+        for model in listed:
+            models.setdefault(model.get("id"), model)
+    return _json(200, {"object": "list", "data": list(models.values())})
+
+
+async def _abort_requests(router: RouterApp, body: bytes) -> Response:
+    """Pass an abort on to every instance, and say what they aborted."""
+    try:
+        members = parse_object(body)
+    except BadBody as exc:
+        return _error(ApiError(400, str(exc), "invalid_body"))
+    req_ids = members.get("req_ids")
+    if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
+        message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
+        return _error(ApiError(400, message, "invalid_body", "req_ids"))
+    outcome = await router.aborter.abort_everywhere(router.registry, body)
+    return _json(
+        200,
+        {
+            "status": "error" if outcome.errors else "success",
+            "result": {"aborted": outcome.aborted, "not_found": outcome.not_found},
+            "errors": outcome.errors,
+        },
+    )
+
+
+def _describe(instance: Instance) -> dict[str, Any]:
+    registration = instance.registration
+    return {
+        **registration.fields,
+        "role": registration.role.value,
+        "url": f"http://{instance.key}",
+        "worker_type": registration.role.value,
+        "state": instance.state,
+        "trouble": instance.trouble,
+        "running_requests": instance.candidate.requests,
+        "running_tokens": instance.candidate.tokens,
+    }
+
+
+def _json(status: int, value: Any) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.body(), status_code=error.status, media_type="application/json")

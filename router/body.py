@@ -1,0 +1,123 @@
+"""A request's body: read once, parsed once, and extended without being serialised again.
+
+Serialising again would change what the client wrote: 1.0 becomes 1, big integers lose digits, escapes change.
+So the router splices its own members into the original bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+__all__ = ["BadBody", "InferenceBody", "parse_inference", "parse_object", "splice"]
+
+# A string, or a character that opens, closes or separates; unrolled so that a long string is one step.
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
+# English text has about four bytes to a token; a policy compares loads, so the constant matters little.
+_BYTES_PER_TOKEN = 4
+
+
+class BadBody(ValueError):
+    """The client's body cannot be served; one sentence, and the member at fault if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InferenceBody(NamedTuple):
+    """What the router needs to know of a completion request, beside its bytes."""
+
+    data: bytes
+    members: dict[str, Any]
+    request_id: str | None
+    prompt_tokens: int
+    """An estimate; exact where the client sent token ids."""
+    choices: int
+    """How many sequences the engine makes of it."""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that ``data`` is.
+
+    Raises:
+        BadBody: it is not JSON, or not an object.
+    """
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as exc:
+        value = _parse_leniently(data, exc)
+    if not isinstance(value, dict):
+        raise BadBody(f"the body is a JSON {_kind(value)}; it must be an object")
+    return value
+
+
+def parse_inference(data: bytes) -> InferenceBody:
+    """The body of a completion request.
+
+    Raises:
+        BadBody: it is not a JSON object, or its ``request_id`` is not a string.
+    """
+    members = parse_object(data)
+    request_id = members.get("request_id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise BadBody(f"request_id is {request_id!r}; it must be a string", "request_id")
+    token_ids = members.get("prompt_token_ids")
+    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else len(data) // _BYTES_PER_TOKEN
+    n, prompt = members.get("n"), members.get("prompt")
+    choices = n if isinstance(n, int) and n > 0 else 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        choices *= len(prompt)
+    return InferenceBody(data, members, request_id or None, prompt_tokens, choices)
+
+
+def splice(body: InferenceBody, added: Mapping[str, Any]) -> bytes:
+    """The body with the members of ``added`` set; all other members keep every byte, and their order.
+
+    Members of the same name that the client sent are taken out, so that no reader can prefer them.
+    """
+    data = body.data
+    opening = data.index(b"{") + 1
+    new = orjson.dumps(added)[1:-1]
+    if added.keys().isdisjoint(body.members):
+        return b"".join((data[:opening], new, b"," if body.members else b"", data[opening:]))
+    kept = [data[start:end] for key, start, end in _members(data) if key not in added]
+    return b"{" + b",".join([new, *kept]) + b"}"
+
+
+def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, start and end of each member of the object that ``data`` is; a name may come twice."""
+    depth, start = 0, 0
+    key: str | None = None
+    for token in _TOKEN.finditer(data):
+        first = data[token.start()]
+        if first in b"{[":
+            depth += 1
+            start = token.end() if depth == 1 else start
+        elif first == ord('"'):
+            if depth == 1 and key is None:
+                key = json.loads(token.group())
+        elif first in b"}]" or depth == 1:
+            if depth == 1:
+                if key is not None:
+                    yield key, start, token.start()
+                key, start = None, token.end()
+            depth -= first in b"}]"
+
+
+def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:
+    # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python read them.
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise BadBody(f"the body is not valid JSON: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {bool: "boolean", str: "string", list: "array"}.get(type(value), "number")

@@ -1,0 +1,117 @@
+"""Starts the router: ``python -m router.launch --port 52700 --splitwise``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+import uvloop
+
+from router.app import RouterApp
+from router.settings import RouterSettings, SettingsError, load_settings
+
+__all__ = ["main"]
+
+_log = logging.getLogger("router.launch")
+
+# Requests still running at SIGTERM get this long; then they are ended with an error.
+GRACE_SECONDS = 1.0
+# Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
+CLIENT_IDLE_SECONDS = 65
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, whose shutdown also ends the router's requests in progress."""
+
+    def __init__(self, config: uvicorn.Config, router: RouterApp) -> None:
+        super().__init__(config)
+        self._router = router
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting; give requests a moment; end them."""
+        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._router.proxy.stop)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router until SIGTERM or SIGINT; return the exit status."""
+    try:
+        settings = load_settings(sys.argv[1:] if argv is None else argv)
+        listener = _listen(settings.host, settings.port)
+    except SettingsError as exc:
+        print(f"router: {exc}", file=sys.stderr)
+        return 2
+    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+    logging.basicConfig(
+        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    router = RouterApp(settings)
+    server = _Server(
+        uvicorn.Config(
+            router,
+            http="httptools",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=CLIENT_IDLE_SECONDS,
+            timeout_graceful_shutdown=3,
+        ),
+        router,
+    )
+
+    # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    _log.info("%s", _startup_line(settings))
+    uvloop.run(server.serve(sockets=[listener]))
+    _log.info("the router has stopped")
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host:port``.
+
+    Raises:
+        SettingsError: it cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as exc:
+        raise SettingsError(f"--host {host} is not an address of this machine: {exc.strerror}") from exc
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as exc:
+        listener.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
+        raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
+    return listener
+
+
+def _startup_line(settings: RouterSettings) -> str:
+    if settings.splitwise:
+        mode = f"prefill by {settings.prefill_policy}, decode by {settings.decode_policy}"
+    else:
+        mode = f"mixed by {settings.policy}"
+    return f"router listens at http://{settings.host}:{settings.port}, {mode}; waiting for instances to register"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Any instance, each as likely as the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from router.policies.base import Candidate, Decision, RequestFeatures
+
+__all__ = ["Random"]
+
+
+class Random:
+    """Any instance, each as likely as the others."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
+        """See ``Policy.choose``."""
+        chosen = self._random.choice(candidates)
+        return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)})

@@ -1,0 +1,21 @@
+"""The instance with the fewest requests running: suits decode, whose step time grows with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policies.base import Candidate, Decision, RequestFeatures, Turns
+
+__all__ = ["RequestNum"]
+
+
+class RequestNum:
+    """The instance with the fewest requests running."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
+        """See ``Policy.choose``."""
+        chosen = self._turns.least(candidates, lambda candidate: candidate.requests)
+        return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests})

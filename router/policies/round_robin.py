@@ -1,0 +1,22 @@
+"""One instance after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policies.base import Candidate, Decision, RequestFeatures, Turns
+
+__all__ = ["RoundRobin"]
+
+
+class RoundRobin:
+    """One instance after another."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
+        """See ``Policy.choose``."""
+        turn = self._turns.taken
+        chosen = self._turns.next(candidates)
+        return Decision(chosen.key, {"policy": "round_robin", "turn": turn})

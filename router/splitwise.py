@@ -1,0 +1,202 @@
+"""One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs watched.
+
+The answering leg (decode, or mixed) is the one whose bytes the client gets. In a pair both legs are sent at once;
+prefill's answer is drained. Until the first byte of the answer is there, a failure of either leg is a failure of the
+attempt: the other leg is aborted and the caller may try another pair. Afterwards prefill has done its part, and
+what becomes of its connection no longer matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from router.aborts import Aborter
+from router.instances import Instance, Registration
+from router.tasks import Tasks
+from router.upstream import Answer, Exchange, UpstreamError
+
+__all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
+
+_log = logging.getLogger("router.splitwise")
+
+# An answer that is not a stream is held until it is whole, so that a leg dying half-way can still be made good.
+HOLD_BYTES = 1024 * 1024
+ERROR_BYTES = 1024 * 1024
+# Prefill's last bytes may come after decode's when the answer is short; after this long it is aborted.
+PREFILL_GRACE_SECONDS = 5.0
+
+
+def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
+    """Whether a decode instance of one of these tensor-parallel sizes can take over from such a prefill instance."""
+    return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
+
+
+def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
+    """What a pair's two engines must know of each other, in FastDeploy's form."""
+    one_host = prefill.address.host == decode.address.host
+    both_ipc = "ipc" in prefill.transfer_protocol and "ipc" in decode.transfer_protocol
+    use_ipc = one_host and both_ipc and prefill.tp_size == decode.tp_size
+    return {
+        "prefill_ip": prefill.address.host,
+        "decode_ip": decode.address.host,
+        "prefill_connector_port": prefill.connector_port,
+        "decode_connector_port": decode.connector_port,
+        "decode_device_ids": list(decode.device_ids),
+        "decode_rdma_ports": list(decode.rdma_ports),
+        "transfer_protocol": "ipc" if use_ipc else "rdma",
+        "decode_tp_size": decode.tp_size,
+    }
+
+
+class LegFailed(Exception):
+    """A leg failed before the first byte of the answer: with the instance's own ``answer``, or without any."""
+
+    def __init__(self, instance: Instance, message: str, answer: Answer | None = None) -> None:
+        super().__init__(message)
+        self.instance = instance
+        self.answer = answer
+
+    @property
+    def another_may_serve(self) -> bool:
+        """Whether the failure says something of the instance, rather than of the request."""
+        return self.answer is None or self.answer.status == 429 or self.answer.status >= 500
+
+
+class Leg:
+    """A request at one instance; the instance's load counts it until ``finish``."""
+
+    def __init__(self, instance: Instance, exchange: Exchange, tokens: int) -> None:
+        self.instance = instance
+        self.exchange = exchange
+        self.given_up = False
+        self._tokens = tokens
+        self._counted = True
+        instance.begin(tokens)
+
+    def finish(self) -> None:
+        """Close the exchange and stop counting the request."""
+        self.exchange.close()
+        if self._counted:
+            self._counted = False
+            self.instance.end(self._tokens)
+
+
+class Attempt:
+    """One attempt at a request.
+
+    ``begin`` gives the first bytes of the answer, ``more`` the following ones; ``fail`` ends both from outside.
+    Whoever makes an attempt calls ``finish`` after a whole answer, and ``give_up`` otherwise.
+    """
+
+    def __init__(
+        self,
+        answering: Leg,
+        prefill: Leg | None,
+        engine_ids: Sequence[str],
+        *,
+        aborter: Aborter,
+        tasks: Tasks,
+        on_trouble: Callable[[Instance, UpstreamError], None],
+    ) -> None:
+        self.answering = answering
+        self.prefill = prefill
+        self._engine_ids = engine_ids
+        self._aborter = aborter
+        self._tasks = tasks
+        self._on_trouble = on_trouble
+        self._begun = False
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the answer is server-sent events whose bytes can be read as such."""
+        headers = dict(self.answering.exchange.headers)
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        return is_stream and b"content-encoding" not in headers
+
+    async def begin(self) -> bytes:
+        """Send all legs at once and wait for the first bytes of the answer; for all of them if it is no stream.
+
+        Raises:
+            LegFailed: a leg failed.
+            Exception: whatever ``fail`` was given.
+        """
+        if self.prefill is not None:
+            self._tasks.start(self._drain(self.prefill))
+        exchange = self.answering.exchange
+        try:
+            status = await exchange.head()
+            if not 200 <= status < 300:
+                raise await _refusal(self.answering)
+            first = await exchange.chunk() if self.is_event_stream else await exchange.read(HOLD_BYTES)
+        except UpstreamError as exc:
+            self._on_trouble(self.answering.instance, exc)
+            raise LegFailed(self.answering.instance, str(exc)) from exc
+        self._begun = True
+        return first
+
+    async def more(self) -> bytes:
+        """The next bytes of the answer; ``b""`` at its end.
+
+        Raises:
+            UpstreamError: the answering leg failed.
+            Exception: whatever ``fail`` was given.
+        """
+        try:
+            return await self.answering.exchange.chunk()
+        except UpstreamError as exc:
+            self._on_trouble(self.answering.instance, exc)
+            raise
+
+    def fail(self, error: Exception) -> None:
+        """Make ``begin`` or ``more`` raise ``error`` now."""
+        self.answering.exchange.fail(error)
+
+    def finish(self) -> None:
+        """The client has the whole answer; prefill gets a moment to end its own."""
+        self.answering.finish()
+        prefill = self.prefill
+        if prefill is not None and not prefill.exchange.complete:
+            asyncio.get_running_loop().call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
+
+    def give_up(self, culprit: Instance | None = None) -> None:
+        """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
+        for leg in (self.answering, self.prefill):
+            if leg is not None:
+                self._give_up_leg(leg, abort=leg.instance is not culprit)
+
+    def _give_up_leg(self, leg: Leg, abort: bool = True) -> None:
+        leg.given_up = True
+        running = leg.exchange.sent and not leg.exchange.complete
+        leg.finish()
+        if running and abort:
+            self._aborter.abort_soon(leg.instance, self._engine_ids)
+
+    async def _drain(self, leg: Leg) -> None:
+        """Read prefill's answer to its end; tell the answering leg if prefill failed."""
+        failure: LegFailed | None = None
+        try:
+            status = await leg.exchange.head()
+            if not 200 <= status < 300:
+                failure = await _refusal(leg)
+            while await leg.exchange.chunk():
+                pass
+        except UpstreamError as exc:
+            if not leg.given_up:
+                self._on_trouble(leg.instance, exc)
+                failure = LegFailed(leg.instance, str(exc))
+        leg.finish()
+        if failure is None:
+            return
+        if self._begun:
+            _log.info("prefill failed after decode had begun to answer, which does no harm: %s", failure)
+        else:
+            self.fail(failure)
+
+
+async def _refusal(leg: Leg) -> LegFailed:
+    exchange = leg.exchange
+    answer = Answer(exchange.status, exchange.headers, await exchange.read(ERROR_BYTES))
+    return LegFailed(leg.instance, f"{leg.instance.key} answered with {answer.status}", answer)

@@ -1,0 +1,493 @@
+"""HTTP/1.1 to instances: pooled connections, one exchange at a time on each. Nothing else here talks to instances.
+
+What a call raises::
+
+    UpstreamError
+    ├── ConnectFailed     no connection was made, so the instance has not seen the request
+    ├── ConnectionLost    the connection ended before the response did
+    ├── BadResponse       the bytes received are not an HTTP/1.1 response
+    └── TimedOut          the time given was over
+
+``Exchange.fail`` lets others (a client that left, the other leg of a pair, a timer) end an exchange from
+outside, with their own exception, whatever it is waiting for: so no task needs to be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import httptools
+
+__all__ = [
+    "Address",
+    "Answer",
+    "BadResponse",
+    "ConnectFailed",
+    "ConnectionLost",
+    "Exchange",
+    "Headers",
+    "TimedOut",
+    "Upstream",
+    "UpstreamError",
+]
+
+Headers = list[tuple[bytes, bytes]]
+
+CONNECT_SECONDS = 3.0
+# uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
+IDLE_SECONDS = 4.0
+IDLE_CONNECTIONS = 256
+# A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
+HIGH_WATER = 256 * 1024
+# An answer to a probe or a listing is not read further than this.
+FETCH_BYTES = 16 * 1024 * 1024
+# A dead host, which sends no FIN, is noticed after about half a minute.
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
+
+
+class UpstreamError(Exception):
+    """An exchange with an instance failed; the text is one sentence that names the instance."""
+
+
+class ConnectFailed(UpstreamError):
+    """No connection was made, so the instance has not seen the request."""
+
+
+class ConnectionLost(UpstreamError):
+    """The connection ended before the response did."""
+
+
+class BadResponse(UpstreamError):
+    """The bytes received are not an HTTP/1.1 response."""
+
+
+class TimedOut(UpstreamError):
+    """The time given to the exchange was over."""
+
+
+class Address(NamedTuple):
+    """Where an instance listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Answer(NamedTuple):
+    """A whole response, read to its end."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class Exchange:
+    """One request to one instance and its response.
+
+    ``await head()`` sends the request and fills ``status`` and ``headers``; then ``await chunk()`` gives what has
+    come of the body since the last call, ``b""`` at its end. Whoever made an exchange closes it.
+    """
+
+    def __init__(self, upstream: Upstream, address: Address, request: Iterable[bytes], bodiless: bool) -> None:
+        self.address = address
+        self.status = 0
+        self.headers: Headers = []
+        self.sent = False
+        self._upstream = upstream
+        self._request = tuple(request)
+        self._bodiless = bodiless
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[_Connection] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._touched = False
+        self._complete = False
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "complete" if self._complete else "open"
+        return f"<Exchange {self.address} status={self.status} {state} buffered={self._buffered}>"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole response has arrived (it may not all have been taken yet)."""
+        return self._complete
+
+    @property
+    def ended(self) -> bool:
+        """Whether the whole response has arrived and been taken."""
+        return self._complete and not self._chunks
+
+    async def head(self) -> int:
+        """Send the request, wait for the response's head, and return its status.
+
+        A pooled connection that turns out to have been closed before it gave one byte is replaced once by a
+        fresh one: the instance closed it while it was idle, so the request was never read.
+
+        Raises:
+            UpstreamError: it failed; or whatever ``fail`` was given.
+        """
+        connection = self._upstream.take(self.address)
+        pooled = connection is not None
+        if connection is None:
+            connection = await self._connect()
+        while True:
+            self._start(connection)
+            while not self.status and self._error is None:
+                await self._wait()
+            if self._error is None:
+                return self.status
+            if not (pooled and isinstance(self._error, ConnectionLost) and not self._touched):
+                raise self._error
+            self._error, pooled = None, False
+            connection = await self._connect()
+
+    async def chunk(self) -> bytes:
+        """What has arrived of the body and was not taken yet, waiting for at least one byte; ``b""`` at the end.
+
+        Raises:
+            UpstreamError: it failed before the end; or whatever ``fail`` was given.
+        """
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                return b""
+            await self._wait()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._connection is not None:
+            self._connection.resume()
+        return data
+
+    async def read(self, enough: int) -> bytes:
+        """The rest of the body, or as much as has come once there are ``enough`` bytes.
+
+        Raises:
+            UpstreamError: as ``chunk``.
+        """
+        parts: list[bytes] = []
+        size = 0
+        while size < enough and (data := await self.chunk()):
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts)
+
+    def fail(self, error: Exception) -> None:
+        """End this exchange now: whoever waits on it gets ``error``. Without effect on a complete response."""
+        if self._complete or self._error is not None:
+            return
+        self._error = error
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._drop_connection()
+        self._wake()
+
+    def close(self) -> None:
+        """Give the connection back, closing it if the response is not complete."""
+        self.fail(ConnectionLost(f"the exchange with {self.address} was closed"))
+
+    # What follows is called by the connection this exchange is on.
+
+    def received_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._wake()
+
+    def received_body(self, data: bytes) -> bool:
+        """Keep ``data``; answer whether there is now too much of it."""
+        self._chunks.append(data)
+        self._buffered += len(data)
+        self._wake()
+        return self._buffered > HIGH_WATER
+
+    def received_all(self) -> None:
+        self._complete = True
+        self._connection = None
+        self._wake()
+
+    def touched(self) -> None:
+        self._touched = True
+
+    def lost(self, error: UpstreamError) -> None:
+        self._connection = None
+        if not self._complete and self._error is None:
+            self._error = error
+        self._wake()
+
+    @property
+    def bodiless(self) -> bool:
+        """Whether the response ends with its head (an answer to HEAD)."""
+        return self._bodiless
+
+    def _start(self, connection: _Connection) -> None:
+        self._connection = connection
+        connection.start(self, self._request)
+        self.sent = True
+
+    async def _connect(self) -> _Connection:
+        self._check()
+        self._connecting = asyncio.ensure_future(self._upstream.connect(self.address))
+        try:
+            connection = await self._connecting
+        except asyncio.CancelledError:
+            self._check()  # ``fail`` cancelled it, and not our own task's end
+            raise
+        finally:
+            self._connecting = None
+        try:
+            self._check()
+        except Exception:
+            connection.abort()
+            raise
+        return connection
+
+    def _check(self) -> None:
+        """Raise what ``fail`` was given."""
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+
+class Upstream:
+    """The pool of connections to all instances."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Address, deque[tuple[float, _Connection]]] = {}
+        self._open: set[_Connection] = set()
+
+    def __repr__(self) -> str:
+        idle = sum(map(len, self._idle.values()))
+        return f"<Upstream {len(self._open)} connections, {idle} idle>"
+
+    def exchange(
+        self, address: Address, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> Exchange:
+        """A request to ``address``, sent by ``Exchange.head``.
+
+        Args:
+            target: path and query as they stand in the request line.
+            headers: without ``host`` and ``content-length``, which are added here.
+        """
+        lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode(), target, str(address).encode())]
+        lines += [b"%s: %s\r\n" % header for header in headers]
+        if body or method not in ("GET", "HEAD"):
+            lines.append(b"content-length: %d\r\n" % len(body))
+        lines.append(b"\r\n")
+        head = b"".join(lines)
+        return Exchange(self, address, (head, body) if body else (head,), method == "HEAD")
+
+    async def fetch(
+        self,
+        address: Address,
+        method: str,
+        target: str,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
+        timeout: float,
+    ) -> Answer:
+        """A whole small exchange: probes, aborts, listings.
+
+        Args:
+            timeout: seconds from now to the end of the response.
+
+        Raises:
+            UpstreamError: it failed.
+        """
+        exchange = self.exchange(address, method, target.encode(), headers, body)
+        late = TimedOut(f"{address} did not answer {method} {target} within {timeout:g} s")
+        timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, late)
+        try:
+            status = await exchange.head()
+            return Answer(status, exchange.headers, await exchange.read(FETCH_BYTES))
+        finally:
+            timer.cancel()
+            exchange.close()
+
+    def close(self) -> None:
+        """Close every connection; exchanges in progress fail."""
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+
+    # What follows is called by exchanges and connections.
+
+    def take(self, address: Address) -> _Connection | None:
+        """The idle connection to ``address`` that was used last, if it is fresh enough."""
+        idle = self._idle.get(address)
+        now = asyncio.get_running_loop().time()
+        while idle:
+            since, connection = idle.pop()
+            if now - since < IDLE_SECONDS and connection.usable:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self, address: Address) -> _Connection:
+        loop = asyncio.get_running_loop()
+        opening = loop.create_connection(lambda: _Connection(self, address), address.host, address.port)
+        try:
+            _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
+        except asyncio.TimeoutError:
+            raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
+        except OSError as exc:
+            raise ConnectFailed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+        return connection
+
+    def opened(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
+    def closed(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+
+    def give_back(self, connection: _Connection) -> None:
+        idle = self._idle.setdefault(connection.address, deque(maxlen=IDLE_CONNECTIONS))
+        if len(idle) == IDLE_CONNECTIONS:
+            idle.popleft()[1].abort()
+        idle.append((asyncio.get_running_loop().time(), connection))
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to an instance; the callbacks named ``on_...`` are httptools'."""
+
+    def __init__(self, upstream: Upstream, address: Address) -> None:
+        self.address = address
+        self._upstream = upstream
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._exchange: Exchange | None = None
+        self._headers: Headers = []
+        self._framed = False
+        self._informational = False
+        self._keep_alive = False
+        self._paused = False
+        self._dropped = False
+
+    @property
+    def usable(self) -> bool:
+        return not self._dropped and not self._transport.is_closing()
+
+    def start(self, exchange: Exchange, request: tuple[bytes, ...]) -> None:
+        self._exchange = exchange
+        if self.usable:
+            self._transport.writelines(request)
+        else:
+            self._end(ConnectionLost(f"{self.address} closed the connection"))
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        self._exchange = None
+        self._dropped = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._upstream.opened(self)
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+    def data_received(self, data: bytes) -> None:
+        if self._exchange is None:
+            self.abort()  # bytes that nobody asked for: this connection cannot be trusted with a request
+            return
+        self._exchange.touched()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._end(BadResponse(f"{self.address} did not answer in HTTP: {exc}"))
+            self.abort()
+            return
+        self._after_feeding()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._dropped = True
+        self._upstream.closed(self)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if exc is None and exchange.status and not self._framed:
+            self._exchange = None
+            exchange.received_all()  # a body without a length ends where the connection does
+        else:
+            self._end(ConnectionLost(f"{self.address} closed the connection before its answer was complete"))
+
+    def on_message_begin(self) -> None:
+        self._headers, self._framed = [], False
+        if self._exchange is None:
+            self._keep_alive = False  # more bytes than the answer has: not to be used again
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if not 100 <= status <= 599:
+            raise ValueError(f"status {status}")
+        self._informational = 100 <= status < 200
+        if self._informational or self._exchange is None:
+            return
+        self._keep_alive = self._parser.should_keep_alive()
+        self._exchange.received_head(status, self._headers)
+        if self._exchange.bodiless:
+            self._keep_alive = False  # the parser would take what follows for the body that HEAD does not get
+            self.on_message_complete()
+
+    def on_body(self, data: bytes) -> None:
+        if self._exchange is not None and self._exchange.received_body(data) and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._informational or self._exchange is None:
+            return
+        exchange, self._exchange = self._exchange, None
+        exchange.received_all()
+
+    def _after_feeding(self) -> None:
+        if self._exchange is not None or self._dropped:
+            return
+        self.resume()
+        if self._keep_alive and self.usable:
+            self._upstream.give_back(self)
+        else:
+            self.abort()
+
+    def _end(self, error: UpstreamError) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost(error)
