@@ -28,6 +28,8 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
+# What the router still has to tell engines when it stops (aborts) gets this long.
+CLOSING_SECONDS = 0.5
 
 
 class RouterApp:
@@ -38,7 +40,7 @@ class RouterApp:
         self.registry = Registry(settings.splitwise)
         self.upstream = Upstream()
         self.tasks = Tasks()
-        self.health = HealthMonitor(settings, self.registry, self.upstream)
+        self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.aborter = Aborter(self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry)
         self.proxy = Proxy(
@@ -64,10 +66,10 @@ class RouterApp:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        router.tasks.start(router.health.run())
+        probing = asyncio.ensure_future(router.health.run())
         yield
-        router.tasks.cancel()
-        router.health.close()
+        probing.cancel()
+        await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan)

@@ -6,6 +6,7 @@ import asyncio
 
 from router.instances import Instance, Registration, RegistrationError, Registry
 from router.settings import RouterSettings
+from router.tasks import Tasks
 from router.upstream import Address, Upstream, UpstreamError
 
 __all__ = ["HealthMonitor"]
@@ -14,11 +15,12 @@ __all__ = ["HealthMonitor"]
 class HealthMonitor:
     """Probes instances when they register, periodically, and when live traffic makes one suspect."""
 
-    def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream) -> None:
+    def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream, tasks: Tasks) -> None:
         self._settings = settings
         self._registry = registry
         self._upstream = upstream
-        self._suspects: dict[str, asyncio.Task[None]] = {}
+        self._tasks = tasks
+        self._suspects: set[str] = set()
 
     async def run(self) -> None:
         """Probe all instances, one round every ``health_check_interval_secs``, until cancelled."""
@@ -51,17 +53,14 @@ class HealthMonitor:
     def suspect(self, instance: Instance) -> None:
         """Probe ``instance`` soon, because a connection to it broke."""
         if instance.key not in self._suspects:
-            task = asyncio.ensure_future(self._recheck(instance))
-            self._suspects[instance.key] = task
-            task.add_done_callback(lambda _: self._suspects.pop(instance.key, None))
-
-    def close(self) -> None:
-        """Stop the probes that ``suspect`` began."""
-        for task in self._suspects.values():
-            task.cancel()
+            self._suspects.add(instance.key)
+            self._tasks.start(self._recheck(instance))
 
     async def _recheck(self, instance: Instance) -> None:
-        await self._check(instance)
+        try:
+            await self._check(instance)
+        finally:
+            self._suspects.discard(instance.key)
 
     async def _check(self, instance: Instance) -> str:
         trouble = await self._probe(instance.address)

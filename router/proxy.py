@@ -36,8 +36,11 @@ Send = Callable[[Message], Awaitable[None]]
 _log = logging.getLogger("router.proxy")
 _access_log = logging.getLogger("router.access")
 
-ATTEMPTS = 3
+# Each attempt excludes the instance that failed the one before.
+ATTEMPTS = 5
 CLIENT_LEFT = 499
+# An event longer than this is not waited for, but relayed in pieces.
+EVENT_BYTES = 1024 * 1024
 
 # Engines name a request's sequences <prefix><request_id>_<number>.
 _ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
@@ -185,6 +188,7 @@ class Proxy:
             prefix = _ID_PREFIXES[journey.path]
             full_id = request_id if request_id.startswith(prefix) else prefix + request_id
             engine_ids = [f"{full_id}_{i}" for i in range(body.choices)]
+        journey.served_by = {leg.role: leg.key for leg in (answering, prefill) if leg is not None}
         journey.attempt = Attempt(
             self._leg(journey, answering, data, features),
             None if prefill is None else self._leg(journey, prefill, data, features),
@@ -211,7 +215,7 @@ class Proxy:
     def _record(self, journey: _Journey) -> None:
         seconds = time.perf_counter() - journey.started
         self._metrics.answered(journey.method, journey.path, journey.status, seconds)
-        mixed, prefill, decode = journey.served_by()
+        mixed, prefill, decode = (journey.served_by.get(role, "") for role in Role)
         if journey.path in _ID_PREFIXES:
             self._metrics.served(mixed, prefill, decode, journey.status)
         if _access_log.isEnabledFor(logging.INFO):
@@ -238,6 +242,7 @@ class _Journey:
         self.request_id = ""
         self.attempt: Attempt | None = None
         self.attempts = 0
+        self.served_by: dict[Role, str] = {}
         self.over: _Over | None = None
         self.status = CLIENT_LEFT
         self.first_byte = 0.0
@@ -295,7 +300,6 @@ class _Journey:
             raise _Over(error) from exc
         await self._send({"type": "http.response.body", "body": held + data, "more_body": False})
         attempt.finish()
-        self.attempt = None
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
@@ -314,15 +318,6 @@ class _Journey:
         elif self._is_event_stream:
             await self._send({"type": "http.response.body", "body": error.sse(), "more_body": False})
         # Otherwise the answer stays short of its announced length, and the client sees that it was cut.
-
-    def served_by(self) -> tuple[str, str, str]:
-        """The mixed, prefill and decode instances of the last attempt; ``""`` where there is none."""
-        if self.attempt is None:
-            return "", "", ""
-        answering, prefill = self.attempt.answering.instance, self.attempt.prefill
-        if answering.role is Role.MIXED:
-            return answering.key, "", ""
-        return "", prefill.instance.key if prefill else "", answering.key
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -344,5 +339,7 @@ def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     """Split server-sent events after the last whole one."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
         return data, b""
-    end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-    return (data[:end], data[end:]) if end > 4 else (b"", data)
+    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in (b"\n\n", b"\r\n\r\n"))
+    if end == 0 and len(data) > EVENT_BYTES:
+        return data, b""
+    return data[:end], data[end:]

@@ -71,16 +71,20 @@ class Leg:
     def __init__(self, instance: Instance, exchange: Exchange, tokens: int) -> None:
         self.instance = instance
         self.exchange = exchange
-        self.given_up = False
+        self.finished = False
         self._tokens = tokens
-        self._counted = True
         instance.begin(tokens)
 
+    @property
+    def runs_at_engine(self) -> bool:
+        """Whether the instance may still be working on it."""
+        return self.exchange.sent and not self.exchange.complete
+
     def finish(self) -> None:
-        """Close the exchange and stop counting the request."""
-        self.exchange.close()
-        if self._counted:
-            self._counted = False
+        """Close the exchange and stop counting the request; a second call does nothing."""
+        if not self.finished:
+            self.finished = True
+            self.exchange.close()
             self.instance.end(self._tokens)
 
 
@@ -157,22 +161,21 @@ class Attempt:
     def finish(self) -> None:
         """The client has the whole answer; prefill gets a moment to end its own."""
         self.answering.finish()
-        prefill = self.prefill
-        if prefill is not None and not prefill.exchange.complete:
-            asyncio.get_running_loop().call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
+        if self.prefill is not None and not self.prefill.finished:
+            asyncio.get_running_loop().call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, self.prefill)
 
     def give_up(self, culprit: Instance | None = None) -> None:
         """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
         for leg in (self.answering, self.prefill):
             if leg is not None:
-                self._give_up_leg(leg, abort=leg.instance is not culprit)
+                self._give_up_leg(leg, culprit)
 
-    def _give_up_leg(self, leg: Leg, abort: bool = True) -> None:
-        leg.given_up = True
-        running = leg.exchange.sent and not leg.exchange.complete
-        leg.finish()
-        if running and abort:
+    def _give_up_leg(self, leg: Leg, culprit: Instance | None = None) -> None:
+        if leg.finished:
+            return
+        if leg.runs_at_engine and leg.instance is not culprit and self._engine_ids:
             self._aborter.abort_soon(leg.instance, self._engine_ids)
+        leg.finish()
 
     async def _drain(self, leg: Leg) -> None:
         """Read prefill's answer to its end; tell the answering leg if prefill failed."""
@@ -184,7 +187,7 @@ class Attempt:
             while await leg.exchange.chunk():
                 pass
         except UpstreamError as exc:
-            if not leg.given_up:
+            if not leg.finished:
                 self._on_trouble(leg.instance, exc)
                 failure = LegFailed(leg.instance, str(exc))
         leg.finish()

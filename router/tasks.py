@@ -25,8 +25,10 @@ class Tasks:
         task.add_done_callback(self._done)
         return task
 
-    def cancel(self) -> None:
-        """Cancel what still runs."""
+    async def close(self, patience: float) -> None:
+        """Give what still runs ``patience`` seconds to end, then cancel it."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=patience)
         for task in self._running:
             task.cancel()
 
