@@ -1,0 +1,104 @@
+"""A whole system as its users start it: master, router, instances, each a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.mooncake import MooncakeMaster
+from tests.support.ports import free_port
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+__all__ = ["Instance", "Router", "ask", "instance", "router"]
+
+QUESTION = "Tell me about the river and the old town behind the hill, and about the people who live there. " * 8
+
+
+class Instance:
+    """A running engine instance."""
+
+    def __init__(self, process: Child, port: int) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def metric(self, name: str) -> float:
+        """The value of one unlabelled metric."""
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise AssertionError(f"{self.url}/metrics has no {name}")
+
+    def wait_for_saves(self) -> None:
+        """Wait until nothing is on its way to the pool."""
+        wait_until(lambda: self.metric("kvstore_pending_save_blocks") == 0, "saves to be out")
+
+
+class Router:
+    """A running router in prefill/decode mode."""
+
+    def __init__(self, process: Child, port: int) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_for(self, **numbers: int) -> None:
+        """Wait until that many instances of each role are registered."""
+
+        def registered() -> bool:
+            counts = httpx.get(f"{self.url}/registered_number").json()
+            return all(counts[role] == number for role, number in numbers.items())
+
+        wait_until(registered, f"{numbers} at the router")
+
+
+@contextlib.contextmanager
+def router(folder: Path) -> Iterator[Router]:
+    """A router for prefill and decode instances."""
+    port = free_port()
+    argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", "--splitwise"]
+    with child(argv, folder / f"router-{port}.out") as process:
+        process.wait_for(lambda: _answers(port), "answering")
+        yield Router(process, port)
+
+
+@contextlib.contextmanager
+def instance(
+    folder: Path, model: Path, *flags: str, port: int | None = None, master: MooncakeMaster | None = None
+) -> Iterator[Instance]:
+    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables."""
+    port = port or free_port()
+    argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--max-model-len", "4096", *flags]
+    env = {"FD_LOG_DIR": str(folder / f"log_{port}")}
+    if master is not None:
+        argv += ["--kvcache-storage-backend", "mooncake"]
+        names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
+        settings = master.settings(global_segment_size="256MiB")
+        env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
+    with child(argv, folder / f"engine-{port}.out", env) as process:
+        process.wait_for(lambda: _answers(port), "answering", deadline_s=90)
+        running = Instance(process, port)
+        if master is not None:
+            wait_until(lambda: running.metric("kvstore_pool_open") == 1, "the pool to be joined")
+        yield running
+
+
+def ask(url: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+    """One greedy chat completion; the answer's JSON, whatever its status, which is put in as ``status``."""
+    body = {"messages": messages, "max_tokens": 150, "temperature": 0, **fields}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=100)
+    return {"status": answer.status_code, **answer.json()}
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
