@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from router.instances import Instance, Registration, RegistrationError, Registry
 from router.settings import RouterSettings
@@ -10,6 +11,8 @@ from router.tasks import Tasks
 from router.upstream import Address, Upstream, UpstreamError
 
 __all__ = ["HealthMonitor"]
+
+_log = logging.getLogger("router.health")
 
 
 class HealthMonitor:
@@ -27,8 +30,11 @@ class HealthMonitor:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._settings.health_check_interval_secs)
-            await self.check_all()
-            self._registry.forget_silent(loop.time(), self._settings.heartbeat_expiry_secs)
+            try:
+                await self.check_all()
+                self._registry.forget_silent(loop.time(), self._settings.heartbeat_expiry_secs)
+            except Exception:
+                _log.exception("a round of probes failed; the next one follows")
 
     async def register(self, registration: Registration) -> Instance:
         """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.

@@ -158,7 +158,8 @@ class Proxy:
                 if not exc.another_may_serve:
                     break
                 self._metrics.retried(exc.instance.key)
-                excluded.add(exc.instance.key)
+                if not exc.stale:
+                    excluded.add(exc.instance.key)
         assert failure is not None
         answer, role = failure.answer, failure.instance.role
         if answer is not None and (answer.status < 500 or role is not Role.PREFILL):

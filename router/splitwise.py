@@ -16,7 +16,7 @@ from typing import Any
 from router.aborts import Aborter
 from router.instances import Instance, Registration
 from router.tasks import Tasks
-from router.upstream import Answer, Exchange, UpstreamError
+from router.upstream import Answer, Exchange, StaleConnection, UpstreamError
 
 __all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
@@ -52,12 +52,16 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 class LegFailed(Exception):
-    """A leg failed before the first byte of the answer: with the instance's own ``answer``, or without any."""
+    """A leg failed before the first byte of the answer: with the instance's own ``answer``, or without any.
 
-    def __init__(self, instance: Instance, message: str, answer: Answer | None = None) -> None:
+    ``stale`` where only an idle connection had been closed: the same instance may be asked again.
+    """
+
+    def __init__(self, instance: Instance, message: str, answer: Answer | None = None, stale: bool = False) -> None:
         super().__init__(message)
         self.instance = instance
         self.answer = answer
+        self.stale = stale
 
     @property
     def another_may_serve(self) -> bool:
@@ -136,8 +140,7 @@ class Attempt:
                 raise await _refusal(self.answering)
             first = await exchange.chunk() if self.is_event_stream else await exchange.read(HOLD_BYTES)
         except UpstreamError as exc:
-            self._on_trouble(self.answering.instance, exc)
-            raise LegFailed(self.answering.instance, str(exc)) from exc
+            raise self._broken(self.answering, exc) from exc
         self._begun = True
         return first
 
@@ -188,8 +191,7 @@ class Attempt:
                 pass
         except UpstreamError as exc:
             if not leg.finished:
-                self._on_trouble(leg.instance, exc)
-                failure = LegFailed(leg.instance, str(exc))
+                failure = self._broken(leg, exc)
         leg.finish()
         if failure is None:
             return
@@ -197,6 +199,10 @@ class Attempt:
             _log.info("prefill failed after decode had begun to answer, which does no harm: %s", failure)
         else:
             self.fail(failure)
+
+    def _broken(self, leg: Leg, error: UpstreamError) -> LegFailed:
+        self._on_trouble(leg.instance, error)
+        return LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
 
 
 async def _refusal(leg: Leg) -> LegFailed:

@@ -5,6 +5,8 @@ What a call raises::
     UpstreamError
     ├── ConnectFailed     no connection was made, so the instance has not seen the request
     ├── ConnectionLost    the connection ended before the response did
+    │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
+    │                         certainly, the instance closed it while idle and never saw the request
     ├── BadResponse       the bytes received are not an HTTP/1.1 response
     └── TimedOut          the time given was over
 
@@ -30,6 +32,7 @@ __all__ = [
     "ConnectionLost",
     "Exchange",
     "Headers",
+    "StaleConnection",
     "TimedOut",
     "Upstream",
     "UpstreamError",
@@ -59,6 +62,10 @@ class ConnectFailed(UpstreamError):
 
 class ConnectionLost(UpstreamError):
     """The connection ended before the response did."""
+
+
+class StaleConnection(ConnectionLost):
+    """A pooled connection ended without one byte of response: most likely the instance never saw the request."""
 
 
 class BadResponse(UpstreamError):
@@ -94,20 +101,23 @@ class Exchange:
     come of the body since the last call, ``b""`` at its end. Whoever made an exchange closes it.
     """
 
-    def __init__(self, upstream: Upstream, address: Address, request: Iterable[bytes], bodiless: bool) -> None:
+    def __init__(
+        self, upstream: Upstream, address: Address, request: tuple[bytes, ...], *, bodiless: bool, fresh: bool
+    ) -> None:
         self.address = address
         self.status = 0
         self.headers: Headers = []
         self.sent = False
         self._upstream = upstream
-        self._request = tuple(request)
+        self._request = request
         self._bodiless = bodiless
+        self._fresh = fresh
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[_Connection] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
-        self._touched = False
+        self._may_be_stale = False
         self._complete = False
         self._error: Exception | None = None
 
@@ -128,26 +138,16 @@ class Exchange:
     async def head(self) -> int:
         """Send the request, wait for the response's head, and return its status.
 
-        A pooled connection that turns out to have been closed before it gave one byte is replaced once by a
-        fresh one: the instance closed it while it was idle, so the request was never read.
-
         Raises:
             UpstreamError: it failed; or whatever ``fail`` was given.
         """
-        connection = self._upstream.take(self.address)
-        pooled = connection is not None
-        if connection is None:
-            connection = await self._connect()
-        while True:
-            self._start(connection)
-            while not self.status and self._error is None:
-                await self._wait()
-            if self._error is None:
-                return self.status
-            if not (pooled and isinstance(self._error, ConnectionLost) and not self._touched):
-                raise self._error
-            self._error, pooled = None, False
-            connection = await self._connect()
+        pooled = None if self._fresh else self._upstream.take(self.address)
+        self._may_be_stale = pooled is not None
+        self._start(pooled or await self._connect())
+        while not self.status and self._error is None:
+            await self._wait()
+        self._check()
+        return self.status
 
     async def chunk(self) -> bytes:
         """What has arrived of the body and was not taken yet, waiting for at least one byte; ``b""`` at the end.
@@ -214,10 +214,12 @@ class Exchange:
         self._wake()
 
     def touched(self) -> None:
-        self._touched = True
+        self._may_be_stale = False
 
     def lost(self, error: UpstreamError) -> None:
         self._connection = None
+        if self._may_be_stale:
+            error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
         if not self._complete and self._error is None:
             self._error = error
         self._wake()
@@ -283,21 +285,30 @@ class Upstream:
         return f"<Upstream {len(self._open)} connections, {idle} idle>"
 
     def exchange(
-        self, address: Address, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
+        self,
+        address: Address,
+        method: str,
+        target: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        fresh: bool = False,
     ) -> Exchange:
         """A request to ``address``, sent by ``Exchange.head``.
 
         Args:
             target: path and query as they stand in the request line.
-            headers: without ``host`` and ``content-length``, which are added here.
+            headers: without ``host``, ``connection`` and ``content-length``, which are added here.
+            fresh: use a connection of its own, closed afterwards.
         """
         lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode(), target, str(address).encode())]
         lines += [b"%s: %s\r\n" % header for header in headers]
         if body or method not in ("GET", "HEAD"):
             lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"\r\n")
+        lines.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
         head = b"".join(lines)
-        return Exchange(self, address, (head, body) if body else (head,), method == "HEAD")
+        request = (head, body) if body else (head,)
+        return Exchange(self, address, request, bodiless=method == "HEAD", fresh=fresh)
 
     async def fetch(
         self,
@@ -309,7 +320,7 @@ class Upstream:
         body: bytes = b"",
         timeout: float,
     ) -> Answer:
-        """A whole small exchange: probes, aborts, listings.
+        """A whole small exchange on a connection of its own: probes, aborts, listings.
 
         Args:
             timeout: seconds from now to the end of the response.
@@ -317,7 +328,7 @@ class Upstream:
         Raises:
             UpstreamError: it failed.
         """
-        exchange = self.exchange(address, method, target.encode(), headers, body)
+        exchange = self.exchange(address, method, target.encode(), headers, body, fresh=True)
         late = TimedOut(f"{address} did not answer {method} {target} within {timeout:g} s")
         timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, late)
         try:

@@ -1,0 +1,102 @@
+"""A router in this process, and stand-ins for instances around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from router.app import RouterApp
+from router.settings import RouterSettings
+from tests.router.stand_in import Behaviour, LoopThread, StandIn
+from tests.support.waiting import wait_until
+
+__all__ = ["RouterUnderTest"]
+
+
+class RouterUnderTest:
+    """The router's application served by uvicorn on a loopback port."""
+
+    def __init__(self, thread: LoopThread, settings: RouterSettings) -> None:
+        self.app = RouterApp(settings)
+        self.thread = thread
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.app, http="httptools", ws="none", log_config=None, access_log=False)
+        config.server_header = config.date_header = False
+        self._server = uvicorn.Server(config)
+        self._serving: asyncio.Future[None] | None = None
+        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=20)
+
+    def start(self) -> None:
+        async def serve() -> None:
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+
+        self.thread.run(serve())
+        wait_until(lambda: self._server.started, "the router")
+
+    def stop(self) -> None:
+        async def stop() -> None:
+            self.app.proxy.stop()
+            self._server.should_exit = True
+            assert self._serving is not None
+            await self._serving
+
+        self.client.close()
+        self.thread.run(stop())
+
+    def chat(self, **body: Any) -> httpx.Response:
+        """One chat completion, whole."""
+        return self.client.post("/v1/chat/completions", json={"messages": [], **body})
+
+    def stream(self, **body: Any) -> Any:
+        """One chat completion as a stream, a context manager as of ``httpx.Client.stream``."""
+        return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    """An event loop in a thread, for the router and the stand-ins."""
+    running = LoopThread()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
+    """Starts stand-ins: ``stand_in("prefill", behaviour)``."""
+    with contextlib.ExitStack() as started:
+
+        def start(role: str = "mixed", behave: Behaviour | None = None) -> StandIn:
+            instance = StandIn(role, thread)
+            if behave is not None:
+                instance.behave = behave
+            instance.start()
+            started.callback(instance.stop)
+            return instance
+
+        yield start
+
+
+@pytest.fixture
+def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
+    """Starts routers: ``make_router(*stand_ins, splitwise=True)``; the stand-ins are registered."""
+    with contextlib.ExitStack() as started:
+
+        def start(*instances: StandIn, **settings: Any) -> RouterUnderTest:
+            # Rounds of probes come only in the tests that are about them.
+            router = RouterUnderTest(thread, RouterSettings(**{"health_check_interval_secs": 1000.0, **settings}))
+            router.start()
+            started.callback(router.stop)
+            for instance in instances:
+                assert instance.register(router.url).json() == {"status": "success"}
+            return router
+
+        yield start

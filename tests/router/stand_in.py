@@ -1,0 +1,296 @@
+"""Stand-ins for inference instances: real HTTP/1.1 servers on loopback sockets that answer as a test scripts them.
+
+They replace engines because an engine cannot be told to answer 500, to break off in the middle of an event, to close
+an idle connection or to hang. What they cannot show is that an engine computes; the examples' tests do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+__all__ = ["Behaviour", "LoopThread", "Received", "Responder", "StandIn", "answers", "chat_answer", "streams"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, so that tests are plain functions."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline_s: float = 20.0) -> T:
+        """Run ``work`` in the loop and return what it returns."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(deadline_s)
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        self.run(self._cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class Received:
+    """A request as it arrived."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def header(self, name: str) -> str | None:
+        return dict(self.headers).get(name)
+
+
+@dataclass
+class Responder:
+    """How a behaviour answers one request."""
+
+    writer: asyncio.StreamWriter
+    peer_left: asyncio.Event
+    keep_alive: bool = True
+    bytes_sent: int = 0
+
+    async def raw(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+        self.bytes_sent += len(data)
+
+    async def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
+        lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in headers)]
+        await self.raw("\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body)
+
+    async def start_stream(self, content_type: str = "text/event-stream") -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ntransfer-encoding: chunked\r\n\r\n"
+        await self.raw(head.encode())
+
+    async def chunk(self, data: bytes) -> None:
+        await self.raw(b"%x\r\n%s\r\n" % (len(data), data))
+
+    async def event(self, text: str) -> None:
+        await self.chunk(f"data: {text}\n\n".encode())
+
+    async def end_stream(self) -> None:
+        await self.raw(b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        """End the connection at once, as a crash would."""
+        self.keep_alive = False
+        self.writer.transport.abort()
+
+
+Behaviour = Callable[[Received, Responder], Awaitable[None]]
+
+
+def chat_answer(content: str = "hello") -> bytes:
+    """A whole chat completion."""
+    message = {"role": "assistant", "content": content}
+    return json.dumps(
+        {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+    ).encode()
+
+
+def answers(status: int = 200, body: bytes | None = None, *headers: tuple[str, str]) -> Behaviour:
+    """Answer with this."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        content = chat_answer() if body is None else body
+        await respond.answer(status, content, ("content-type", "application/json"), *headers)
+
+    return behave
+
+
+def streams(*texts: str) -> Behaviour:
+    """Answer with these chat chunks as an event stream, then [DONE]."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        for text in texts:
+            choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+            chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+            await respond.event(json.dumps(chunk))
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    return behave
+
+
+@dataclass
+class StandIn:
+    """One stand-in; ``behave`` may be replaced at any time."""
+
+    role: str
+    thread: LoopThread
+    behave: Behaviour = field(default_factory=answers)
+    health: int = 200
+    port: int = 0
+    received: list[Received] = field(default_factory=list)
+    aborted: list[Any] = field(default_factory=list)
+    probes: int = 0
+    connections: int = 0
+    running: int = 0
+    left: int = 0
+    models: tuple[str, ...] = ("m",)
+    abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
+    _server: asyncio.AbstractServer | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    def start(self) -> StandIn:
+        """Listen; at the same port as before if it had one."""
+        self.thread.run(self._start())
+        return self
+
+    def stop(self) -> None:
+        """Stop listening and cut every connection, as a process that dies does."""
+        self.thread.run(self._stop())
+
+    def cut_idle(self) -> None:
+        """Cut every connection, but go on listening."""
+        self.thread.run(self._cut_all())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def key(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def registration(self, **changes: Any) -> dict[str, Any]:
+        """What it tells the router, as FastDeploy's instances do."""
+        return {
+            "role": self.role,
+            "host_ip": "127.0.0.1",
+            "port": self.port,
+            "metrics_port": self.port,
+            "connector_port": self.port + 1 if self.port < 65535 else 1,
+            "engine_worker_queue_port": 1,
+            "rdma_ports": ["7100"],
+            "device_ids": [0],
+            "transfer_protocol": ["ipc", "rdma"],
+            "tp_size": 1,
+            "is_paused": False,
+            "version": None,
+            "connected_decodes": [],
+            **changes,
+        }
+
+    def register(self, router_url: str, **changes: Any) -> httpx.Response:
+        """Register at a router."""
+        return httpx.post(f"{router_url}/register", json=self.registration(**changes), trust_env=False)
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        await self._cut_all()
+
+    async def _cut_all(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        ahead = b""
+        try:
+            while True:
+                request = await _read_request(reader, ahead)
+                peer_left = asyncio.Event()
+                watching = asyncio.ensure_future(_read_ahead(reader, peer_left))
+                responder = Responder(writer, peer_left)
+                await self._respond(request, responder)
+                if not responder.keep_alive:
+                    return
+                ahead = await watching
+                if not ahead:
+                    return
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _respond(self, request: Received, responder: Responder) -> None:
+        if request.target == "/health":
+            self.probes += 1
+            await responder.answer(self.health, b"")
+        elif request.target == "/v1/abort_requests":
+            self.aborted.append(request.json)
+            await responder.answer(200, json.dumps(self.abort_answer).encode())
+        elif request.target == "/v1/models":
+            data = [{"id": model, "object": "model"} for model in self.models]
+            await responder.answer(200, json.dumps({"object": "list", "data": data}).encode())
+        else:
+            await self._behave(request, responder)
+
+    async def _behave(self, request: Received, responder: Responder) -> None:
+        self.received.append(request)
+        self.running += 1
+        try:
+            await self.behave(request, responder)
+        finally:
+            self.running -= 1
+            self.left += responder.peer_left.is_set()
+
+
+async def _read_request(reader: asyncio.StreamReader, ahead: bytes) -> Received:
+    head = ahead
+    while b"\r\n\r\n" not in head:
+        more = await reader.read(65536)
+        if not more:
+            raise ConnectionError("the peer closed")
+        head += more
+    head, _, body = head.partition(b"\r\n\r\n")
+    request_line, *lines = head.decode("latin-1").split("\r\n")
+    method, target, _ = request_line.split(" ")
+    headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    length = int(dict(headers).get("content-length", 0))
+    if len(body) < length:
+        body += await reader.readexactly(length - len(body))
+    return Received(method, target, headers, body)
+
+
+async def _read_ahead(reader: asyncio.StreamReader, peer_left: asyncio.Event) -> bytes:
+    """What the peer sends next; nothing, and the event set, if it leaves."""
+    try:
+        data = await reader.read(65536)
+    except ConnectionError:
+        data = b""
+    if not data:
+        peer_left.set()
+    return data
