@@ -29,26 +29,24 @@ def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
         salt: a request's ``cache_salt`` (as in vLLM): requests share blocks only if their salts are equal.
         extra: anything else that the whole sequence's KV depends on, such as the name of a LoRA adapter.
     """
-    salt_bytes = salt.encode()
+    salt_bytes = salt.encode(errors="surrogatepass")  # JSON can carry text that is not valid Unicode
     return hashlib.sha256(_ROOT_TAG + len(salt_bytes).to_bytes(8, "little") + salt_bytes + extra).digest()
 
 
-def extend_block_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes
-) -> list[bytes]:
+def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
     """Append to ``hashes`` the hashes of the full blocks of ``token_ids`` it does not cover yet; return it.
 
     A growing sequence calls this as it grows; only new full blocks are hashed. A partial last block has no hash.
 
     Args:
         hashes: the hashes of the first ``len(hashes)`` blocks of ``token_ids``; changed in place.
-        token_ids: all tokens of the sequence, each in ``[0, 2**32)``.
+        token_ids: all tokens of the sequence, integers in ``[0, 2**32)``.
         block_size: tokens in a block.
         root: ``root_hash(...)`` of this sequence.
 
     Raises:
-        ValueError: ``block_size`` is not positive, or ``hashes`` covers more than ``token_ids`` has.
-        OverflowError: a token id does not fit in 32 bits.
+        ValueError: ``block_size`` is not positive, ``hashes`` covers more than ``token_ids`` has, or a token id is
+            no integer or does not fit in 32 bits.
     """
     if block_size <= 0:
         raise ValueError(f"block_size is {block_size}; it must be positive")
@@ -58,8 +56,10 @@ def extend_block_hashes(
     first = len(hashes)
     if first == num_full:
         return hashes
-    tokens = np.asarray(token_ids[first * block_size : num_full * block_size], dtype=np.uint32)
-    data = memoryview(tokens.astype("<u4", copy=False).tobytes())
+    tokens = np.asarray(token_ids[first * block_size : num_full * block_size])
+    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 1 << 32:
+        raise ValueError("token ids must be integers in [0, 2**32)")
+    data = memoryview(tokens.astype("<u4").tobytes())
     nbytes = 4 * block_size
     parent = hashes[-1] if hashes else root
     for start in range(0, len(data), nbytes):

@@ -1,64 +1,223 @@
-"""Every dialect of configuration -> one ``PoolConfig``."""
+"""Every dialect of configuration -> one ``PoolConfig``.
+
+A value is taken from the first of these that has it: explicit values, a JSON file, the environment, a default.
+Each settings class says, field by field, which environment variable carries it and what a valid value is; its
+field names are the keys of the JSON file. For Mooncake both are FastDeploy's, so that its files and scripts work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
+
+from kvstore_backend.backend import ConfigError
 
 __all__ = [
     "FileSettings",
     "MemorySettings",
     "MooncakeSettings",
     "PoolConfig",
-    "default_backend",
     "load_config",
+    "parse_size",
+    "set_native_defaults",
 ]
+
+logger = logging.getLogger(__name__)
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_SHARED_MEMORY = Path("/dev/shm")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
+# Mooncake cannot allocate a smaller segment.
+_MIN_SEGMENT = 16 << 20
+# As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
+_NEAR = 0.85
+_NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
+# MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
+# call otherwise. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times otherwise, each as long as the time-out.
+_NATIVE_DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
+
+
+def parse_size(value: object) -> int:
+    """A number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9).
+
+    Raises:
+        ValueError: what would be right, as the end of a sentence.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError('a size is a number of bytes, or text such as "4GiB" or "512MB"')
+    unit = match[2].upper() or "B"
+    return int(Decimal(match[1]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+
+
+def _positive_size(value: object) -> int:
+    if (size := parse_size(value)) == 0:
+        raise ValueError("it must be more than 0 bytes")
+    return size
+
+
+def _segment_size(value: object) -> int:
+    if 0 < (size := parse_size(value)) < _MIN_SEGMENT:
+        raise ValueError("Mooncake needs at least 16MiB, or 0 to contribute no memory to the pool")
+    return size
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("it must be text")
+    return value.strip()
+
+
+def _address(value: object) -> str:
+    host, colon, port = value.strip().rpartition(":") if isinstance(value, str) else ("", "", "")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (
+        not bracketed and re.search(r"[:/\s]", host)
+    ):
+        raise ValueError("it must be host:port, such as 127.0.0.1:15001")
+    return f"{host}:{port}"
+
+
+def _metadata_server(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        url = urlsplit(text)
+        usable = text == "P2PHANDSHAKE" or bool(url.scheme and url.hostname and url.port != 0)
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        usable = False
+    if not usable:
+        raise ValueError("it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata")
+    return text
+
+
+def _protocol(value: object) -> str:
+    if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma"):
+        raise ValueError("it must be tcp or rdma")
+    protocol = value.strip().lower()
+    if protocol == "rdma" and not _has_rdma():
+        raise ValueError(
+            "this machine has no RDMA device: say tcp there, or leave it out and set MOONCAKE_PROTOCOL=tcp"
+        )
+    return protocol
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        raise ValueError("it must be the path of a folder")
+    path = Path(value).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError("it must be the path of a folder, and this is a file")
+    return path
+
+
+def _default_path() -> Path:
+    """A folder of this user's own, in memory where the machine has a tmpfs for that."""
+    shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return shared / f"kvstore-{os.getuid()}"
+
+
+def _default_protocol() -> str:
+    protocol, reason = ("rdma", "an") if _has_rdma() else ("tcp", "no")
+    logger.info("protocol is not given: using %s, as this machine has %s RDMA device", protocol, reason)
+    return protocol
+
+
+def _has_rdma() -> bool:
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
+def _read(variable: str, parse: Callable[[object], object]) -> dict[str, object]:
+    """A field's metadata: ``variable`` carries it in the environment, ``parse`` checks it or raises ``ValueError``."""
+    return {"variable": variable, "parse": parse}
 
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """How to join a Mooncake cluster; names as in FastDeploy's ``mooncake_config.json``. Sizes in bytes."""
+    """How to join a Mooncake cluster.
 
-    master_server_addr: str
-    local_hostname: str
-    metadata_server: str
-    protocol: str
-    rdma_devices: str
-    global_segment_size: int
-    local_buffer_size: int
+    Attributes:
+        master_server_addr: ``host:port`` of the master.
+        metadata_server: URL of the metadata server, or ``P2PHANDSHAKE`` where there is none. The same for all.
+        local_hostname: by which the others reach this machine; empty: the address it reaches the master from.
+        protocol: ``tcp`` or ``rdma``.
+        rdma_devices: names separated by commas; empty: Mooncake's choice.
+        global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
+        local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
+    """
+
+    backend: ClassVar[str] = "mooncake"
+
+    master_server_addr: str = field(metadata=_read("MOONCAKE_MASTER_SERVER_ADDR", _address))
+    metadata_server: str = field(default="P2PHANDSHAKE", metadata=_read("MOONCAKE_METADATA_SERVER", _metadata_server))
+    local_hostname: str = field(default="", metadata=_read("MOONCAKE_LOCAL_HOSTNAME", _text))
+    protocol: str = field(default_factory=_default_protocol, metadata=_read("MOONCAKE_PROTOCOL", _protocol))
+    rdma_devices: str = field(default="", metadata=_read("MOONCAKE_RDMA_DEVICES", _text))
+    global_segment_size: int = field(default=1 << 30, metadata=_read("MOONCAKE_GLOBAL_SEGMENT_SIZE", _segment_size))
+    local_buffer_size: int = field(default=128 << 20, metadata=_read("MOONCAKE_LOCAL_BUFFER_SIZE", parse_size))
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """A folder shared by processes, and the bytes at which it evicts."""
+    """A folder that processes of this machine share.
 
-    path: Path
-    size: int
+    Attributes:
+        path: the folder, on a tmpfs (quick) or an SSD (large).
+        size: bytes at which the least recently used blocks are evicted.
+    """
+
+    backend: ClassVar[str] = "file"
+
+    path: Path = field(default_factory=_default_path, metadata=_read("KVSTORE_FILE_PATH", _path))
+    size: int = field(default=1 << 30, metadata=_read("KVSTORE_FILE_SIZE", _positive_size))
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The bytes at which this process's own store evicts."""
+    """This process's own memory, shared with nobody.
 
-    size: int
+    Attributes:
+        size: bytes at which the least recently used blocks are evicted.
+    """
+
+    backend: ClassVar[str] = "memory"
+
+    size: int = field(default=1 << 30, metadata=_read("KVSTORE_MEMORY_SIZE", _positive_size))
+
+
+_SETTINGS: dict[str, type[MooncakeSettings] | type[FileSettings] | type[MemorySettings]] = {
+    kind.backend: kind for kind in (MooncakeSettings, FileSettings, MemorySettings)
+}
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Which store to open, and how; checked when it was loaded."""
+    """Which store to open, and how. ``load_config`` made and checked it."""
 
     store: MooncakeSettings | FileSettings | MemorySettings
 
     @property
     def backend(self) -> str:
         """``mooncake``, ``file`` or ``memory``."""
-        raise NotImplementedError
+        return self.store.backend
 
 
-def default_backend() -> str:
-    """``mooncake`` where its library can be imported, else ``file``."""
-    raise NotImplementedError
+class _Source(NamedTuple):
+    """Values by field name, and how to tell an operator where one of them stands."""
+
+    values: Mapping[str, object]
+    place: Callable[[str], str]
 
 
 def load_config(
@@ -72,12 +231,101 @@ def load_config(
 
     Args:
         backend: ``mooncake``, ``file`` or ``memory``.
-        explicit: values by the field names of the backend's settings, such as flags an operator typed; ``None``
-            values count as not given.
-        config_path: a JSON file; not given, the environment's ``MOONCAKE_CONFIG_PATH`` (for ``mooncake``).
-        environ: the environment; not given, the process's own.
+        explicit: values by the field names of the backend's settings; ``None`` values count as not given.
+        config_path: a JSON file; not given, for ``mooncake``, the one that ``MOONCAKE_CONFIG_PATH`` names.
+        environ: the environment; not given, the process's own. An empty variable counts as not given.
 
     Raises:
-        ConfigError: one sentence naming the flag, file key or variable at fault and what would be right.
+        ConfigError: one sentence naming the value, file key or variable at fault and what would be right.
     """
-    raise NotImplementedError
+    if backend not in _SETTINGS:
+        raise ConfigError(f"storage backend {backend!r} is not known{_instead(backend, _SETTINGS)}")
+    kind = _SETTINGS[backend]
+    environ = os.environ if environ is None else environ
+    sources = [
+        _explicit_source(kind, explicit or {}),
+        _file_source(kind, config_path, environ),
+        _environment_source(kind, environ),
+    ]
+    values: dict[str, Any] = {}
+    for setting in fields(kind):
+        source = next((source for source in sources if setting.name in source.values), None)
+        if source is not None:
+            values[setting.name] = _parsed(setting, source)
+        elif setting.default is MISSING and setting.default_factory is MISSING:
+            raise ConfigError(
+                f"{setting.name} is not given: set {setting.metadata['variable']}, "
+                f'or "{setting.name}" in the file that MOONCAKE_CONFIG_PATH names'
+            )
+    return PoolConfig(kind(**values))
+
+
+def set_native_defaults() -> None:
+    """Set what Mooncake's native library reads from the process's environment, where nobody else has.
+
+    Called before it is imported.
+    """
+    for variable, value in _NATIVE_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+
+
+def _explicit_source(kind: type[Any], explicit: Mapping[str, object]) -> _Source:
+    given = {name: value for name, value in explicit.items() if value is not None}
+    _check_names(kind, given, "")
+    return _Source(given, lambda name: name)
+
+
+def _file_source(kind: type[Any], config_path: str | Path | None, environ: Mapping[str, str]) -> _Source:
+    """The JSON file's values; none where no file is named."""
+    named_by = ""
+    if config_path is None and kind is MooncakeSettings:
+        config_path, named_by = environ.get("MOONCAKE_CONFIG_PATH") or None, " (named by MOONCAKE_CONFIG_PATH)"
+    if config_path is None:
+        return _Source({}, str)
+    try:
+        values = json.loads(Path(config_path).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} does not exist") from None
+    except OSError as exc:
+        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} is not JSON: {exc}") from exc
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} must hold one JSON object")
+    _check_names(kind, values, f" in {config_path}")
+    return _Source(values, lambda name: f'"{name}" in {config_path}')
+
+
+def _environment_source(kind: type[Any], environ: Mapping[str, str]) -> _Source:
+    """The environment's values; a variable that is nearly one of ours is refused, as its value would be lost."""
+    variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in fields(kind)}
+    ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
+    for name in environ:
+        strange = name.startswith(("MOONCAKE_", "KVSTORE_")) and name not in ours and name != _NOT_A_TYPO
+        if strange and (near := difflib.get_close_matches(name, ours, 1, _NEAR)):
+            raise ConfigError(f"environment variable {name} is not known; did you mean {near[0]}?")
+    given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
+    return _Source(given, variables.__getitem__)
+
+
+def _check_names(kind: type[Any], values: Mapping[str, object], where: str) -> None:
+    names = [setting.name for setting in fields(kind)]
+    for name in values:
+        if name not in names:
+            raise ConfigError(f'unknown key "{name}"{where}{_instead(name, names)}')
+
+
+def _instead(name: str, valid: Any) -> str:
+    """The end of a sentence that says which valid name was meant, or which there are."""
+    if near := difflib.get_close_matches(name, valid, 1):
+        return f"; did you mean {near[0]}?"
+    return f"; valid: {', '.join(valid)}"
+
+
+def _parsed(setting: Field[Any], source: _Source) -> object:
+    value = source.values[setting.name]
+    try:
+        parsed: object = setting.metadata["parse"](value)
+    except ValueError as exc:
+        raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}") from None
+    return parsed

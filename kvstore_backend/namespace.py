@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +26,10 @@ FORMAT_VERSION = 1
 
 _SAMPLE_BYTES = 64
 # What a checkpoint's config.json says of where it came from, not of what it computes.
-_CONFIG_NOISE = ("_name_or_path", "transformers_version", "architectures_source")
+_CONFIG_NOISE = ("_name_or_path", "transformers_version")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
+# The safetensors format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Namespace:
     tp_size: int = 1
     tp_rank: int = 0
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
         fields = {"format": FORMAT_VERSION, **asdict(self)}
@@ -65,7 +70,7 @@ class Namespace:
         """The key of the block with this hash."""
         return f"{self.prefix}{block_hash.hex()}"
 
-    @property
+    @cached_property
     def prefix(self) -> str:
         """What all keys of this namespace begin with."""
         return f"kv1-{self.digest}-"
@@ -75,52 +80,86 @@ def fingerprint_model(folder: str | Path) -> str:
     """Digest of a checkpoint folder: its configuration, its weights index, and a sample of every tensor's bytes.
 
     Two fine-tunes of one base have equal configurations, equal tensor names and equal file sizes, so names alone
-    would let them share KV. Of each safetensors file this reads the header and 64 bytes from the middle of every
-    tensor (of other weight files, the size and 64 samples), which takes milliseconds where reading all would take minutes.
+    would let them share KV. Of each safetensors file this reads the header and 64 bytes from the middle and from the
+    end of every tensor (of other weight files, the size and 64 samples), in milliseconds where reading all would take
+    minutes. Equal for a copy of the folder elsewhere. Weights changed in place, in a few rows only, are a case for
+    ``Namespace.weights_version``.
 
     Raises:
-        ConfigError: the folder or its config.json is missing or unreadable.
+        ConfigError: the folder, its config.json or its weights are missing or unreadable.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"model folder {str(folder)!r} does not exist")
-    config_file = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(config_file.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"model folder {str(folder)!r} has no config.json") from None
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{config_file} is not readable JSON: {exc}") from exc
     digest = hashlib.sha256(b"kvstore.model.v1\0")
-    kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
-    for index in sorted(folder.glob("*.index.json")):
-        digest.update(index.read_bytes())
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pdparams")])
-    for path in weights:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}\0".encode())
-            offsets = _tensor_offsets(file) if path.suffix == ".safetensors" else range(0, size, max(1, size // 64))
-            for offset in offsets:
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
+    try:
+        for piece in _identity(Path(folder)):
+            digest.update(len(piece).to_bytes(8, "little") + piece)
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
     return digest.hexdigest()[:32]
 
 
-def _tensor_offsets(file: BinaryIO) -> list[int]:
-    """File offsets of the middle of each tensor, after the header at 0, in the order of their names.
+def _identity(folder: Path) -> Iterator[bytes]:
+    """Every piece of a checkpoint that tells it from others, in one order."""
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {str(folder)!r} does not exist")
+    yield _configuration(folder)
+    for index in sorted(folder.glob("*.index.json")):
+        yield index.read_bytes()
+    weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    if not weights:
+        raise ConfigError(f"model folder {str(folder)!r} has no weights ({', '.join(_WEIGHTS)})")
+    for path in weights:
+        size = path.stat().st_size
+        yield f"{path.name}:{size}".encode()
+        with path.open("rb") as file:
+            yield from _safetensors_samples(file, size) if path.suffix == ".safetensors" else _samples(file, size)
 
-    Format: 8 bytes little-endian header length, JSON header, data (https://github.com/huggingface/safetensors).
-    """
-    header_length = int.from_bytes(file.read(8), "little")
+
+def _configuration(folder: Path) -> bytes:
+    """What config.json says of what the model computes, in one order."""
+    path = folder / "config.json"
     try:
-        header: dict[str, Any] = json.loads(file.read(header_length))
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json") from None
     except ValueError as exc:
-        raise ConfigError(f"{file.name} is not a safetensors file: its header is not JSON ({exc})") from exc
-    offsets = [0]
-    for name in sorted(header):
-        if name != "__metadata__":
-            begin, end = header[name]["data_offsets"]
-            offsets.append(8 + header_length + begin + (end - begin) // 2)
-    return offsets
+        raise ConfigError(f"{path} is not JSON: {exc}") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+    return json.dumps(kept, sort_keys=True).encode()
+
+
+def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:
+    for offset in range(0, size, max(1, size // 64)):
+        file.seek(offset)
+        yield file.read(_SAMPLE_BYTES)
+
+
+def _safetensors_samples(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The header, then bytes from the middle and from the end of each tensor, in the order they lie in the file.
+
+    The end, because rows for added tokens come last. Format: 8 bytes little-endian header length, JSON header, data
+    (https://github.com/huggingface/safetensors).
+    """
+    length = int.from_bytes(file.read(8), "little")
+    start = 8 + length
+    if start > size or length > _MAX_HEADER_BYTES:
+        raise ConfigError(f"{file.name} is not a safetensors file, or it is cut short")
+    header = file.read(length)
+    yield header
+    for begin, end in sorted(_data_offsets(header, size - start, file.name)):
+        for offset in (begin + (end - begin) // 2, max(begin, end - _SAMPLE_BYTES)):
+            file.seek(start + offset)
+            yield file.read(min(_SAMPLE_BYTES, end - offset))
+
+
+def _data_offsets(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
+    """Where each tensor begins and ends in the data."""
+    try:
+        tensors: dict[str, Any] = json.loads(header)
+        offsets = [tuple(tensor["data_offsets"]) for key, tensor in tensors.items() if key != "__metadata__"]
+        if all(0 <= begin <= end <= data_bytes for begin, end in offsets):
+            return [(int(begin), int(end)) for begin, end in offsets]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise ConfigError(f"{name} is not a whole safetensors file: its header does not describe its data")

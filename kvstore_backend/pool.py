@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
-from kvstore_backend.config import FileSettings, MemorySettings, PoolConfig
+from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.namespace import Namespace
+from kvstore_backend.stores import mooncake
+from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.stores.mooncake import MooncakeStore
 
-__all__ = ["BlockPool", "open_pool", "open_store"]
+__all__ = ["BlockPool", "default_backend", "open_pool", "open_store"]
 
 
 class BlockPool:
@@ -110,7 +114,18 @@ def open_store(config: PoolConfig) -> StorageBackend:
     Raises:
         PoolUnavailable: as ``open_pool``.
     """
-    raise NotImplementedError
+    match config.store:
+        case MooncakeSettings():
+            return MooncakeStore(config.store)
+        case FileSettings():
+            return FileStore(config.store.path, config.store.size)
+        case MemorySettings():
+            return MemoryStore(config.store.size)
+
+
+def default_backend() -> str:
+    """``mooncake`` where its library can be loaded, else ``file``, which needs nothing."""
+    return "mooncake" if mooncake.is_installed() else "file"
 
 
 def _leading(statuses: Sequence[Status]) -> int:

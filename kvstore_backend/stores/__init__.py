@@ -1,0 +1,1 @@
+"""Where bytes live: one file a store."""

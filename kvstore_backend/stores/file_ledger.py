@@ -1,0 +1,218 @@
+"""The accounts of a shared folder: who may write how much, what is evicted, what killed writers left behind.
+
+folder/
+├── ledger              its lock guards the accounts; it holds them: boot id, bytes, number of values
+├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
+└── writers/<name>/     one a process, locked as long as that process lives: values being written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FAN_OUT", "Accounts", "Draft", "Ledger"]
+
+logger = logging.getLogger(__name__)
+
+FAN_OUT = 256
+"""Number of folders that the values are spread over."""
+
+_RECORD = struct.Struct("<36sQQ")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# An eviction looks at every file, so it makes more room than was asked for: this share of the capacity.
+_EVICTED_SHARE = 0.05
+# The rest is what a filesystem needs beside the bytes of its files.
+_FILLED_SHARE = 0.95
+
+
+class Accounts(NamedTuple):
+    """What a folder holds, values being written included."""
+
+    used_bytes: int
+    keys: int
+
+
+class Draft(NamedTuple):
+    """A value being written: an open file of the value's size."""
+
+    path: str
+    file: int
+    nbytes: int
+
+
+class _Block(NamedTuple):
+    """A stored value; sorts by its last use."""
+
+    used_ns: int
+    path: str
+    nbytes: int
+
+
+class Ledger:
+    """Keeps a folder under ``capacity`` bytes for all processes that open it.
+
+    Bytes are entered before they are written and taken off after they are gone, each under the ledger's lock, so a
+    process killed between the two leaves the accounts too high, never too low; the next count puts them right.
+    All methods raise ``OSError`` for whatever is wrong with the folder, and may be called from several threads.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        """Open ``folder``, which is made where it is missing; clean up after writers that were killed.
+
+        Values from before the machine's last start are dropped: files are not synced to the disk, so after a crash
+        one may have its full size and not its bytes.
+        """
+        self.blocks = folder / "blocks"
+        self._ledger = folder / "ledger"
+        self._writers = folder / "writers"
+        self._own = self._writers / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._serial = itertools.count()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
+            raise PermissionError(errno.EPERM, f"it belongs to user {owner}, who could change what is stored in it")
+        with self._locked() as ledger:
+            if _read(ledger)[0] != _boot_id():
+                shutil.rmtree(self.blocks, ignore_errors=True)
+            for number in range(FAN_OUT):
+                (self.blocks / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+            self._own.mkdir(parents=True)
+            self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+            accounts, _ = self._counted()
+            _write(ledger, accounts)
+        filesystem = os.statvfs(folder)
+        room = accounts.used_bytes + filesystem.f_bavail * filesystem.f_frsize
+        self.capacity = min(capacity, int(room * _FILLED_SHARE))
+        """Bytes at which values are evicted."""
+        if self.capacity < capacity:
+            logger.warning("%s has room for %d of the %d bytes asked for", folder, self.capacity, capacity)
+
+    def accounts(self) -> Accounts:
+        """What the folder holds now."""
+        with self._locked() as ledger:
+            return _read(ledger)[1]
+
+    def reserve(self, nbytes: int) -> Draft:
+        """A draft for a value, made when there is room for it; evicts to make room. The caller closes its file.
+
+        Raises:
+            OSError: ``ENOSPC`` where even evicting makes no room.
+        """
+        with self._locked() as ledger:
+            _, accounts = _read(ledger)
+            if accounts.used_bytes + nbytes > self.capacity >= nbytes:
+                accounts = self._evicted(nbytes)
+                _write(ledger, accounts)
+            if accounts.used_bytes + nbytes > self.capacity:
+                raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes in {self.capacity}")
+            path = f"{self._own}/{next(self._serial)}"
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.truncate(file, nbytes)
+            _write(ledger, Accounts(accounts.used_bytes + nbytes, accounts.keys + 1))
+        return Draft(path, file, nbytes)
+
+    def publish(self, draft: Draft, block: str) -> None:
+        """Give a draft that is whole its name in ``blocks``, unless another writer's value has it already."""
+        with self._locked() as ledger:
+            if os.path.exists(block):
+                self._take_off(ledger, draft.path, draft.nbytes)
+            else:
+                os.rename(draft.path, block)
+
+    def discard(self, draft: Draft) -> None:
+        """Give back what was reserved for a draft that will not be published."""
+        with self._locked() as ledger:
+            self._take_off(ledger, draft.path, draft.nbytes)
+
+    def remove(self, block: str) -> None:
+        """Remove a stored value; ``FileNotFoundError`` where there is none."""
+        with self._locked() as ledger:
+            self._take_off(ledger, block, os.stat(block).st_size)
+
+    def close(self) -> None:
+        """Leave the folder; what is stored stays for the others."""
+        with contextlib.suppress(OSError), self._locked():
+            shutil.rmtree(self._own, ignore_errors=True)
+        os.close(self._alive)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The open ledger, locked against other processes and threads alike."""
+        ledger = os.open(self._ledger, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            yield ledger
+        finally:
+            os.close(ledger)
+
+    def _take_off(self, ledger: int, path: str, nbytes: int) -> None:
+        os.unlink(path)
+        _, (used, keys) = _read(ledger)
+        _write(ledger, Accounts(max(0, used - nbytes), max(0, keys - 1)))
+
+    def _evicted(self, nbytes: int) -> Accounts:
+        """Remove the least recently used values until ``nbytes`` more fit, and some to spare."""
+        (used, keys), blocks = self._counted()
+        goal = self.capacity * (1 - _EVICTED_SHARE) - nbytes
+        for block in sorted(blocks):
+            if used <= goal:
+                break
+            os.unlink(block.path)
+            used, keys = used - block.nbytes, keys - 1
+        return Accounts(used, keys)
+
+    def _counted(self) -> tuple[Accounts, list[_Block]]:
+        """Count what is there, after removing what dead writers left."""
+        for writer in os.scandir(self._writers):
+            if _is_dead(writer.path):
+                shutil.rmtree(writer.path, ignore_errors=True)
+        blocks = [
+            _Block(stat.st_mtime_ns, entry.path, stat.st_size)
+            for folder in os.scandir(self.blocks)
+            for entry in os.scandir(folder.path)
+            for stat in [entry.stat()]
+        ]
+        drafts = [entry.stat().st_size for writer in os.scandir(self._writers) for entry in os.scandir(writer.path)]
+        used = sum(block.nbytes for block in blocks) + sum(drafts)
+        return Accounts(used, len(blocks) + len(drafts)), blocks
+
+
+def _is_dead(writer: str) -> bool:
+    """Whether the process that made this folder is gone: the kernel let go of its lock."""
+    folder = os.open(writer, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(folder)
+    return True
+
+
+def _read(ledger: int) -> tuple[bytes, Accounts]:
+    """The boot id and the accounts; nothing held, under no boot id, where the ledger is new."""
+    record = os.pread(ledger, _RECORD.size, 0)
+    if len(record) != _RECORD.size:
+        return b"", Accounts(0, 0)
+    boot_id, used, keys = _RECORD.unpack(record)
+    return boot_id, Accounts(used, keys)
+
+
+def _write(ledger: int, accounts: Accounts) -> None:
+    os.pwrite(ledger, _RECORD.pack(_boot_id(), *accounts), 0)
+
+
+def _boot_id() -> bytes:
+    """36 characters that change when the machine starts."""
+    return _BOOT_ID.read_bytes().strip()

@@ -1,0 +1,108 @@
+"""A store in this process's own memory: for tests, for one process, and as the fast half of two tiers."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_keys, check_values
+from kvstore_backend.spans import views
+
+__all__ = ["MemoryStore"]
+
+
+class MemoryStore(StorageBackend):
+    """Values copied in and out of a dictionary that evicts the least recently used beyond ``capacity_bytes``.
+
+    Bytes are copied outside the lock: a stored value is immutable, so whoever got a reference may read it at leisure.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raises ``ValueError`` unless ``capacity_bytes`` is positive."""
+        if capacity_bytes <= 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
+        self._capacity = capacity_bytes
+        self._values: OrderedDict[str, bytes] = OrderedDict()
+        self._used = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._values)} keys, {self._used} of {self._capacity} bytes"
+        return f"MemoryStore({state})"
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        return [self._get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        with self._lock:
+            if self._closed:
+                return [Status.FAILED] * len(keys)
+            return [Status.OK if key in self._values else Status.ABSENT for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        return [self._remove(key) for key in keys]
+
+    def health(self) -> Health:
+        return Health(not self._closed, repr(self))
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats("memory", len(self._values), self._used, self._capacity)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._values.clear()
+            self._used = 0
+
+    def _put(self, key: str, value: Value) -> Status:
+        with self._lock:
+            if self._closed:
+                return Status.FAILED
+            if key in self._values:
+                return Status.OK
+        stored = b"".join(views(value))
+        with self._lock:
+            if self._closed or len(stored) > self._capacity:
+                return Status.FAILED
+            if key not in self._values:
+                self._values[key] = stored
+                self._used += len(stored)
+                while self._used > self._capacity:
+                    self._used -= len(self._values.popitem(last=False)[1])
+            return Status.OK
+
+    def _get(self, key: str, target: Value) -> Status:
+        with self._lock:
+            if self._closed:
+                return Status.FAILED
+            stored = self._values.get(key)
+            if stored is None:
+                return Status.ABSENT
+            self._values.move_to_end(key)
+        if len(stored) != sum(nbytes for _, nbytes in target):
+            return Status.FAILED
+        source, start = memoryview(stored), 0
+        for view in views(target):
+            view[:] = source[start : start + len(view)]
+            start += len(view)
+        return Status.OK
+
+    def _remove(self, key: str) -> Status:
+        with self._lock:
+            if self._closed:
+                return Status.FAILED
+            stored = self._values.pop(key, None)
+            if stored is None:
+                return Status.ABSENT
+            self._used -= len(stored)
+            return Status.OK

@@ -1,0 +1,221 @@
+"""A store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with honest answers.
+
+The native client answers with codes, and calls it cannot make sense of with fewer codes than keys. Here each becomes
+a ``Status``; a code that is not known to mean success is never ``OK``. Only this file of the package imports mooncake,
+and only when a store is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvstore_backend.backend import (
+    Health,
+    PoolUnavailable,
+    Status,
+    StorageBackend,
+    StoreStats,
+    Value,
+    check_keys,
+    check_values,
+)
+from kvstore_backend.config import MooncakeSettings, set_native_defaults
+
+__all__ = ["MooncakeStore", "is_installed"]
+
+logger = logging.getLogger(__name__)
+
+_STORED = 0
+_REMOVED = 0
+_PRESENT = 1
+_NOT_PRESENT = 0
+_NOT_FOUND = -704
+_PROBE_S = 1.5
+# Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
+_DRAIN_S = 40.0
+
+
+class MooncakeStore(StorageBackend):
+    """One client of a Mooncake cluster, which also gives the cluster ``global_segment_size`` bytes of memory.
+
+    ``remove`` answers ``FAILED`` while somebody holds a lease on the key (10 s after each look-up or read by default):
+    forcing it would pull the memory away under a reader.
+
+    The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
+    ``close`` waits for those that run. Closing takes one to two seconds, and some 15 with the master gone.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        """Join the cluster.
+
+        Raises:
+            PoolUnavailable: the library cannot be loaded, nobody answers at the master's or the metadata server's
+                address (said within two seconds), or the cluster does not let us join.
+        """
+        self._settings = settings
+        self._calls = threading.Condition()
+        self._running = 0
+        self._closed = False
+        self._native = _joined(settings)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"MooncakeStore({self._settings.master_server_addr}, {self._settings.protocol}{state})"
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        codes = self._call(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
+        return [Status.OK if code == _STORED else Status.FAILED for code in codes]
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        addresses, sizes = _addresses_and_sizes(targets)
+        codes = self._call(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
+        wanted = map(sum, sizes)
+        return [_status(code, ok=nbytes, absent=_NOT_FOUND) for code, nbytes in zip(codes, wanted, strict=True)]
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        codes = self._call(keys, self._native.batch_is_exist)
+        return [_status(code, ok=_PRESENT, absent=_NOT_PRESENT) for code in codes]
+
+    def remove(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        codes = self._call(keys, self._native.batch_remove)
+        return [_status(code, ok=_REMOVED, absent=_NOT_FOUND) for code in codes]
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._entered() as may_call:
+            if may_call and (code := self._native.register_buffer(address, nbytes)):
+                logger.warning("Mooncake refused to register %d bytes at %#x: code %d", nbytes, address, code)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        with self._entered() as may_call:
+            if may_call and (code := self._native.unregister_buffer(address)):
+                logger.warning("Mooncake refused to unregister %d bytes at %#x: code %d", nbytes, address, code)
+
+    def health(self) -> Health:
+        """Asks the master for a key: the client's own health check still says healthy when the master has died."""
+        if self._closed:
+            return Health(False, "closed")
+        try:
+            _probe(self._settings.master_server_addr, "Mooncake master", "start mooncake_master there").close()
+        except PoolUnavailable as exc:
+            return Health(False, str(exc))
+        answer = self._call(["kvstore-health"], self._native.batch_is_exist)[0]
+        ok = answer in (_PRESENT, _NOT_PRESENT)
+        return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {answer}")
+
+    def stats(self) -> StoreStats:
+        """Only the kind: the client is told none of the cluster's figures."""
+        return StoreStats("mooncake")
+
+    def close(self) -> None:
+        with self._calls:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._calls.wait_for(lambda: self._running == 0, _DRAIN_S):
+                logger.warning("%d calls to Mooncake still run; the client is left open", self._running)
+                return
+        self._native.close()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[bool]:
+        """Count one native call in and out; false where the client is closed and must not be called."""
+        with self._calls:
+            if may_call := not self._closed:
+                self._running += 1
+        try:
+            yield may_call
+        finally:
+            if may_call:
+                with self._calls:
+                    self._running -= 1
+                    self._calls.notify_all()
+
+    def _call(self, keys: Sequence[str], native: Callable[..., list[int]], *arguments: object) -> list[int | None]:
+        """One code per key; ``None`` where there is none: closed, an exception, fewer answers than keys."""
+        codes: list[int | None] = []
+        with self._entered() as may_call:
+            if may_call and keys:
+                try:
+                    codes.extend(native(keys, *arguments))
+                except Exception:
+                    logger.exception("Mooncake raised on %d keys", len(keys))
+        codes.extend([None] * (len(keys) - len(codes)))
+        return codes
+
+
+def is_installed() -> bool:
+    """Whether Mooncake's library can be loaded here."""
+    try:
+        _library()
+    except ImportError:
+        return False
+    return True
+
+
+def _library() -> Any:
+    """The native client's class; importing it loads shared libraries that a machine may lack."""
+    set_native_defaults()
+    from mooncake.store import MooncakeDistributedStore
+
+    return MooncakeDistributedStore
+
+
+def _joined(settings: MooncakeSettings) -> Any:
+    """A native client that is part of the cluster."""
+    try:
+        native = _library()()
+    except ImportError as exc:
+        raise PoolUnavailable(
+            f"Mooncake's library cannot be loaded ({exc}): pip install 'fastdeploy-kvstore[mooncake]', "
+            "or choose the storage backend file"
+        ) from exc
+    with _probe(settings.master_server_addr, "Mooncake master", "start mooncake_master there") as connection:
+        local_hostname = settings.local_hostname or connection.getsockname()[0]
+    if settings.metadata_server.startswith("http"):
+        url = urlsplit(settings.metadata_server)
+        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
+        _probe(f"{url.hostname}:{url.port or 80}", "Mooncake metadata server", remedy).close()
+    code = native.setup(
+        local_hostname,
+        settings.metadata_server,
+        settings.global_segment_size,
+        settings.local_buffer_size,
+        settings.protocol,
+        settings.rdma_devices,
+        settings.master_server_addr,
+    )
+    if code:
+        raise PoolUnavailable(
+            f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that a "
+            f"mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
+            "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+        )
+    return native
+
+
+def _probe(address: str, what: str, remedy: str) -> socket.socket:
+    """A connection to ``host:port``; setting the native client up would try for 90 s where nobody answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), _PROBE_S)
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        raise PoolUnavailable(f"no {what} answers at {address} ({reason}): {remedy}, or correct the address") from exc
+
+
+def _status(code: int | None, *, ok: int, absent: int) -> Status:
+    return Status.OK if code == ok else Status.ABSENT if code == absent else Status.FAILED
+
+
+def _addresses_and_sizes(values: Sequence[Value]) -> tuple[list[list[int]], list[list[int]]]:
+    return [[span.address for span in value] for value in values], [[span.nbytes for span in value] for value in values]
