@@ -1,0 +1,222 @@
+"""The contract of ``StorageBackend`` as tests.
+
+A backend joins by subclassing ``StorageBackendContract`` with a ``backend`` fixture that opens it for one test.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+
+
+def new_key(name: str = "key") -> str:
+    """A key nobody used: stores may outlive a test."""
+    return f"{name}-{secrets.token_hex(8)}"
+
+
+def put(backend: StorageBackend, *pairs: tuple[str, bytes]) -> list[Status]:
+    """Put whole values, each from memory of its own."""
+    sources = [Memory(content) for _, content in pairs]
+    return backend.put([key for key, _ in pairs], [source.value for source in sources])
+
+
+def got(backend: StorageBackend, key: str, nbytes: int) -> bytes | Status:
+    """What is stored under ``key``, or why it could not be read."""
+    target = Memory(nbytes)
+    (status,) = backend.get([key], [target.value])
+    return target.content if status else status
+
+
+class StorageBackendContract:
+    """Subclass it as ``Test...`` and define the fixture ``backend``."""
+
+    def test_what_was_put_is_read_back(self, backend: StorageBackend) -> None:
+        pairs = [(new_key(), secrets.token_bytes(size)) for size in (1, 100, 65536, 1_000_003)]
+        assert put(backend, *pairs) == [OK] * 4
+        assert [got(backend, key, len(content)) for key, content in pairs] == [content for _, content in pairs]
+
+    def test_answers_come_in_the_order_asked(self, backend: StorageBackend) -> None:
+        present, absent = new_key(), new_key()
+        put(backend, (present, b"here"))
+        targets = [Memory(4) for _ in range(3)]
+        assert backend.exists([absent, present, absent]) == [ABSENT, OK, ABSENT]
+        assert backend.get([absent, present, absent], [target.value for target in targets]) == [ABSENT, OK, ABSENT]
+        assert targets[1].content == b"here"
+
+    def test_an_empty_batch_answers_an_empty_list(self, backend: StorageBackend) -> None:
+        assert backend.put([], []) == backend.get([], []) == backend.exists([]) == backend.remove([]) == []
+
+    def test_an_unknown_key_is_absent(self, backend: StorageBackend) -> None:
+        key = new_key()
+        assert backend.exists([key]) == backend.remove([key]) == [ABSENT]
+        assert got(backend, key, 10) is ABSENT
+
+    def test_a_value_may_be_gathered_and_scattered_in_different_pieces(self, backend: StorageBackend) -> None:
+        key, source, target = new_key(), Memory(secrets.token_bytes(100)), Memory(100)
+        assert backend.put([key], [source.spans(10, 0, 60, 30)]) == [OK]
+        assert backend.get([key], [target.spans(1, 98, 0, 1)]) == [OK]
+        assert target.content == source.content
+
+    def test_pieces_need_not_lie_one_after_another(self, backend: StorageBackend) -> None:
+        key, source, target = new_key(), Memory(b"worldhello "), Memory(14)
+        assert backend.put([key], [[Span(source.address + 5, 6), Span(source.address, 5)]]) == [OK]
+        assert backend.get([key], [[Span(target.address + 8, 6), Span(target.address + 1, 5)]]) == [OK]
+        assert target.content == b"\xeeworld\xee\xeehello "
+
+    def test_a_value_may_have_thousands_of_pieces(self, backend: StorageBackend) -> None:
+        key, source, target = new_key(), Memory(secrets.token_bytes(3000)), Memory(3000)
+        assert backend.put([key], [source.spans(*[1] * 3000)]) == [OK]
+        assert backend.get([key], [target.spans(*[1] * 3000)]) == [OK]
+        assert target.content == source.content
+
+    def test_a_second_put_is_ok_and_changes_nothing(self, backend: StorageBackend) -> None:
+        key = new_key()
+        assert put(backend, (key, b"first")) == [OK]
+        assert put(backend, (key, b"other")) == put(backend, (key, b"of another size")) == [OK]
+        assert got(backend, key, 5) == b"first"
+
+    def test_a_key_twice_in_one_put_keeps_the_first(self, backend: StorageBackend) -> None:
+        key = new_key()
+        assert put(backend, (key, b"first"), (key, b"other")) == [OK, OK]
+        assert got(backend, key, 5) == b"first"
+
+    @pytest.mark.parametrize("wanted", [1, 99, 101, 4096])
+    def test_a_value_of_another_size_than_the_target_fails(self, backend: StorageBackend, wanted: int) -> None:
+        key = new_key()
+        put(backend, (key, bytes(100)))
+        assert got(backend, key, wanted) is FAILED
+
+    def test_a_target_in_pieces_of_another_size_altogether_fails(self, backend: StorageBackend) -> None:
+        key = new_key()
+        put(backend, (key, bytes(100)))
+        target = Memory(200)
+        assert backend.get([key, key], [target.spans(50, 49), target.spans(50, 51)]) == [FAILED, FAILED]
+
+    def test_a_get_leaves_memory_around_its_target_alone(self, backend: StorageBackend) -> None:
+        key, target = new_key(), Memory(300)
+        put(backend, (key, bytes(100)))
+        backend.get([key], [[Span(target.address + 100, 100)]])
+        assert target.content == b"\xee" * 100 + bytes(100) + b"\xee" * 100
+
+    def test_a_removed_key_is_absent_and_can_be_put_again(self, backend: StorageBackend) -> None:
+        key = new_key()
+        put(backend, (key, b"one"))
+        self.remove(backend, key)
+        assert backend.exists([key]) == [ABSENT]
+        assert put(backend, (key, b"two")) == [OK]
+        assert got(backend, key, 3) == b"two"
+
+    @pytest.mark.parametrize("name", ["a/b", "..", "../../up", "köy ключ 鍵", "-rf", "a" * 400, "%2F", "new\nline"])
+    def test_any_text_may_be_a_key(self, backend: StorageBackend, name: str) -> None:
+        keys = [new_key(name), f"{new_key()}{name}"]
+        assert put(backend, (keys[0], b"one"), (keys[1], b"two")) == [OK, OK]
+        assert (got(backend, keys[0], 3), got(backend, keys[1], 3)) == (b"one", b"two")
+
+    @pytest.mark.parametrize("call", ["put", "get"])
+    @pytest.mark.parametrize(
+        ("keys", "values"),
+        [
+            (["a", "b"], [[Span(4096, 1)]]),
+            ([""], [[Span(4096, 1)]]),
+            (["a"], [[]]),
+            (["a"], [[Span(4096, 0)]]),
+            (["a"], [[Span(4096, 5), Span(4096, -1)]]),
+            (["a"], [[Span(0, 5)]]),
+            ([7], [[Span(4096, 1)]]),
+        ],
+        ids=["lengths", "empty key", "no span", "empty value", "negative size", "no address", "no text"],
+    )
+    def test_a_callers_mistake_raises_before_anything_is_done(
+        self, backend: StorageBackend, call: str, keys: Sequence[str], values: Sequence[Value]
+    ) -> None:
+        with pytest.raises(ValueError, match=r"keys|values"):
+            getattr(backend, call)(keys, values)
+
+    @pytest.mark.parametrize("call", ["exists", "remove"])
+    def test_an_empty_key_raises(self, backend: StorageBackend, call: str) -> None:
+        with pytest.raises(ValueError, match=r"keys\[1\]"):
+            getattr(backend, call)(["a", ""])
+
+    def test_registered_memory_serves_and_can_be_unregistered(self, backend: StorageBackend) -> None:
+        key, memory = new_key(), Memory(secrets.token_bytes(8192))
+        backend.register(memory.address, memory.nbytes)
+        assert backend.put([key], [memory.value]) == backend.get([key], [memory.value]) == [OK]
+        backend.unregister(memory.address, memory.nbytes)
+
+    def test_threads_may_call_at_once(self, backend: StorageBackend) -> None:
+        keys = [new_key(str(i)) for i in range(8)]
+        contents = [secrets.token_bytes(50_000) for _ in keys]
+
+        def write_all_then_read_all(shift: int) -> bool:
+            order = [(shift + i) % len(keys) for i in range(len(keys))]
+            stored = put(backend, *[(keys[i], contents[i]) for i in order])
+            return all(stored) and [got(backend, keys[i], 50_000) for i in order] == [contents[i] for i in order]
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(write_all_then_read_all, range(8)))
+
+    def test_health_is_ok_with_a_sentence(self, backend: StorageBackend) -> None:
+        health = backend.health()
+        assert isinstance(health, Health)
+        assert health.ok
+        assert health.detail
+
+    def test_stats_name_the_kind(self, backend: StorageBackend) -> None:
+        stats = backend.stats()
+        assert isinstance(stats, StoreStats)
+        assert stats.kind
+
+    def test_after_close_every_answer_is_failed(self, backend: StorageBackend) -> None:
+        key = new_key()
+        put(backend, (key, b"x"))
+        backend.close()
+        assert put(backend, (key, b"x"), (new_key(), b"x")) == [FAILED, FAILED]
+        assert got(backend, key, 1) is FAILED
+        assert backend.exists([key]) == backend.remove([key]) == [FAILED]
+        assert not backend.health().ok
+        memory = Memory(8)
+        backend.register(memory.address, 8)
+        backend.unregister(memory.address, 8)
+        backend.stats()
+
+    def test_a_second_close_does_nothing(self, backend: StorageBackend) -> None:
+        backend.close()
+        backend.close()
+
+    def test_close_may_come_while_other_threads_call(self, backend: StorageBackend) -> None:
+        source, key, started = Memory(1 << 18), new_key(), threading.Event()
+
+        def call_until_closed() -> list[Status]:
+            target = Memory(1 << 18)
+            for i in range(100_000):
+                answers = backend.put([f"{key}-{i}"], [source.value])
+                answers += backend.get([f"{key}-{i}"], [target.value])
+                started.set()
+                if answers == [FAILED, FAILED]:
+                    return answers
+            raise AssertionError("calls went on after close")
+
+        with ThreadPoolExecutor(3) as threads:
+            running = [threads.submit(call_until_closed) for _ in range(3)]
+            assert started.wait(30)
+            backend.close()
+            assert [thread.result(60) for thread in running] == [[FAILED, FAILED]] * 3
+
+    def test_repr_names_the_store_and_whether_it_is_closed(self, backend: StorageBackend) -> None:
+        assert type(backend).__name__ in repr(backend)
+        backend.close()
+        assert "closed" in repr(backend)
+
+    def remove(self, backend: StorageBackend, key: str) -> None:
+        """Remove a present key; ``FAILED`` for a while is allowed, where readers hold a lease on it."""
+        wait_until(lambda: backend.remove([key]) == [OK], f"the removal of {key}")
