@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
+import uvloop
 
 __all__ = ["Behaviour", "LoopThread", "Received", "Responder", "StandIn", "answers", "chat_answer", "streams"]
 
@@ -25,7 +26,7 @@ class LoopThread:
     """An event loop in a thread of its own, so that tests are plain functions."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -45,6 +46,8 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(3):
+            await asyncio.sleep(0)  # connections that were just aborted are closed in the loop's next turns
 
 
 @dataclass
