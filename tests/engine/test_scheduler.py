@@ -1,0 +1,328 @@
+"""The scheduler without tensors: KV memory is played by a table of which prefix was written where."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.block_manager import BlockManager
+from engine.request import Request, SamplingParams, Sequence, State
+from engine.scheduler import Chunk, Scheduler
+
+BLOCK = 4
+Prefix = tuple[str, tuple[int, ...]]
+"""What a token's KV depends on: the salt, and all tokens up to it."""
+
+
+def sequence_of(prompt: list[int], max_tokens: int, name: str = "r", salt: str = "") -> Sequence:
+    return Sequence(Request(name, tuple(prompt), SamplingParams(max_tokens), cache_salt=salt), BLOCK)
+
+
+def scheduler_of(
+    num_blocks: int, *, max_num_seqs: int = 4, budget: int = 8, prefix_caching: bool = True, pool: bool = False
+) -> Scheduler:
+    blocks = BlockManager(num_blocks)
+    return Scheduler(blocks, BLOCK, max_num_seqs, budget, prefix_caching=prefix_caching, pool=pool)
+
+
+class Memory:
+    """Which prefix's KV each slot of each block holds, and which blocks must not be written any more."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._slots: dict[tuple[int, int], Prefix] = {}
+        self._scheduler = scheduler
+        self._published: dict[int, bytes] = {}
+        publish = scheduler.blocks.publish
+
+        def watched(block: int, block_hash: bytes) -> None:
+            publish(block, block_hash)
+            self._published[block] = block_hash
+
+        scheduler.blocks.publish = watched  # type: ignore[method-assign]
+
+    def write(self, sequence: Sequence, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            block = sequence.block_table[position // BLOCK]
+            block_hash = self._published.get(block)
+            still = block_hash is not None and self._scheduler.blocks.match([block_hash])
+            if still and self._scheduler.blocks._block_of[block_hash] == block:
+                raise AssertionError(f"block {block} is written after it was published")
+            self._slots[block, position % BLOCK] = self._prefix(sequence, position)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether every token that counts as computed finds its own prefix's KV where its table points."""
+        return all(
+            self._slots.get((sequence.block_table[position // BLOCK], position % BLOCK))
+            == self._prefix(sequence, position)
+            for position in range(sequence.num_computed)
+        )
+
+    @staticmethod
+    def _prefix(sequence: Sequence, position: int) -> Prefix:
+        return sequence.request.cache_salt, tuple(sequence.token_ids[: position + 1])
+
+
+REQUEST = st.tuples(
+    st.integers(0, 12),  # tokens of a beginning that all share
+    st.lists(st.integers(0, 1), min_size=1, max_size=7),  # its own ones
+    st.integers(1, 16),  # max_tokens
+    st.sampled_from(["", "", "other"]),  # salt
+)
+
+
+class Batching(RuleBasedStateMachine):
+    """Requests come, load, run, are preempted, saved, aborted and end, in any order, in a pool that is too small."""
+
+    @initialize(
+        num_blocks=st.integers(5, 9),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 16),
+        caching=st.sampled_from(["pool", "own", "none"]),
+        requests=st.lists(REQUEST, min_size=2, max_size=5),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: str,
+        requests: list[tuple[int, list[int], int, str]],
+    ) -> None:
+        self.scheduler = scheduler_of(
+            num_blocks,
+            max_num_seqs=max_num_seqs,
+            budget=budget,
+            prefix_caching=caching != "none",
+            pool=caching == "pool",
+        )
+        self.memory = Memory(self.scheduler)
+        self.live: list[Sequence] = []
+        self.saves: list[list[int]] = []
+        self.loads: list[Sequence] = []
+        self.arrived = 0
+        self.first_admissions: list[int] = []
+        for request in requests:
+            self.arrive(request)
+
+    @rule(request=REQUEST)
+    def one_more(self, request: tuple[int, list[int], int, str]) -> None:
+        self.arrive(request)
+
+    def arrive(self, request: tuple[int, list[int], int, str]) -> None:
+        shared, own, max_tokens, salt = request
+        room = self.scheduler.capacity_tokens - shared - len(own)
+        sequence = sequence_of([7] * shared + own, min(max_tokens, room), str(self.arrived), salt)
+        self.arrived += 1
+        self.live.append(sequence)
+        self.scheduler.add(sequence)
+
+    @rule(steps=st.integers(1, 8))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.run_one_step()
+            self.every_sequence_finds_its_own_kv()
+            self.no_more_sequences_than_allowed_hold_blocks()
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def a_load_ends(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.loads))
+        wanted = (len(sequence.token_ids) - 1) // BLOCK - sequence.num_computed // BLOCK
+        self.end_load(sequence, data.draw(st.integers(0, wanted)))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def a_save_begins(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.scheduler.running))
+        blocks = sequence.block_table[: sequence.num_computed // BLOCK]
+        self.scheduler.blocks.hold(blocks)
+        self.saves.append(blocks)
+
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data())
+    def a_save_ends(self, data: st.DataObject) -> None:
+        self.scheduler.blocks.release(self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1))))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.live.remove(sequence)
+        self.scheduler.finish(sequence)
+        assert sequence.state is (State.LOADING if sequence in self.loads else State.FINISHED)
+
+    @invariant()
+    def every_sequence_finds_its_own_kv(self) -> None:
+        assert all(self.memory.holds(sequence) for sequence in self.scheduler.running + self.scheduler.loading)
+
+    @invariant()
+    def no_more_sequences_than_allowed_hold_blocks(self) -> None:
+        holding = self.scheduler.running + self.scheduler.loading
+        assert len(holding) <= self.scheduler.max_num_seqs
+        assert not any(sequence.block_table for sequence in self.scheduler.waiting)
+
+    @invariant()
+    def those_who_came_first_are_admitted_first(self) -> None:
+        assert self.first_admissions == sorted(self.first_admissions)
+
+    def teardown(self) -> None:
+        """Whatever happened, once loads and saves have ended every request does, and all blocks come back."""
+        while self.live or self.loads:
+            for sequence in list(self.loads):
+                self.end_load(sequence, 0)
+            while self.saves:
+                self.scheduler.blocks.release(self.saves.pop())
+            assert self.run_one_step() or self.loads or not self.live, f"stuck: {self.scheduler}"
+        while self.saves:
+            self.scheduler.blocks.release(self.saves.pop())
+        assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
+        assert not (self.scheduler.waiting or self.scheduler.loading or self.scheduler.running)
+
+    def end_load(self, sequence: Sequence, num_blocks: int) -> None:
+        self.memory.write(sequence, sequence.num_computed, sequence.num_computed + num_blocks * BLOCK)
+        self.loads.remove(sequence)
+        self.scheduler.loaded(sequence, num_blocks)
+
+    def run_one_step(self) -> list[Chunk]:
+        """What ``EngineCore`` does in a step."""
+        new = [sequence for sequence in self.scheduler.waiting if not sequence.admitted]
+        to_load = self.scheduler.admit()
+        self.first_admissions += [int(s.request.request_id) for s in new if s.admitted]
+        self.loads += to_load
+        decoding = [sequence for sequence in self.scheduler.running if not sequence.is_prefilling]
+        chunks = self.scheduler.schedule()
+        self.check(chunks, decoding)
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.num_computed
+            samples = chunk.samples
+            self.memory.write(sequence, start, start + chunk.num_tokens)
+            self.scheduler.computed(chunk)
+            if samples:
+                # Few different tokens, so that sequences with equal beginnings stay equal for a while.
+                sequence.token_ids.append(len(sequence.token_ids) % 2)
+                if sequence.num_output_tokens == sequence.request.params.max_tokens:
+                    self.live.remove(sequence)
+                    self.scheduler.finish(sequence)
+        return chunks
+
+    def check(self, chunks: list[Chunk], decoding: list[Sequence]) -> None:
+        scheduler = self.scheduler
+        assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
+        scheduled = [chunk.sequence for chunk in chunks]
+        assert len(set(map(id, scheduled))) == len(scheduled)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert chunk.num_tokens > 0
+            assert sequence.state is State.RUNNING
+            assert sequence.num_computed + chunk.num_tokens <= len(sequence.token_ids)
+            assert sequence.num_computed + chunk.num_tokens <= len(sequence.block_table) * BLOCK
+        still = [sequence for sequence in decoding if sequence.state is State.RUNNING]
+        assert len([s for s in scheduled if s in still]) == min(len(still), scheduler.max_num_batched_tokens)
+        if scheduler.running:
+            assert chunks, "sequences run, but the step is empty"
+
+
+TestBatching = Batching.TestCase
+TestBatching.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+
+
+def test_running_decodes_get_their_token_in_every_step_of_a_long_prefill() -> None:
+    scheduler = scheduler_of(40, budget=8)
+    decoding = sequence_of([1], 50)
+    scheduler.add(decoding)
+    run(scheduler)
+    scheduler.add(sequence_of([2] * 60, 1))
+    while len(scheduler.running) < 2 or scheduler.running[1].is_prefilling:
+        before = decoding.num_output_tokens
+        run(scheduler)
+        assert decoding.num_output_tokens == before + 1
+
+
+def test_the_rest_of_the_budget_goes_to_the_oldest_prompt() -> None:
+    scheduler = scheduler_of(40, budget=10)
+    first, second = sequence_of([1] * 12, 1), sequence_of([2] * 12, 1)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert run(scheduler) == [(first, 10)]
+    assert run(scheduler) == [(first, 2), (second, 8)]
+
+
+def test_the_youngest_is_preempted_and_goes_on_from_its_published_blocks() -> None:
+    scheduler = scheduler_of(5, budget=16)
+    old, young = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3)
+    scheduler.add(old)
+    scheduler.add(young)
+    while scheduler.num_preemptions == 0:
+        run(scheduler)
+    assert young.state is State.WAITING
+    assert not young.block_table
+    scheduler.finish(old)
+    scheduler.admit()
+    assert young.num_computed == 2 * BLOCK
+
+
+def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
+    scheduler = scheduler_of(5, budget=16, max_num_seqs=2)
+    old, young, last = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3), sequence_of([3], 1)
+    for sequence in (old, young, last):
+        scheduler.add(sequence)
+    while scheduler.num_preemptions == 0:
+        run(scheduler)
+    assert list(scheduler.waiting) == [young, last]
+
+
+def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_aborted() -> None:
+    scheduler = scheduler_of(6, pool=True)
+    sequence = sequence_of([1] * 9, 1)
+    scheduler.add(sequence)
+    assert scheduler.admit() == [sequence]
+    scheduler.finish(sequence)
+    assert scheduler.blocks.num_available == 3
+    scheduler.loaded(sequence, 2)
+    assert scheduler.blocks.num_available == 6
+    assert sequence.state is State.FINISHED
+
+
+@pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_taken_up(
+    prompt_tokens: int, blocks: int
+) -> None:
+    scheduler = scheduler_of(20, budget=100)
+    for _ in range(2):
+        sequence = sequence_of([1] * prompt_tokens, 1)
+        scheduler.add(sequence)
+        run(scheduler)
+        scheduler.finish(sequence)
+    assert sequence.own_cached_tokens == blocks * BLOCK
+
+
+def test_sequences_of_another_salt_share_nothing() -> None:
+    scheduler = scheduler_of(20, budget=100)
+    for salt in ("", "mine"):
+        sequence = sequence_of([1] * 9, 1, salt=salt)
+        scheduler.add(sequence)
+        run(scheduler)
+        scheduler.finish(sequence)
+    assert sequence.own_cached_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_published() -> None:
+    scheduler = scheduler_of(20, budget=100, prefix_caching=False)
+    sequence = sequence_of([1] * 9, 1)
+    scheduler.add(sequence)
+    run(scheduler)
+    assert scheduler.blocks.num_cached == 0
+
+
+def run(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+    """One step; who computed how many tokens."""
+    scheduler.admit()
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        samples = chunk.samples
+        scheduler.computed(chunk)
+        if samples:
+            chunk.sequence.token_ids.append(9)
+    return [(chunk.sequence, chunk.num_tokens) for chunk in chunks]
