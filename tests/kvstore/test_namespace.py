@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend import namespace as module
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.namespace import Namespace, fingerprint_model
+
+NAMESPACE = Namespace(
+    model="fingerprint",
+    kv_dtype="float32",
+    block_size=64,
+    num_layers=24,
+    num_kv_heads=2,
+    head_size=64,
+    layout="layer,kv,head,token,dim",
+)
+NAMESPACES = st.builds(
+    Namespace,
+    model=st.text(max_size=4),
+    kv_dtype=st.sampled_from(["float32", "bfloat16"]),
+    block_size=st.integers(1, 300),
+    num_layers=st.integers(1, 300),
+    num_kv_heads=st.integers(1, 300),
+    head_size=st.integers(1, 300),
+    layout=st.text(max_size=4),
+    weights_version=st.text(max_size=4),
+    tp_size=st.integers(1, 300),
+    tp_rank=st.integers(0, 300),
+)
+Tensors = dict[str, tuple[list[int], bytes]]
+TENSORS: Tensors = {"embed": ([4, 64], bytes(range(256))), "norm": ([8], b"normnorm")}
+"""Name -> (shape, bytes of int8)."""
+
+
+@given(NAMESPACES, NAMESPACES)
+def test_digests_are_equal_exactly_where_namespaces_are(one: Namespace, other: Namespace) -> None:
+    assert (one.digest == other.digest) == (one == other)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Namespace)])
+def test_each_field_alone_changes_digest_and_key(name: str) -> None:
+    value = getattr(NAMESPACE, name)
+    other = replace(NAMESPACE, **{name: f"{value}x" if isinstance(value, str) else value + 1})
+    assert other.digest != NAMESPACE.digest
+    assert other.key(b"h" * 32) != NAMESPACE.key(b"h" * 32)
+
+
+def test_another_format_version_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = NAMESPACE.digest
+    monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
+    assert replace(NAMESPACE).digest != digest
+
+
+@given(NAMESPACES, NAMESPACES, st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_keys_are_equal_exactly_where_namespace_and_hash_are(
+    one: Namespace, other: Namespace, block: bytes, other_block: bytes
+) -> None:
+    assert (one.key(block) == other.key(other_block)) == ((one, block) == (other, other_block))
+
+
+def test_a_key_reads_as_documented() -> None:
+    assert NAMESPACE.key(bytes(range(32))) == f"kv1-{NAMESPACE.digest}-{bytes(range(32)).hex()}"
+    assert len(NAMESPACE.digest) == 32
+
+
+def test_a_copy_of_a_checkpoint_elsewhere_is_the_same_model(tmp_path: Path) -> None:
+    original = checkpoint(tmp_path / "model")
+    copied = Path(shutil.copytree(original, tmp_path / "deeper" / "renamed"))
+    assert fingerprint_model(copied) == fingerprint_model(original)
+
+
+def test_where_a_config_came_from_does_not_matter(tmp_path: Path) -> None:
+    one = checkpoint(tmp_path / "one", config={"hidden_size": 64, "_name_or_path": "a", "transformers_version": "4"})
+    two = checkpoint(tmp_path / "two", config={"transformers_version": "5", "hidden_size": 64})
+    assert fingerprint_model(one) == fingerprint_model(two)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"config": {"hidden_size": 64, "rope_theta": 1e6}},
+        {"tensors": {**TENSORS, "embed": ([4, 64], bytes(128) + bytes(range(128)))}},
+        {"tensors": {**TENSORS, "embed": ([4, 64], bytes(range(255)) + b"x")}},
+        {"tensors": {**TENSORS, "norm": ([8], b"normnorn")}},
+        {"tensors": {**TENSORS, "norm": ([2, 4], b"normnorm")}},
+        {"tensors": {"embed": TENSORS["embed"], "mron": TENSORS["norm"]}},
+        {"tensors": {**TENSORS, "bias": ([0], b"")}},
+        {"file": "other.safetensors"},
+        {"index": '{"weight_map": {"embed": "model.safetensors"}}'},
+    ],
+    ids=["config", "weights", "a row at the end", "last byte", "shape", "name", "tensor added", "file", "index"],
+)
+def test_a_checkpoint_that_differs_in_one_thing_is_another_model(tmp_path: Path, changed: dict[str, Any]) -> None:
+    base, other = checkpoint(tmp_path / "base"), checkpoint(tmp_path / "other", **changed)
+    assert fingerprint_model(base) != fingerprint_model(other)
+
+
+def test_names_and_shapes_far_into_a_long_header_count(tmp_path: Path) -> None:
+    names = [f"layers.{i}.weight" for i in range(500)]
+    base = checkpoint(tmp_path / "base", tensors={name: ([2, 3], b"weight") for name in names})
+    other = checkpoint(tmp_path / "other", tensors={name: ([3, 2], b"weight") for name in names})
+    assert fingerprint_model(base) != fingerprint_model(other)
+
+
+def test_weights_of_other_formats_are_sampled(tmp_path: Path) -> None:
+    base, other = checkpoint(tmp_path / "base"), checkpoint(tmp_path / "other")
+    for folder, content in ((base, bytes(1000)), (other, bytes(500) + b"x" * 100 + bytes(400))):
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        (folder / "pytorch_model.bin").write_bytes(content)
+    assert fingerprint_model(base) != fingerprint_model(other)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"model folder '{tmp_path}/none' does not exist"):
+        fingerprint_model(tmp_path / "none")
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"model folder '{tmp_path}' has no config.json"):
+        fingerprint_model(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused_as_any_model_could_be_meant(tmp_path: Path) -> None:
+    (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no weights"):
+        fingerprint_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[1]", "must hold one JSON object")])
+def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sentence: str) -> None:
+    (checkpoint(tmp_path / "m") / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"config.json {sentence}"):
+        fingerprint_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x05\0\0",
+        (2**60).to_bytes(8, "little") + b"{}",
+        (90).to_bytes(8, "little") + b"{}",
+        (5).to_bytes(8, "little") + b"not j",
+        (2).to_bytes(8, "little") + b"[]",
+        (8).to_bytes(8, "little") + b'{"a": 1}',
+        (9).to_bytes(8, "little") + b'{"a": {}}',
+        (31).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, 4]}}' + b"abc",
+        (31).to_bytes(8, "little") + b'{"a": {"data_offsets": [3, 1]}}' + b"abc",
+        (28).to_bytes(8, "little") + b'{"a": {"data_offsets": [1]}}' + b"abc",
+    ],
+)
+def test_a_broken_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (checkpoint(tmp_path / "m") / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a (whole )?safetensors file"):
+        fingerprint_model(tmp_path / "m")
+
+
+@given(content=st.binary(max_size=100))
+def test_whatever_a_safetensors_file_holds_it_is_a_model_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "whatever"
+    if not folder.exists():
+        checkpoint(folder)
+    header_length = max(0, len(content) - 20).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(header_length + content)
+    with contextlib.suppress(ConfigError):
+        fingerprint_model(folder)
+
+
+def checkpoint(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    tensors: Tensors = TENSORS,
+    file: str = "model.safetensors",
+    index: str = "{}",
+) -> Path:
+    """A folder as transformers would read it, small."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config or {"hidden_size": 64}))
+    (folder / "model.safetensors.index.json").write_text(index)
+    header, data = {}, b""
+    for name, (shape, content) in tensors.items():
+        header[name] = {"dtype": "I8", "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return folder
