@@ -120,7 +120,10 @@ class PoolConnector:
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._saves.shutdown(wait=False, cancel_futures=True)
         if self._pool is not None:
-            self._pool.close()
+            # With its master gone a native client takes its time; leaving is not worth more than a moment.
+            leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
+            leaving.start()
+            leaving.join(flush_seconds)
 
     def _open_until_closed(self) -> None:
         said = ""
