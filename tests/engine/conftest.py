@@ -1,0 +1,36 @@
+"""Checkpoints that the engine's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.make_model import make_model
+from engine.model_runner import load_tokenizer
+from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
+
+# For models this small, handing work to a second thread takes longer than doing it.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 checkpoint without a tokenizer, for tests to which the architecture does not matter."""
+    return write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that ``python -m engine.make_model`` writes, with tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("models") / "words"
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer(word_model: Path) -> Any:
+    """Its tokenizer: byte level, one token for each word it knows."""
+    return load_tokenizer(str(word_model))

@@ -1,0 +1,146 @@
+"""A whole engine without HTTP: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from engine.block_manager import BlockManager
+from engine.core import EngineCore, Listener
+from engine.metrics import EngineMetrics
+from engine.model_runner import ModelRunner, load_model_config
+from engine.request import Request, SamplingParams, TokenOutput
+from engine.request import Sequence as EngineSequence
+from engine.scheduler import Scheduler
+from kvstore_backend import BlockPool, Namespace, StorageBackend
+from tests.support.waiting import wait_until
+
+__all__ = ["Answering", "Engine"]
+
+_DEADLINE_S = 60.0
+
+
+class Answering:
+    """One request in the engine, and what was heard of it."""
+
+    def __init__(self, sequence: EngineSequence) -> None:
+        self.sequence = sequence
+        self.times_saved = 0
+        self.saved = threading.Event()
+        self._outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
+        self._heard: list[TokenOutput] = []
+
+    @property
+    def listener(self) -> Listener:
+        """For ``EngineCore.submit``."""
+        return Listener(self._outputs.put, self._on_saved)
+
+    def next(self) -> TokenOutput:
+        """Wait for the next output."""
+        output = self._outputs.get(timeout=_DEADLINE_S)
+        self._heard.append(output)
+        return output
+
+    def wait(self) -> list[int]:
+        """Wait for the end; all tokens."""
+        while not (self._heard and self._heard[-1].finish_reason):
+            self.next()
+        return [output.token_id for output in self._heard if output.token_id is not None]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As the last output heard had it."""
+        return self._heard[-1].finish_reason
+
+    def _on_saved(self) -> None:
+        self.times_saved += 1
+        self.saved.set()
+
+
+class Engine:
+    """An ``EngineCore`` over a checkpoint folder; small blocks and budgets, so that borders are crossed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_num_seqs: int = 4,
+        budget: int = 24,
+        store: StorageBackend | None = None,
+        open_pool: Callable[[Namespace], BlockPool] | None = None,
+        save_outputs: bool = False,
+        wait_for_pool: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        if store is not None:
+
+            def open_pool(namespace: Namespace) -> BlockPool:
+                return BlockPool(store, namespace)
+
+        self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
+        self.runner.allocate_kv(num_blocks)
+        self.blocks = BlockManager(num_blocks)
+        self.scheduler = Scheduler(
+            self.blocks, block_size, max_num_seqs, budget, prefix_caching=True, pool=open_pool is not None
+        )
+        self.metrics = EngineMetrics()
+        opener = open_pool
+        self.core = EngineCore(
+            self.runner,
+            self.scheduler,
+            self.metrics,
+            open_pool=(lambda: opener(self.runner.namespace)) if opener else None,
+            save_outputs=save_outputs,
+        )
+        self._names = map(str, itertools.count())
+        self.core.start()
+        if open_pool and wait_for_pool:
+            self.wait_for_pool()
+
+    def wait_for_pool(self) -> None:
+        """Until the pool has been joined."""
+        wait_until(lambda: self.metric("kvstore_pool_open"), "joining the pool", _DEADLINE_S)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value now."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def begin(self, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", **params: Any) -> Answering:
+        """Submit a prompt; greedy unless ``params`` say otherwise."""
+        sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
+        sequence = EngineSequence(Request(next(self._names), tuple(prompt), sampling, salt), self.block_size)
+        answering = Answering(sequence)
+        self.core.submit(sequence, answering.listener)
+        return answering
+
+    def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answering:
+        """Submit a prompt and wait until it ended and everything of it was saved."""
+        answering = self.begin(prompt, max_tokens, **more)
+        answering.wait()
+        assert answering.saved.wait(_DEADLINE_S)
+        return answering
+
+    def wait_until_idle(self) -> None:
+        """Until no block is held: nothing waits, loads, runs or is being saved."""
+        wait_until(
+            lambda: self.blocks.num_available == self.blocks.num_blocks and not self.scheduler.waiting,
+            f"all blocks to come back: {self.scheduler}",
+            _DEADLINE_S,
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.core.stop()

@@ -1,0 +1,200 @@
+"""Greedy answers equal transformers' own, however the work is cut into chunks, batches, blocks and loads.
+
+Expected tokens come from random float32 weights. Two ways to sum the same numbers may differ in the last bits, so
+an answer is compared up to the first token whose lead over the runner-up is too small to survive that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.pool_connector import PoolConnector
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.running import Engine
+
+BLOCK = 16
+NEAR_TIE = 1e-3
+MAX_TOKENS = 20
+# Around the borders of blocks, and of chunks of 24 tokens.
+LENGTHS = (1, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB_SIZE), k=length)
+
+
+PROMPTS = [prompt_of(length) for length in LENGTHS]
+PROMPTS += [PROMPTS[-1][:48] + prompt_of(9, seed) for seed in (1, 2, 3)]  # a shared beginning of three blocks
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A reference answer and how many of its tokens are clear choices."""
+
+    tokens: list[int]
+    num_clear: int
+
+    def matches(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: self.num_clear]) == self.tokens[: self.num_clear]
+
+
+class Reference:
+    """transformers' own generation from a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+        self._answers: dict[tuple[int, ...], Expected] = {}
+
+    def __call__(self, prompt: Sequence[int]) -> Expected:
+        key = tuple(prompt)
+        if key not in self._answers:
+            self._answers[key] = self._generate(prompt)
+        return self._answers[key]
+
+    def _generate(self, prompt: Sequence[int]) -> Expected:
+        generated: Any = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        leads = [float(-torch.diff(torch.topk(logits[0], 2).values)) for logits in generated.logits]
+        num_clear = next((i for i, lead in enumerate(leads) if lead < NEAR_TIE), len(leads))
+        return Expected(generated.sequences[0, len(prompt) :].tolist(), num_clear)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    reference: Reference
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = write_checkpoint(CHECKPOINTS[request.param](), tmp_path_factory.mktemp("models") / request.param)
+    return Checkpoint(folder, Reference(folder))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    config = CHECKPOINTS["qwen2-grouped-untied"]()
+    folder = write_checkpoint(config, tmp_path_factory.mktemp("models") / "qwen2")
+    return Checkpoint(folder, Reference(folder))
+
+
+def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) -> None:
+    expected = [checkpoint.reference(prompt) for prompt in PROMPTS]
+    assert sum(answer.num_clear for answer in expected) > 0.9 * MAX_TOKENS * len(expected)
+    assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
+
+
+def test_answers_equal_transformers_one_at_a_time(checkpoint: Checkpoint) -> None:
+    with Engine(checkpoint.folder, budget=1000) as engine:
+        for prompt in PROMPTS:
+            assert checkpoint.reference(prompt).matches(engine.answer(prompt, MAX_TOKENS).wait())
+
+
+def test_answers_equal_transformers_in_chunks_and_batches_that_take_blocks_from_each_other(
+    checkpoint: Checkpoint,
+) -> None:
+    with Engine(checkpoint.folder, num_blocks=9, budget=24, max_num_seqs=5) as engine:
+        answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for prompt, answering in zip(PROMPTS, answers, strict=True):
+            assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+            assert answering.finish_reason == "length"
+        assert engine.metric("kvstore_preemptions_total") > 0
+        engine.wait_until_idle()
+
+
+def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> None:
+    with Engine(qwen2.folder) as engine:
+        first, second = (engine.answer(PROMPTS[i], MAX_TOKENS) for i in (-3, -2))
+        assert (first.sequence.own_cached_tokens, second.sequence.own_cached_tokens) == (0, 48)
+        assert qwen2.reference(PROMPTS[-2]).matches(second.wait())
+
+
+@pytest.fixture(params=["direct", "staged"])
+def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU."""
+    staged = functools.partial(PoolConnector, staged=request.param == "staged")
+    monkeypatch.setattr("engine.core.PoolConnector", staged)
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def two_engines(folder: Path, **more: Any) -> Iterator[tuple[Engine, Engine]]:
+    """Two instances over one pool."""
+    store = MemoryStore(64 << 20)
+    with Engine(folder, store=store, **more) as one, Engine(folder, store=store, **more) as other:
+        yield one, other
+
+
+@pytest.mark.usefixtures("transfers")
+class TestPool:
+    def test_answers_from_blocks_that_another_instance_computed_are_the_same(self, checkpoint: Checkpoint) -> None:
+        with two_engines(checkpoint.folder) as (one, other):
+            prompts = PROMPTS[: len(LENGTHS)]  # those that share nothing
+            for prompt in prompts:
+                one.answer(prompt, 1)
+            answers = [other.begin(prompt, MAX_TOKENS) for prompt in prompts]
+            for prompt, answering in zip(prompts, answers, strict=True):
+                assert checkpoint.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                # All full blocks but one that ends with the last token, which is always computed.
+                assert answering.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+                assert answering.sequence.own_cached_tokens == 0
+
+    def test_answers_stay_the_same_while_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
+        with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, save_outputs=True) as (one, other):
+            for engine in (one, other):
+                answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+                for prompt, answering in zip(PROMPTS, answers, strict=True):
+                    assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                engine.wait_until_idle()
+            assert other.metric("kvstore_pool_cached_tokens_total") > 0
+
+    def test_another_salt_does_not_hit(self, qwen2: Checkpoint) -> None:
+        with two_engines(qwen2.folder) as (one, other):
+            prompt = PROMPTS[-4]
+            one.answer(prompt, salt="tenant")
+            hit, miss = other.answer(prompt, salt="tenant"), other.answer(prompt, salt="other tenant")
+            assert hit.sequence.pool_cached_tokens == 96
+            assert (miss.sequence.pool_cached_tokens, miss.sequence.own_cached_tokens) == (0, 0)
+            assert hit.wait() == miss.wait()
+
+    @pytest.mark.parametrize(("save_outputs", "cached"), [(True, 48), (False, 32)])
+    def test_output_caching_lets_a_follow_up_hit_generated_blocks(
+        self, qwen2: Checkpoint, save_outputs: bool, cached: int
+    ) -> None:
+        with two_engines(qwen2.folder, save_outputs=save_outputs) as (one, other):
+            prompt = prompt_of(40)
+            answer = one.answer(prompt, MAX_TOKENS).wait()
+            follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
+            assert follow_up.sequence.pool_cached_tokens == cached
+            assert qwen2.reference([*prompt, *answer, *prompt_of(5)]).matches(follow_up.wait())
+
+
+def test_two_models_on_one_pool_never_read_each_others_blocks(
+    qwen2: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    twin_config = CHECKPOINTS["qwen2-grouped-untied"]()
+    twin_config.initializer_range = 0.31  # same shapes, same names, other weights
+    folder = write_checkpoint(twin_config, tmp_path_factory.mktemp("models") / "twin")
+    store = MemoryStore(64 << 20)
+    with Engine(qwen2.folder, store=store) as one, Engine(folder, store=store) as twin:
+        one.answer(PROMPTS[-4])
+        answer = twin.answer(PROMPTS[-4], MAX_TOKENS)
+        assert answer.sequence.pool_cached_tokens == 0
+        assert Reference(folder)(PROMPTS[-4]).matches(answer.wait())
