@@ -1,0 +1,252 @@
+# Shared by run.sh and run_pd_storage.sh: set up, start, wait, stop. To be sourced.
+# shellcheck shell=bash disable=SC2034  # what looks unused is used by the scripts that source this
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+PYTHON=$ROOT/.venv/bin/python
+
+MASTER_PORT=15001
+METADATA_PORT=15002
+METRICS_PORT=15003
+
+START_DEADLINE=300 # seconds; a large model needs minutes to load
+STOP_DEADLINE=15   # seconds from TERM to KILL
+
+say() { printf '%s\n' "$*"; }
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+# Sets KEEP from the command line.
+parse_arguments() {
+    KEEP=no
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --keep) KEEP=yes ;;
+            -h | --help)
+                say "usage: $(basename "$0") [--keep]    --keep: leave everything running until Ctrl-C"
+                say "environment: MODEL_NAME=/path/to/model ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
+                say "             MOONCAKE_PROTOCOL=tcp|rdma FD_DEBUG=1"
+                exit 0
+                ;;
+            *) die "unknown argument '$1'; the only one is --keep" ;;
+        esac
+        shift
+    done
+}
+
+# check_ports NAME=PORT...: the ports are fixed, so a busy one is said before anything is started.
+check_ports() {
+    local entry
+    for entry in "$@"; do
+        if (exec 3<>"/dev/tcp/127.0.0.1/${entry#*=}") 2>/dev/null; then
+            die "port ${entry#*=}, wanted for ${entry%=*}, is in use; ss -ltnp shows by what"
+        fi
+    done
+}
+
+prepare() {
+    "$ROOT/scripts/setup"
+    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
+    unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
+    if [[ ${MODEL_NAME-} == */* && -e ${MODEL_NAME-} ]]; then
+        MODEL_NAME=$(realpath "$MODEL_NAME")
+    fi
+    cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
+    rm -rf log_*
+    choose_engine
+    choose_model
+    choose_transfer
+    # One GPU for each instance, as far as there are any.
+    if [ -n "${CUDA_VISIBLE_DEVICES-}" ]; then
+        IFS=, read -ra DEVICES <<<"$CUDA_VISIBLE_DEVICES"
+    else
+        mapfile -t DEVICES < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
+    fi
+}
+
+python_with() {
+    local candidate
+    for candidate in python python3 "$PYTHON"; do
+        if "$candidate" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# Sets INSTANCE and ROUTER_COMMAND: ours, unless FastDeploy can be imported or is asked for.
+choose_engine() {
+    local fastdeploy
+    fastdeploy=$(python_with fastdeploy) || fastdeploy=
+    : "${ENGINE:=$([ -n "$fastdeploy" ] && echo fastdeploy || echo kvstore)}"
+    : "${ROUTER:=kvstore}"
+    if [[ "$ENGINE $ROUTER" == *fastdeploy* && -z $fastdeploy ]]; then
+        die "ENGINE=$ENGINE ROUTER=$ROUTER: no python here can import fastdeploy; pip install fastdeploy-gpu first"
+    fi
+    case $ENGINE in
+        # FastDeploy registers this machine's outside address, so what it starts must listen there, too.
+        kvstore) INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1) LISTEN=127.0.0.1 ;;
+        fastdeploy) INSTANCE=("$fastdeploy" -m fastdeploy.entrypoints.openai.api_server) LISTEN=0.0.0.0 ;;
+        *) die "ENGINE=$ENGINE is not known; use kvstore or fastdeploy" ;;
+    esac
+    case $ROUTER in
+        kvstore) ROUTER_COMMAND=("$PYTHON" -m router.launch --host "$LISTEN") ;;
+        fastdeploy) ROUTER_COMMAND=("$fastdeploy" -m fastdeploy.router.launch) ;;
+        *) die "ROUTER=$ROUTER is not known; use kvstore or fastdeploy" ;;
+    esac
+}
+
+choose_model() {
+    if [ "$ENGINE" = fastdeploy ]; then
+        : "${MODEL_NAME:=PaddlePaddle/ERNIE-4.5-0.3B-Paddle}"
+    elif [ -z "${MODEL_NAME-}" ]; then
+        MODEL_NAME=$ROOT/.cache/models/kvstore-tiny-qwen2
+        say "MODEL_NAME is not set: taking a small model with random weights. Its compute is real, its words are not."
+        "$PYTHON" -m engine.make_model --output "$MODEL_NAME"
+    elif [ ! -d "$MODEL_NAME" ]; then
+        die "MODEL_NAME=$MODEL_NAME: there is no such folder; give the folder of a checkpoint, or leave it unset"
+    fi
+}
+
+# Sets TRANSFER, how prefill hands over to decode, in FastDeploy's words: rdma, or ipc within one machine.
+choose_transfer() {
+    local rdma
+    rdma=$(ls /sys/class/infiniband 2>/dev/null) || true
+    case ${MOONCAKE_PROTOCOL:-${rdma:+rdma}} in
+        rdma) TRANSFER=rdma ;;
+        *) TRANSFER=ipc ;;
+    esac
+    # Ours finds out by itself; FastDeploy takes rdma for the pool unless it is told.
+    if [ "$ENGINE $TRANSFER" = "fastdeploy ipc" ]; then
+        export MOONCAKE_PROTOCOL=tcp
+    fi
+}
+
+# --- what is started is stopped -------------------------------------------------------------------------------
+
+declare -A pids=() # of everything that was started and not stopped, by name
+WATCHED=           # process that "watched" waits for
+
+trap stop_all EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+stop_all() {
+    trap '' INT TERM HUP # a second Ctrl-C must not leave anything behind
+    [ -z "$WATCHED" ] || kill "$WATCHED" 2>/dev/null || true
+    local master=${pids[master]-}
+    unset 'pids[master]'
+    stop "${!pids[@]}"
+    [ -z "$master" ] || { pids[master]=$master && stop master; } # last: the others say goodbye to it
+}
+
+# start NAME COMMAND...: in the background and a process group of its own, its output in log_NAME/nohup.
+start() {
+    local name=$1
+    shift
+    mkdir -p "log_$name"
+    FD_LOG_DIR=log_$name setsid "$@" >"log_$name/nohup" 2>&1 </dev/null &
+    pids[$name]=$!
+}
+
+alive() { kill -0 "${pids[$1]}" 2>/dev/null; }
+
+# stop NAME...: TERM to each; at the deadline KILL to the group of whatever is still there.
+stop() {
+    local name deadline=$((SECONDS + STOP_DEADLINE))
+    for name in "$@"; do
+        kill -TERM "${pids[$name]}" 2>/dev/null || true
+    done
+    for name in "$@"; do
+        while alive "$name" && [ $SECONDS -lt $deadline ]; do
+            sleep 0.1
+        done
+        kill -KILL -- "-${pids[$name]}" 2>/dev/null || true
+        wait "${pids[$name]}" 2>/dev/null || true
+        unset "pids[$name]"
+    done
+}
+
+# give_up NAME WHAT: ends the script with the end of NAME's log.
+give_up() {
+    tail -n 10 "log_$1/nohup" >&2
+    die "$1 $2; the lines above are the end of its log, $HERE/log_$1/nohup"
+}
+
+# Ends the script if something that should run has ended by itself.
+check_alive() {
+    local name
+    for name in "${!pids[@]}"; do
+        if ! alive "$name"; then
+            give_up "$name" "ended by itself"
+        fi
+    done
+}
+
+# wait_for NAME URL [PATTERN]: until URL answers 200 and its answer matches PATTERN.
+wait_for() {
+    local name=$1 url=$2 pattern=${3-} answer deadline=$((SECONDS + START_DEADLINE))
+    until answer=$(curl -sf --max-time 2 "$url") && [[ $answer =~ $pattern ]]; do
+        check_alive
+        [ $SECONDS -lt $deadline ] || give_up "$name" "is not ready after $START_DEADLINE s"
+        sleep 0.2
+    done
+}
+
+# watched COMMAND...: in the foreground, but it ends with Ctrl-C at once, and when a started process dies.
+watched() {
+    "$@" &
+    WATCHED=$!
+    while kill -0 "$WATCHED" 2>/dev/null; do
+        check_alive
+        sleep 0.2
+    done
+    wait "$WATCHED" || exit
+    WATCHED=
+}
+
+# --- the parts ------------------------------------------------------------------------------------------------
+
+start_master() {
+    say "starting the pool's master (port $MASTER_PORT)"
+    start master "$ROOT/.venv/bin/mooncake_master" --rpc_address=127.0.0.1 --rpc_port="$MASTER_PORT" \
+        --enable_http_metadata_server=true --http_metadata_server_host=127.0.0.1 \
+        --http_metadata_server_port="$METADATA_PORT" --metrics_host=127.0.0.1 --metrics_port="$METRICS_PORT"
+    wait_for master "http://127.0.0.1:$METRICS_PORT/health"
+}
+
+# start_instance NAME INDEX PORT FLAGS...: INDEX picks the GPU where there are any.
+start_instance() {
+    local name=$1 index=$2 port=$3 device=()
+    shift 3
+    if [ ${#DEVICES[@]} -gt 0 ]; then
+        device=("CUDA_VISIBLE_DEVICES=${DEVICES[index % ${#DEVICES[@]}]}")
+    fi
+    say "starting $name (port $port)"
+    start "$name" env "${device[@]}" "${INSTANCE[@]}" --model "$MODEL_NAME" --port "$port" \
+        --max-model-len 32768 --max-num-seqs 32 "$@"
+}
+
+# keep PORT: shows how to go on by hand, and waits for Ctrl-C.
+keep() {
+    local name
+    trap 'exit 0' INT
+    say ""
+    say "Everything is left running; logs are in $HERE/log_*. Try:"
+    say "  curl http://127.0.0.1:$1/v1/chat/completions -H 'Content-Type: application/json' \\"
+    say "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Tell me a story.\"}], \"max_tokens\": 30}'"
+    say "Processes:$(for name in "${!pids[@]}"; do printf ' %s=%s' "$name" "${pids[$name]}"; done)"
+    say "Ctrl-C stops everything."
+    while [ ${#pids[@]} -gt 0 ]; do
+        for name in "${!pids[@]}"; do
+            alive "$name" && continue
+            say "$name ended; the others go on"
+            unset "pids[$name]"
+        done
+        sleep 0.5
+    done
+}

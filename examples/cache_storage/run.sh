@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Two standalone instances that share one Mooncake pool: what the first computes, the second reads. Exits 0 only
+# if the second read whole prompts of 2,000 tokens from the pool, gave the same answers as the first, and gave
+# its first token at least 5 times sooner than for prompts that the pool does not have.
+set -euo pipefail
+
+# shellcheck source=examples/cache_storage/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+PORT_0=52700
+PORT_1=52800
+
+parse_arguments "$@"
+check_ports mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
+    "mooncake_master's metrics=$METRICS_PORT" "instance 0=$PORT_0" "instance 1=$PORT_1"
+prepare
+
+say ""
+say "=== Two instances, one pool ==="
+export MOONCAKE_CONFIG_PATH=$HERE/mooncake_config.json
+
+start_master
+start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake
+start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake
+wait_for instance_0 "http://127.0.0.1:$PORT_0/health"
+wait_for instance_1 "http://127.0.0.1:$PORT_1/health"
+
+watched "$PYTHON" verify.py sharing --ports "$PORT_0" "$PORT_1" --master-metrics "$METRICS_PORT" \
+    --logs log_instance_0/api_server.log log_instance_1/api_server.log
+
+if [ "$KEEP" = yes ]; then
+    keep "$PORT_0"
+fi

@@ -1,0 +1,347 @@
+"""What run_pd_storage.sh and run.sh claim, checked: asks by curl, reads the instances' logs, prints a table.
+
+Exits 0 only if everything held; otherwise 1, with one sentence that says what did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from engine.make_model import WORDS
+
+BLOCK = 64  # tokens; the engines' default --block-size
+DEADLINE = 60.0  # seconds for what follows an answer: the save to the pool, the line in the log
+
+WINDS = ("north", "west", "south", "east")
+HARBOUR_LOG = "\n".join(
+    f"Day {day}: {5 + day * 7 % 11} ships in, {4 + day * 5 % 13} out, wind from the {WINDS[day * 3 % 4]}, "
+    f"{600 + day * 37 % 500} tonnes of goods."
+    for day in range(1, 32)
+)
+TURNS = (
+    "The harbour town of Ostrand lives from the sea: forty boats land cod and herring all year, and two ferries a "
+    "day carry timber, wool and visitors to the islands. The town plans a second pier, a railway to the valley "
+    f"behind the mountains, and wind turbines on the old breakwater. This is its log of one month.\n{HARBOUR_LOG}\n"
+    "On which day did the most ships come in?",
+    "And on which day were the most goods handled? How much was it?",
+    "With that in mind, which of the town's plans would you begin with?",
+)
+MAX_TOKENS, MIN_TOKENS = 200, 130
+
+PROMPT_TOKENS = 2000
+SAMPLES = 3
+SPEEDUP = 5.0
+
+Message = dict[str, str]
+Seen = TypeVar("Seen")
+
+
+def fail(sentence: str) -> NoReturn:
+    """End with this sentence."""
+    sys.exit(f"NOT VERIFIED: {sentence}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as the client saw it; ``seconds`` is the time to its first token."""
+
+    request_id: str
+    text: str
+    seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Where an instance says it took a prompt's tokens from."""
+
+    own: int
+    pool: int
+
+
+def ask(port: int, messages: list[Message], max_tokens: int, min_tokens: int = 0) -> Answer:
+    """Ask with curl, greedily and streaming, and take the time until the first text arrives."""
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    body = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    command = ["curl", "-sS", "-N", "--max-time", "600", "-H", "Content-Type: application/json", "-d", "@-", url]
+    start = time.monotonic()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as curl:
+        assert curl.stdin is not None
+        assert curl.stdout is not None
+        curl.stdin.write(json.dumps(body))
+        curl.stdin.close()
+        answer = _read_stream(curl.stdout, start, url)
+    if curl.returncode != 0:
+        fail(f"curl {url} ended with status {curl.returncode}")
+    return answer
+
+
+def _read_stream(lines: Iterable[str], start: float, url: str) -> Answer:
+    text, seconds, last = "", None, {}
+    for line in lines:
+        data = line.removeprefix("data: ").strip()
+        if data in ("", "[DONE]"):
+            continue
+        try:
+            last = json.loads(data)
+        except ValueError:
+            fail(f"{url} answered {data[:300]!r}, which is not JSON")
+        if "choices" not in last:
+            fail(f"{url} answered {data[:300]}")
+        piece = "".join(choice["delta"].get("content") or "" for choice in last["choices"])
+        if piece and seconds is None:
+            seconds = time.monotonic() - start
+        text += piece
+    if seconds is None or not last.get("usage"):
+        fail(f"{url} gave no whole answer; the stream ended with {json.dumps(last)[:300]}")
+    usage = last["usage"]
+    return Answer(last["id"], text, seconds, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def logged(log: Path, answer: Answer) -> Cached:
+    """What the instance wrote to its log when this request was finished."""
+    request_id = answer.request_id.removeprefix("chatcmpl-")
+
+    def figures() -> Cached | None:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        for line in reversed(lines):
+            found = dict(re.findall(r"\b(\w+_cache_token_num)\W{1,4}(\d+)", line)) if request_id in line else {}
+            if "storage_cache_token_num" in found:
+                own = int(found.get("gpu_cache_token_num", 0)) + int(found.get("cpu_cache_token_num", 0))
+                return Cached(own, int(found["storage_cache_token_num"]))
+        return None
+
+    return wait_for(figures, f"{log} tells no storage_cache_token_num of request {request_id}")
+
+
+def metric(port: int, name: str) -> float | None:
+    """A metric's value at ``port``; None where there is no such metric."""
+    command = ["curl", "-sS", "--max-time", "10", f"http://127.0.0.1:{port}/metrics"]
+    page = subprocess.run(command, capture_output=True, text=True, check=False)
+    if page.returncode != 0:
+        fail(f"port {port} gives no metrics: {page.stderr.strip()}")
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page.stdout, re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def pool_keys(master_metrics: int) -> int:
+    """How many keys the pool's master knows."""
+    return int(metric(master_metrics, "master_key_count") or 0)
+
+
+def wait_until_saved(master_metrics: int, keys: int, instances: Iterable[int]) -> None:
+    """Saving does not hold an answer back. Wait until the pool has ``keys`` keys and no instance is still saving."""
+
+    def saved() -> bool:
+        done = pool_keys(master_metrics) >= keys
+        return done and not any(metric(port, "kvstore_pending_save_blocks") for port in instances)
+
+    wait_for(saved, f"the pool did not get the {keys} blocks it should have by now")
+
+
+def wait_for(look: Callable[[], Seen | None], complaint: str) -> Seen:
+    """Look until something is seen, and return it."""
+    end = time.monotonic() + DEADLINE
+    while not (seen := look()):
+        if time.monotonic() > end:
+            fail(f"{complaint} ({DEADLINE:.0f} s waited)")
+        time.sleep(0.05)
+    return seen
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print ``rows`` under ``heads``: the first column to the left, numbers to the right."""
+    cells = [heads, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print()
+    for row in cells:
+        print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
+    print()
+
+
+def shorten(text: str) -> str:
+    """The beginning of an answer, for the reader."""
+    return f"{text[:90]} ..." if len(text) > 90 else text
+
+
+def hold_conversation(port: int, after_turn: Callable[[Answer], None]) -> list[Answer]:
+    """Ask the questions of TURNS one after another, each with all that was said before it."""
+    messages: list[Message] = []
+    answers = []
+    for number, question in enumerate(TURNS, 1):
+        messages.append({"role": "user", "content": question})
+        print(
+            f"turn {number}: curl http://127.0.0.1:{port}/v1/chat/completions  ({len(messages)} messages)", flush=True
+        )
+        answer = ask(port, messages, MAX_TOKENS, MIN_TOKENS)
+        print(f"        {answer.prompt_tokens} + {answer.completion_tokens} tokens:{shorten(answer.text)}", flush=True)
+        messages.append({"role": "assistant", "content": answer.text})
+        answers.append(answer)
+        after_turn(answer)
+    return answers
+
+
+def reference(port: int, answers: Path) -> None:
+    """Hold the conversation with an instance that has neither pool nor cache, and keep its answers."""
+    given = hold_conversation(port, lambda _: None)
+    answers.write_text(json.dumps([asdict(answer) for answer in given]))
+
+
+def conversation(port: int, expected: Path, prefill_log: Path, instances: list[int], master_metrics: int) -> None:
+    """Hold the conversation through the router; what a turn generated must come from the pool in the next."""
+
+    def saved(answer: Answer) -> None:
+        # The last token was never fed to the model, so it has no KV.
+        blocks = (answer.prompt_tokens + answer.completion_tokens - 1) // BLOCK
+        wait_until_saved(master_metrics, blocks, instances)
+
+    answers = hold_conversation(port, saved)
+    cached = [logged(prefill_log, answer) for answer in answers]
+    without_pool = [Answer(**fields) for fields in json.loads(expected.read_text())]
+
+    print_table(
+        ("request", "prompt tokens", "own cache", "pool", "computed", "first token", "without cache"),
+        [
+            (
+                f"turn {number}",
+                answer.prompt_tokens,
+                found.own,
+                found.pool,
+                answer.prompt_tokens - found.own - found.pool,
+                f"{answer.seconds * 1000:.0f} ms",
+                f"{cold.seconds * 1000:.0f} ms",
+            )
+            for number, (answer, found, cold) in enumerate(zip(answers, cached, without_pool, strict=True), 1)
+        ],
+    )
+    for number in range(1, len(TURNS)):
+        _check_pool_was_read(number, answers[number - 1], cached[number])
+    for number, (answer, cold) in enumerate(zip(answers, without_pool, strict=True), 1):
+        _check_equal(f"turn {number} with the pool", answer.text, cold.text)
+    print("verified: prefill read from the pool what decode had generated in the turn before, in every turn after")
+    print("          the first; all answers equal those given without pool and cache.")
+
+
+def _check_pool_was_read(number: int, before: Answer, found: Cached) -> None:
+    """Turn ``number + 1`` must reach at least one block into the text that turn ``number`` generated."""
+    reached = found.own + found.pool - before.prompt_tokens
+    if found.pool <= 0 or reached < BLOCK:
+        fail(
+            f"prefill found {found.own} tokens of turn {number + 1}'s prompt in its own cache and {found.pool} in the "
+            f"pool; that is {reached} beyond turn {number}'s prompt, where one block of {BLOCK} was to be expected"
+        )
+
+
+def _check_equal(what: str, text: str, expected: str) -> None:
+    if text != expected:
+        same = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), 0)
+        fail(
+            f"{what} is answered otherwise from character {same} on: {shorten(text[same:])!r} "
+            f"where {shorten(expected[same:])!r} was expected"
+        )
+
+
+def sharing(ports: list[int], logs: list[Path], master_metrics: int) -> None:
+    """Instance 1 must read from the pool what instance 0 computed, and be much quicker for it."""
+    rows: list[Sequence[object]] = []
+
+    def timed(instance: int, what: str, seed: int) -> tuple[Answer, Cached]:
+        answer = ask(ports[instance], [{"role": "user", "content": prompt(seed)}], max_tokens=20)
+        found = logged(logs[instance], answer)
+        computed = answer.prompt_tokens - found.own - found.pool
+        first_token = f"{answer.seconds * 1000:.0f} ms"
+        rows.append(
+            (f"instance {instance}, {what}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
+        )
+        print(f"  {rows[-1][0]}: first token after {first_token}", flush=True)
+        return answer, found
+
+    print("warming up")
+    for instance in range(len(ports)):
+        ask(ports[instance], [{"role": "user", "content": prompt(seed=1000 + instance)}], max_tokens=20)
+    cold, warm = [], []
+    for seed in range(SAMPLES):
+        answer, found = timed(1, f"new prompt {seed + 1}", seed)
+        _check_nothing_cached(found)
+        cold.append(answer.seconds)
+    for seed in range(100, 100 + SAMPLES):
+        keys = pool_keys(master_metrics)
+        first, found = timed(0, f"prompt {seed - 99}", seed)
+        _check_nothing_cached(found)
+        wait_until_saved(master_metrics, keys + first.prompt_tokens // BLOCK, ports)
+        second, found = timed(1, f"prompt {seed - 99}", seed)
+        # At least one token must be computed, to have logits to choose the first word by.
+        expected = (second.prompt_tokens - 1) // BLOCK * BLOCK
+        if found.pool < expected:
+            fail(f"instance 1 read {found.pool} of {expected} tokens from the pool that instance 0 had computed")
+        _check_equal("a prompt read from the pool", second.text, first.text)
+        warm.append(second.seconds)
+
+    print_table(("request", "prompt tokens", "own cache", "pool", "computed", "first token"), rows)
+    times = statistics.median(cold) / statistics.median(warm)
+    if times < SPEEDUP:
+        fail(f"instance 1's first token came {times:.1f} times sooner with the pool; {SPEEDUP:.0f} were expected")
+    print(
+        f"verified: instance 1 read from the pool what instance 0 had computed; its first token came {times:.1f} times"
+    )
+    print("          sooner than for a new prompt (medians), and its answers equal instance 0's, which computed them.")
+
+
+def prompt(seed: int) -> str:
+    """About PROMPT_TOKENS tokens that no other seed begins with: common words are one token in most tokenizers."""
+    words = random.Random(seed).choices(WORDS, k=PROMPT_TOKENS - 30)
+    return " ".join(words)
+
+
+def _check_nothing_cached(found: Cached) -> None:
+    if found.own or found.pool:
+        fail(f"a prompt never seen before was found in a cache: {found}")
+
+
+def main() -> None:
+    """Parse the command line and run what it names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("reference")
+    one.add_argument("--port", type=int, required=True)
+    one.add_argument("--answers", type=Path, required=True)
+    two = commands.add_parser("conversation")
+    two.add_argument("--port", type=int, required=True)
+    two.add_argument("--answers", type=Path, required=True)
+    two.add_argument("--prefill-log", type=Path, required=True)
+    two.add_argument("--instances", type=int, nargs="+", required=True)
+    two.add_argument("--master-metrics", type=int, required=True)
+    three = commands.add_parser("sharing")
+    three.add_argument("--ports", type=int, nargs=2, required=True)
+    three.add_argument("--logs", type=Path, nargs=2, required=True)
+    three.add_argument("--master-metrics", type=int, required=True)
+    args = parser.parse_args()
+    if args.command == "reference":
+        reference(args.port, args.answers)
+    elif args.command == "conversation":
+        conversation(args.port, args.answers, args.prefill_log, args.instances, args.master_metrics)
+    else:
+        sharing(args.ports, args.logs, args.master_metrics)
+
+
+if __name__ == "__main__":
+    main()
