@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -228,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = uvicorn.Server(
         uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=5)
     )
+    # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[bound])
     return 0

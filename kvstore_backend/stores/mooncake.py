@@ -48,7 +48,8 @@ class MooncakeStore(StorageBackend):
     forcing it would pull the memory away under a reader.
 
     The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
-    ``close`` waits for those that run. Closing takes one to two seconds, and some 15 with the master gone.
+    ``close`` waits for those that run. Closing takes one to two seconds. With the master gone it would take some 15,
+    holding Python's lock all the while, so then the client is left to the end of the process.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -117,6 +118,7 @@ class MooncakeStore(StorageBackend):
         return StoreStats("mooncake")
 
     def close(self) -> None:
+        health = self.health()
         with self._calls:
             if self._closed:
                 return
@@ -124,7 +126,10 @@ class MooncakeStore(StorageBackend):
             if not self._calls.wait_for(lambda: self._running == 0, _DRAIN_S):
                 logger.warning("%d calls to Mooncake still run; the client is left open", self._running)
                 return
-        self._native.close()
+        if health.ok:
+            self._native.close()
+        else:
+            logger.warning("Left the pool without a farewell: %s", health.detail)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[bool]:
