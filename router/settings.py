@@ -165,18 +165,16 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise SettingsError(
-            f"--config_path {path} holds no sections; write for example 'server:' and under it 'port: 9000'"
-        )
+        raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
     fields = {field.metadata["key"]: field for field in dataclasses.fields(RouterSettings)}
+    sections = {key.split(".")[0]: None for key in fields}
     values = {}
     for section, entries in document.items():
-        if not isinstance(entries, dict):
-            sections = {key.split(".")[0]: None for key in fields}
-            if section in sections and entries is None:
-                continue
+        if section not in sections:
             raise SettingsError(f"{path}: {section!r} is not a section of settings{_nearest(str(section), sections)}")
-        for name, value in entries.items():
+        if not isinstance(entries, dict | None):
+            raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
+        for name, value in (entries or {}).items():
             key = f"{section}.{name}"
             if key not in fields:
                 raise SettingsError(f"{path}: {key} is not a setting of the router{_nearest(key, fields)}")

@@ -201,21 +201,17 @@ class TestAFailingLeg:
     def test_prefill_is_replaced_by_another(
         self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
     ) -> None:
-        decode = stand_in("decode", hangs_until_retried())
-        router = make_router(stand_in("prefill", failing), decode, splitwise=True)
         good = stand_in("prefill")
-        good.register(router.url)
+        decode = stand_in("decode", answers_when_prefilled_by(good))
+        router = make_router(stand_in("prefill", failing), good, decode, splitwise=True)
         assert [router.chat(request_id=f"r{i}").status_code for i in range(4)] == [200] * 4
-        assert len(good.received) >= 4
+        assert len(good.received) == 4
 
     def test_decode_is_replaced_by_another_and_the_retry_has_its_own_id(
         self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
     ) -> None:
-        prefill = stand_in("prefill")
-        bad = stand_in("decode", failing)
-        router = make_router(prefill, bad, splitwise=True)
-        good = stand_in("decode")
-        good.register(router.url)
+        prefill, bad, good = stand_in("prefill"), stand_in("decode", failing), stand_in("decode")
+        router = make_router(prefill, bad, good, splitwise=True)
         assert [router.chat(request_id=f"r{i}").status_code for i in range(2)] == [200] * 2
         retried = [r.json["request_id"] for r in good.received if r.json["request_id"].endswith("-retry1")]
         assert len(retried) == len(bad.received) >= 1
@@ -224,16 +220,15 @@ class TestAFailingLeg:
         }
 
 
-def hangs_until_retried() -> Behaviour:
-    """Decode of a failed prefill waits for what never comes; of a retry it answers."""
+def answers_when_prefilled_by(prefill: StandIn) -> Behaviour:
+    """Answer once this prefill has the same request, as a decode instance that waits for its KV does."""
 
     async def behave(request: Received, respond: Responder) -> None:
-        waiter = asyncio.ensure_future(respond.peer_left.wait())
-        done, _ = await asyncio.wait({waiter}, timeout=0.3)
-        if done:
-            respond.keep_alive = False
-            return
-        waiter.cancel()
+        while not any(got.body == request.body for got in prefill.received):
+            if respond.peer_left.is_set():
+                respond.keep_alive = False
+                return
+            await asyncio.sleep(0.01)
         await respond.answer(200, chat_answer())
 
     return behave

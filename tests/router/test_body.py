@@ -1,0 +1,133 @@
+"""The body of a request: parsed once, extended without changing a byte that the client wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.body import BadBody, parse_inference, parse_object, splice
+
+ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
+
+_json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+_names = st.text() | st.sampled_from(["request_id", "disaggregate_info", "messages", 'a"b', "a\\", "{", "}", ","])
+_space = st.sampled_from(["", " ", "\n", "\t ", "\r\n"])
+
+
+@st.composite
+def _written_objects(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
+    """An object as some client might write it, and its members as they were written; names may repeat."""
+    members = []
+    for name in draw(st.lists(_names, max_size=6)):
+        value = draw(_json_values if name != "request_id" else st.text())
+        ascii_only = draw(st.booleans())
+        written = f"{json.dumps(name, ensure_ascii=ascii_only)}{draw(_space)}:{draw(_space)}"
+        written += json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 2])))
+        members.append((name, written))
+    separator = f"{draw(_space)},{draw(_space)}"
+    text = draw(_space) + "{" + draw(_space) + separator.join(w for _, w in members) + draw(_space) + "}" + draw(_space)
+    return text.encode("utf-8", "surrogatepass"), members
+
+
+@given(_written_objects())
+def test_splicing_sets_the_added_members_and_keeps_all_others(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    data, _ = written
+    spliced = json.loads(splice(parse_inference(data), ADDED).decode("utf-8", "surrogatepass"))
+    assert spliced == {**json.loads(data.decode("utf-8", "surrogatepass")), **ADDED}
+
+
+@given(_written_objects())
+def test_splicing_keeps_every_byte_of_the_other_members(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    data, members = written
+    spliced = splice(parse_inference(data), ADDED)
+    position = 0
+    for name, text in members:
+        if name not in ADDED:
+            position = spliced.index(text.encode("utf-8", "surrogatepass"), position)
+
+
+@given(_written_objects())
+def test_an_added_name_stands_once_in_the_result(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    pairs: list[list[tuple[str, Any]]] = []
+    spliced = splice(parse_inference(written[0]), ADDED)
+    json.loads(spliced.decode("utf-8", "surrogatepass"), object_pairs_hook=lambda found: pairs.append(found) or {})
+    names = [name for name, _ in pairs[-1]]
+    assert [names.count(name) for name in ADDED] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1.0",
+        "1e2",
+        "-0",
+        "123456789012345678901234567890",
+        "0.1000",
+        r'"\u00e9\/"',
+        '"é"',
+        "[ 1 , 2 ]",
+        "NaN",
+        r'"\ud83d"',
+    ],
+)
+def test_odd_ways_to_write_a_value_survive(value: str) -> None:
+    data = f'{{"odd": {value}}}'.encode()
+    assert f'"odd": {value}}}'.encode() in splice(parse_inference(data), ADDED)
+
+
+def test_a_name_written_with_escapes_is_the_same_name() -> None:
+    data = rb'{"request\u005fid": "theirs", "a": 1.0}'
+    assert splice(parse_inference(data), {"request_id": "ours"}) == b'{"request_id":"ours", "a": 1.0}'
+
+
+def test_an_empty_object_is_extended() -> None:
+    assert json.loads(splice(parse_inference(b" { } "), ADDED)) == ADDED
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"a": 1,}', "not valid JSON"),
+        (b"\xff\xfe{\x00}\x00", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "a JSON array"),
+        (b'"text"', "a JSON string"),
+        (b"1", "a JSON number"),
+        (b"true", "a JSON boolean"),
+        (b"null", "a JSON null"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, said: str) -> None:
+    with pytest.raises(BadBody, match=said):
+        parse_object(data)
+
+
+def test_a_request_id_that_is_no_string_is_refused() -> None:
+    with pytest.raises(BadBody, match="request_id is 5") as refused:
+        parse_inference(b'{"request_id": 5}')
+    assert refused.value.param == "request_id"
+
+
+@pytest.mark.parametrize("data", [b'{"request_id": null}', b'{"request_id": ""}', b"{}"])
+def test_an_empty_request_id_counts_as_none(data: bytes) -> None:
+    assert parse_inference(data).request_id is None
+
+
+def test_prompt_tokens_are_exact_where_the_client_sent_token_ids() -> None:
+    assert parse_inference(b'{"prompt_token_ids": [1, 2, 3]}').prompt_tokens == 3
+
+
+def test_prompt_tokens_count_the_whole_conversation() -> None:
+    short = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    long = json.dumps({"messages": [{"role": "user", "content": "x"}] * 100}).encode()
+    assert parse_inference(long).prompt_tokens > 50 * parse_inference(short).prompt_tokens

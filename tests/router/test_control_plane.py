@@ -1,0 +1,190 @@
+"""Registration, listings, aborts, health and metrics, as FastDeploy's instances and operators use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import LoopThread, StandIn, answers
+from tests.support.ports import free_port
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    response = stand_in("prefill").register(make_router(splitwise=True).url)
+    assert (response.status_code, response.json()) == (200, {"status": "success"})
+
+
+@pytest.mark.parametrize(
+    ("splitwise", "role", "said"),
+    [
+        (
+            True,
+            "mixed",
+            "role is 'mixed', but this router runs with --splitwise and takes prefill and decode instances",
+        ),
+        (False, "decode", "role is 'decode', but this router runs without --splitwise and takes mixed instances"),
+    ],
+)
+def test_a_role_the_mode_does_not_take_is_a_400(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, said: str
+) -> None:
+    response = stand_in(role).register(make_router(splitwise=splitwise).url)
+    assert (response.status_code, response.json()) == (400, {"detail": said})
+
+
+def test_an_instance_that_says_it_is_unhealthy_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    instance.health = 503
+    response = instance.register(make_router().url)
+    assert response.status_code == 400
+    assert f"instance {instance.key} is not healthy" in response.json()["detail"]
+
+
+def test_an_instance_that_cannot_be_reached_is_a_400(make_router: MakeRouter, thread: LoopThread) -> None:
+    response = StandIn("mixed", thread, port=free_port()).register(make_router().url)
+    assert response.status_code == 400
+    assert "Connection refused" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"not json"])
+def test_a_registration_that_is_no_object_is_a_400(make_router: MakeRouter, body: bytes) -> None:
+    response = make_router().client.post("/register", content=body)
+    assert response.status_code == 400
+    assert isinstance(response.json()["detail"], str)
+
+
+def test_a_heartbeat_of_a_healthy_instance_is_not_probed_again(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router, instance = make_router(), stand_in()
+    for _ in range(3):
+        instance.register(router.url)
+    assert instance.probes == 1
+
+
+def test_registered_lists_instances_by_role_with_all_they_sent(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router, prefill = make_router(splitwise=True), stand_in("prefill")
+    prefill.register(router.url, gpu="H800")
+    listed = router.client.get("/registered").json()
+    assert (listed["code"], listed["msg"], listed["decode"], listed["mixed"]) == (200, "success", [], [])
+    (entry,) = listed["prefill"]
+    assert (entry["url"], entry["worker_type"], entry["gpu"]) == (prefill.url, "prefill", "H800")
+    assert (entry["state"], entry["running_requests"]) == ("healthy", 0)
+
+
+def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, dead, decode = stand_in("prefill"), stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, dead, decode, splitwise=True)
+    dead.stop()
+    for _ in range(2):
+        router.chat()
+    assert router.client.get("/registered_number").json() == {"mixed": 0, "prefill": 1, "decode": 1}
+
+
+def test_health_answers_200_without_instances(make_router: MakeRouter) -> None:
+    assert make_router().client.get("/health").status_code == 200
+
+
+def test_health_generate_is_200_only_if_every_instance_is_healthy(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.client.get("/health_generate").status_code == 200
+    decode.health = 500
+    response = router.client.get("/health_generate")
+    assert response.status_code == 503
+    assert list(response.json()["unhealthy"]) == [decode.key]
+
+
+def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first, second, dead = stand_in(), stand_in(), stand_in()
+    first.models, second.models = ("a", "b"), ("b", "c")
+    router = make_router(first, second, dead)
+    dead.stop()
+    listed = router.client.get("/v1/models").json()
+    assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("splitwise", [True, False])
+@pytest.mark.parametrize("body", [{"req_ids": ["chatcmpl-1_0"]}, {"abort_all": True}])
+def test_an_abort_reaches_every_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, body: dict[str, object]
+) -> None:
+    roles = ("prefill", "decode") if splitwise else ("mixed", "mixed")
+    instances = [stand_in(role) for role in roles]
+    response = make_router(*instances, splitwise=splitwise).client.post("/v1/abort_requests", json=body)
+    assert response.status_code == 200
+    assert [instance.aborted for instance in instances] == [[body], [body]]
+
+
+def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    nested, plain, dead = stand_in(), stand_in(), stand_in()
+    nested.abort_answer = {"result": {"aborted": [{"request_id": "a", "output_token_count": 3}], "not_found": ["b"]}}
+    plain.abort_answer = {"code": 0, "aborted": ["c"]}
+    router = make_router(nested, plain, dead)
+    dead.stop()
+    answer = router.client.post("/v1/abort_requests", json={"req_ids": ["a", "b", "c"]}).json()
+    assert answer["result"] == {
+        "aborted": [{"request_id": "a", "output_token_count": 3}, "c"],
+        "not_found": ["b"],
+    }
+    assert answer["status"] == "error"
+    assert dead.key in answer["errors"][0]
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"req_ids": []}', b'{"req_ids": "a"}', b"[]", b"x"])
+def test_an_abort_of_nothing_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
+    instance = stand_in()
+    response = make_router(instance).client.post("/v1/abort_requests", content=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_body")
+    assert instance.aborted == []
+
+
+def metrics_of(router: RouterUnderTest) -> dict[tuple[str, tuple[str, ...]], float]:
+    text = router.client.get("/metrics").text
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    router.chat()
+    decode.behave = answers(400, b"{}")
+    router.chat()
+    found = metrics_of(router)
+    assert found["http_requests_total", ("POST", "/v1/chat/completions", "200")] == 1
+    assert found["http_requests_total", ("POST", "/v1/chat/completions", "400")] == 1
+    assert found["http_request_duration_seconds_count", ("POST", "/v1/chat/completions")] == 2
+    assert found["inference_requests_total", ("", prefill.key, decode.key, "200")] == 1
+
+
+def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    found = metrics_of(router)
+    assert found["router_instances", ("mixed", "healthy")] == 1
+    assert found["router_instance_requests", ("mixed", instance.key)] == 0
+
+
+def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    for i in range(3):
+        router.client.get(f"/v1/whatever/{i}")
+    assert metrics_of(router)["http_requests_total", ("GET", "other", "200")] == 3
+
+
+def test_a_path_outside_v1_is_a_404(make_router: MakeRouter) -> None:
+    response: httpx.Response = make_router().client.get("/nothing")
+    assert response.status_code == 404

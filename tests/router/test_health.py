@@ -1,0 +1,121 @@
+"""How the router notices that instances die and come back. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+SOON = {"health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.5}
+
+
+def states(router: RouterUnderTest) -> list[str]:
+    return [instance.state for instance in router.app.registry]
+
+
+def test_probes_notice_an_instance_that_turns_unhealthy_and_recovers(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, **SOON)
+    instance.health = 500
+    wait_until(lambda: states(router) == ["unhealthy"], "the failed probes")
+    instance.health = 200
+    wait_until(lambda: states(router) == ["healthy"], "the good probe")
+
+
+def test_one_hanging_instance_does_not_hold_up_the_probes_of_others(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    hanging, other = stand_in(), stand_in()
+    router = make_router(hanging, other, health_check_interval_secs=0.05, health_check_timeout_secs=1000.0)
+    hanging.stop()
+
+    async def accept_and_hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def listen() -> asyncio.AbstractServer:
+        return await asyncio.start_server(accept_and_hang, "127.0.0.1", hanging.port)
+
+    server = router.thread.run(listen())
+    before = other.probes
+    wait_until(lambda: other.probes > before, "a probe of the other instance")
+    router.thread.loop.call_soon_threadsafe(server.close)
+
+
+def test_a_refused_connection_makes_an_instance_unhealthy_at_once(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    instance.stop()
+    assert router.chat().status_code == 502
+    assert states(router) == ["unhealthy"]
+
+
+def test_probes_bring_an_instance_back_that_refused_a_connection(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, **SOON)
+    instance.stop()
+    router.chat()
+    instance.start()
+    wait_until(lambda: router.chat().status_code == 200, "an answer")
+
+
+def test_registering_again_brings_an_instance_back_at_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    instance.stop()
+    assert router.chat().status_code == 502
+    instance.start()
+    assert instance.register(router.url).status_code == 200
+    assert router.chat().status_code == 200
+
+
+def test_an_unhealthy_instance_is_probed_before_its_heartbeat_counts(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    instance.stop()
+    router.chat()
+    assert instance.register(router.url).status_code == 400
+    assert states(router) == ["unhealthy"]
+
+
+def test_a_broken_connection_makes_the_router_probe_the_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def cut(request: Received, respond: Responder) -> None:
+        respond.cut()
+
+    instance = stand_in("mixed", cut)
+    router = make_router(instance, health_failure_threshold=1)
+    instance.health = 500
+    router.chat()
+    wait_until(lambda: states(router) == ["unhealthy"], "the probe")
+
+
+def test_a_dead_instance_is_forgotten(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance, heartbeat_expiry_secs=0.3, **SOON)
+    instance.stop()
+    wait_until(lambda: states(router) == [], "the router to forget it")
+
+
+def test_an_instance_whose_heartbeat_stopped_is_forgotten(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance, heartbeat_expiry_secs=0.3, **SOON)
+    instance.register(router.url)
+    wait_until(lambda: states(router) == [], "the router to forget it")
+    assert instance.register(router.url).status_code == 200
+    assert router.chat().status_code == 200

@@ -1,0 +1,126 @@
+"""``python -m router.launch`` as an operator meets it: a process with flags, output, signals and an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.router.stand_in import Received, Responder, StandIn
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+MakeStandIn = Callable[..., StandIn]
+
+LAUNCH = [sys.executable, "-m", "router.launch"]
+
+
+def launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    """A start that ends by itself."""
+    return subprocess.run([*LAUNCH, *flags], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Child]:
+    """A router process in mixed mode at a free port."""
+    with child([*LAUNCH, "--host", "127.0.0.1", "--port", "0"], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        yield process
+
+
+def url_of(process: Child) -> str:
+    found = re.search(r"router listens at (http://\S+:\d+)", process.output)
+    assert found, process.output
+    return found.group(1)
+
+
+def answers(process: Child) -> bool:
+    try:
+        return httpx.get(f"{url_of(process)}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_help_names_every_flag_of_fastdeploys_router() -> None:
+    text = launch("--help").stdout
+    for flag in ("--host", "--port", "--splitwise", "--request-timeout-secs", "--config-path", "--decode-policy"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--splitwize"], "did you mean --splitwise?"),
+        (["--port", "x"], "--port is 'x'; it must be a whole number"),
+        (["--config_path", "/no/such.yaml"], "No such file or directory"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is not an address"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: list[str], said: str) -> None:
+    ended = launch(*flags)
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = launch("--host", "127.0.0.1", "--port", str(port))
+    assert ended.returncode != 0
+    assert ended.stderr == f"router: port {port} of 127.0.0.1 is already in use; choose another with --port\n"
+
+
+def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
+    flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
+    with child([*LAUNCH, *flags], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "the startup line")
+        assert "prefill by process_tokens, decode by random" in process.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, number: signal.Signals) -> None:
+    running.signal(number)
+    assert running.wait() == 0
+    assert "Traceback" not in running.output
+
+
+def test_a_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
+    running: Child, stand_in: MakeStandIn
+) -> None:
+    async def endless(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", endless)
+    assert instance.register(url_of(running)).status_code == 200
+    with httpx.stream(
+        "POST", f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False, timeout=30
+    ) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        running.signal(signal.SIGTERM)
+        rest = b"".join(pieces)
+    error, done = rest.decode().removesuffix("\n\n").split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "router_stopping"
+    assert done == "data: [DONE]"
+    assert running.wait() == 0
+    assert "Traceback" not in running.output
+    wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
+
+
+def test_each_request_is_one_line_of_the_access_log(running: Child) -> None:
+    httpx.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
+    wait_until(lambda: "router.access" in running.output, "the line")
+    (line,) = [line for line in running.output.splitlines() if "router.access" in line]
+    assert "method=POST path=/v1/chat/completions status=503 request_id=r" in line
