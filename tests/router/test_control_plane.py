@@ -27,16 +27,16 @@ def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStan
         (
             True,
             "mixed",
-            "role is 'mixed', but this router runs with --splitwise and takes prefill and decode instances",
+            "this router runs with --splitwise and takes prefill and decode instances",
         ),
-        (False, "decode", "role is 'decode', but this router runs without --splitwise and takes mixed instances"),
+        (False, "decode", "this router runs without --splitwise and takes mixed instances"),
     ],
 )
 def test_a_role_the_mode_does_not_take_is_a_400(
     make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, said: str
 ) -> None:
     response = stand_in(role).register(make_router(splitwise=splitwise).url)
-    assert (response.status_code, response.json()) == (400, {"detail": said})
+    assert (response.status_code, response.json()) == (400, {"detail": f"role is '{role}', but {said}"})
 
 
 def test_an_instance_that_says_it_is_unhealthy_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -148,13 +148,12 @@ def test_an_abort_of_nothing_is_a_400(make_router: MakeRouter, stand_in: MakeSta
     assert instance.aborted == []
 
 
-def metrics_of(router: RouterUnderTest) -> dict[tuple[str, tuple[str, ...]], float]:
-    text = router.client.get("/metrics").text
-    return {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+def metric(router: RouterUnderTest, name: str, **labels: str) -> float:
+    """The value of one sample at /metrics."""
+    families = text_string_to_metric_families(router.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    (value,) = [sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)]
+    return value
 
 
 def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -163,26 +162,26 @@ def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRout
     router.chat()
     decode.behave = answers(400, b"{}")
     router.chat()
-    found = metrics_of(router)
-    assert found["http_requests_total", ("POST", "/v1/chat/completions", "200")] == 1
-    assert found["http_requests_total", ("POST", "/v1/chat/completions", "400")] == 1
-    assert found["http_request_duration_seconds_count", ("POST", "/v1/chat/completions")] == 2
-    assert found["inference_requests_total", ("", prefill.key, decode.key, "200")] == 1
+    chat = {"method": "POST", "endpoint": "/v1/chat/completions"}
+    workers = {"mixed_worker": "", "prefill_worker": prefill.key, "decode_worker": decode.key}
+    assert metric(router, "http_requests_total", **chat, status_code="200") == 1
+    assert metric(router, "http_requests_total", **chat, status_code="400") == 1
+    assert metric(router, "http_request_duration_seconds_count", **chat) == 2
+    assert metric(router, "inference_requests_total", **workers, status_code="200") == 1
 
 
 def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
-    found = metrics_of(router)
-    assert found["router_instances", ("mixed", "healthy")] == 1
-    assert found["router_instance_requests", ("mixed", instance.key)] == 0
+    assert metric(router, "router_instances", role="mixed", state="healthy") == 1
+    assert metric(router, "router_instance_requests", role="mixed", instance=instance.key) == 0
 
 
 def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
     for i in range(3):
         router.client.get(f"/v1/whatever/{i}")
-    assert metrics_of(router)["http_requests_total", ("GET", "other", "200")] == 3
+    assert metric(router, "http_requests_total", method="GET", endpoint="other", status_code="200") == 3
 
 
 def test_a_path_outside_v1_is_a_404(make_router: MakeRouter) -> None:

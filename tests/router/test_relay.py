@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -213,12 +214,10 @@ def test_many_requests_at_once_all_get_their_own_answer(make_router: MakeRouter,
     async def echoes(request: Any, respond: Any) -> None:
         await respond.answer(200, json.dumps({"n": request.json["n_asked"]}).encode())
 
-    router = make_router(*(stand_in("prefill", echoes) for _ in range(2)), *(stand_in("decode", echoes) for _ in range(2)),
-                         splitwise=True)  # fmt: skip
+    instances = [stand_in(role, echoes) for role in ("prefill", "prefill", "decode", "decode")]
+    router = make_router(*instances, splitwise=True)
 
     async def all_of_them() -> list[int]:
-        import asyncio
-
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             url = f"{router.url}/v1/chat/completions"
             responses = await asyncio.gather(*(client.post(url, json={"n_asked": i}) for i in range(64)))

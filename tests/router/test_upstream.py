@@ -300,7 +300,7 @@ def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) ->
     async def fetch(upstream: Upstream) -> Answer:
         return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=0.05)
 
-    with pytest.raises(TimedOut, match="did not answer GET /x within 0.05 s"):
+    with pytest.raises(TimedOut, match=r"did not answer GET /x within 0\.05 s"):
         client.run(fetch)
 
 
