@@ -95,8 +95,9 @@ class PagedBatch:
     def _group(self, rows: list[tuple[int, ChunkShape]], device: torch.device) -> _Decodes:
         contexts = torch.tensor([chunk.context for _, chunk in rows], device=device)
         width = -(-max(chunk.context for _, chunk in rows) // self.block_size)
-        # Padding repeats block 0, whose tokens the mask hides.
-        tables = [(list(chunk.block_table[:width]) + [0] * width)[:width] for _, chunk in rows]
+        # The mask hides what pads a table, but a masked NaN is still NaN: so pad with the sequence's own first
+        # block, not with a block that a load may be writing just now.
+        tables = [(list(chunk.block_table[:width]) + [chunk.block_table[0]] * width)[:width] for _, chunk in rows]
         mask = torch.arange(width * self.block_size, device=device)[None] < contexts[:, None]
         return _Decodes(
             torch.tensor([row for row, _ in rows], device=device),
