@@ -130,10 +130,11 @@ class PoolConnector:
         while not self._closing.is_set():
             try:
                 pool = self._open_pool()
-            except PoolUnavailable as exc:
-                if str(exc) != said:
-                    said = str(exc)
-                    log.warning("Serving without the pool, and trying again every %g s: %s", _REOPEN_SECONDS, exc)
+            except Exception as exc:  # PoolUnavailable, or a fault of a library that another try may not meet
+                problem = str(exc) if isinstance(exc, PoolUnavailable) else f"{type(exc).__name__}: {exc}"
+                if problem != said:
+                    said = problem
+                    log.warning("Serving without the pool, and trying again every %g s: %s", _REOPEN_SECONDS, problem)
                 self._closing.wait(_REOPEN_SECONDS)
                 continue
             if not self._staged:
@@ -141,6 +142,8 @@ class PoolConnector:
                 pool.register(kv.data_ptr(), kv.numel() * kv.element_size())
             self._pool = pool
             log.info("Joined the pool: %r", pool)
+            if self._closing.is_set():  # it came too late for close() to see it
+                pool.close()
             return
 
     @staticmethod
@@ -157,8 +160,10 @@ class PoolConnector:
             return 0
         hashes, blocks = hashes[:present], list(blocks[:present])
         if not self._staged:
-            loaded = self._pool.load(hashes, self._values(blocks))
-            if loaded < present:
+            loaded = 0
+            try:
+                loaded = self._pool.load(hashes, self._values(blocks))
+            finally:
                 # Whatever a failed read left behind must be finite: masked positions still meet it times zero.
                 self._runner.kv[blocks[loaded:]] = 0
             return loaded
