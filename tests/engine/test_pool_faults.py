@@ -1,0 +1,231 @@
+"""Whatever the pool does, every request gets the answer it would have had without one, and every block comes back.
+
+The right answers are those of an instance without a pool, which ``test_answers.py`` compares with transformers.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend import BlockPool, Namespace, PoolUnavailable
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.faulty_store import Fault, FaultyStore
+from tests.engine.running import Answering, Engine
+
+MAX_TOKENS = 20
+LENGTHS = (1, 16, 17, 33, 48, 65, 100)
+PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
+LONG = PROMPTS[-1]
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_checkpoint: Path) -> dict[int, list[int]]:
+    """The right answer to each prompt, by its length."""
+    with Engine(tiny_checkpoint) as engine:
+        return {len(prompt): engine.answer(prompt, MAX_TOKENS).wait() for prompt in PROMPTS}
+
+
+@pytest.fixture(scope="module")
+def filled_store(tiny_checkpoint: Path) -> MemoryStore:
+    """A pool that holds the blocks of all prompts."""
+    store = MemoryStore(64 << 20)
+    with Engine(tiny_checkpoint, store=FaultyStore(store)) as engine:
+        for prompt in PROMPTS:
+            engine.answer(prompt, 1)
+    return store
+
+
+@pytest.fixture
+def store(filled_store: MemoryStore) -> Iterator[FaultyStore]:
+    """That pool, sound until told otherwise."""
+    faulty = FaultyStore(filled_store)
+    yield faulty
+    faulty.go_on()
+
+
+def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
+    for answering in answerings:
+        assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        assert answering.saved.wait(30)
+    engine.wait_until_idle()
+    assert [answering.times_saved for answering in answerings] == [1] * len(answerings)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9], ids=["roomy", "tight"])
+@pytest.mark.parametrize("fault", Fault)
+def test_every_request_gets_its_answer_whatever_the_pool_does(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault, num_blocks: int
+) -> None:
+    store.fault = fault
+    with Engine(tiny_checkpoint, store=store, num_blocks=num_blocks, save_outputs=True) as engine:
+        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
+
+
+def test_only_blocks_that_arrived_count_as_cached(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
+    with Engine(tiny_checkpoint, store=store) as engine:
+        answering = engine.answer(LONG, MAX_TOKENS)
+        assert answering.sequence.pool_cached_tokens == 16
+        assert answering.wait() == answers[len(LONG)]
+
+
+def test_a_pool_that_recovers_is_used_again(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    with Engine(tiny_checkpoint, store=store) as engine:
+        store.fault = Fault.ALL_RAISE
+        assert engine.answer(PROMPTS[-2], MAX_TOKENS).sequence.pool_cached_tokens == 0
+        store.fault = Fault.NOTHING
+        assert engine.answer(LONG, MAX_TOKENS).sequence.pool_cached_tokens == 96
+
+
+def test_running_decodes_go_on_unharmed_while_a_load_hangs_with_garbage_in_its_blocks(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store) as engine:
+        loading = engine.begin(LONG, MAX_TOKENS)
+        assert store.hanging.wait(30)
+        # Neither has a full block to load. They grow to different numbers of blocks, so that one is padded.
+        decoding = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]
+        for answering in decoding:
+            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        store.go_on()
+        ends_well(engine, [loading, *decoding], answers)
+        assert loading.sequence.pool_cached_tokens == 96
+
+
+def test_a_sequence_aborted_while_its_load_hangs_keeps_its_blocks_until_the_load_ended(
+    tiny_checkpoint: Path, store: FaultyStore
+) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store, num_blocks=20) as engine:
+        aborted = engine.begin(LONG)
+        assert store.hanging.wait(30)
+        engine.core.abort(aborted.sequence)
+        assert aborted.wait() == []
+        assert aborted.finish_reason == "abort"
+        engine.answer(PROMPTS[0], 1)  # the abort has been through the engine's loop, and so has this
+        assert engine.blocks.num_available == 20 - 7
+        store.go_on()
+        engine.wait_until_idle()
+        assert aborted.times_saved == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILS_AFTER_FIRST_BLOCK, Fault.RAISES_HALF_WAY])
+def test_garbage_that_an_aborted_load_left_behind_harms_nobody(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault
+) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store, num_blocks=8) as engine:
+        aborted = engine.begin(LONG)
+        assert store.hanging.wait(30)
+        engine.core.abort(aborted.sequence)
+        store.fault = fault
+        store.go_on()
+        engine.wait_until_idle()
+        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]], answers)
+
+
+def test_a_sequence_aborted_before_its_load_begins_is_over_at_once_and_comes_back_to_no_harm(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store) as engine:
+        first = engine.begin(LONG, MAX_TOKENS)
+        assert store.hanging.wait(30)
+        queued = engine.begin(PROMPTS[-2])
+        engine.core.abort(queued.sequence)
+        assert queued.wait() == []
+        store.go_on()
+        ends_well(engine, [first], answers)
+
+
+def test_a_hung_save_holds_up_no_answer(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    fresh = FaultyStore(MemoryStore(64 << 20))
+    fresh.hang_saves()
+    with Engine(tiny_checkpoint, store=fresh, num_blocks=20) as engine:
+        answerings = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for answering in answerings:
+            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        assert fresh.hanging.is_set()
+        assert engine.blocks.num_available < 20
+        fresh.go_on()
+        ends_well(engine, answerings, answers)
+
+
+def test_on_saved_comes_after_the_last_output_and_after_the_save(tiny_checkpoint: Path) -> None:
+    fresh = FaultyStore(MemoryStore(64 << 20))
+    fresh.hang_saves()
+    with Engine(tiny_checkpoint, store=fresh) as engine:
+        answering = engine.begin(LONG)
+        answering.wait()
+        assert fresh.hanging.wait(30)
+        assert not answering.saved.is_set()
+        fresh.go_on()
+        assert answering.saved.wait(30)
+        assert fresh.stats().keys == 6
+
+
+def test_an_instance_stops_while_a_load_hangs(tiny_checkpoint: Path, store: FaultyStore) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store) as engine:
+        loading = engine.begin(LONG)
+        assert store.hanging.wait(30)
+    assert loading.wait() == []
+    assert loading.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("problem", [PoolUnavailable("no master at 127.0.0.1:1"), RuntimeError("a broken library")])
+def test_a_pool_that_cannot_be_had_at_first_is_joined_later(
+    tiny_checkpoint: Path,
+    filled_store: MemoryStore,
+    answers: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    problem: Exception,
+) -> None:
+    monkeypatch.setattr("engine.pool_connector._REOPEN_SECONDS", 0.01)
+    there = False
+
+    def open_pool(namespace: Namespace) -> BlockPool:
+        if not there:
+            raise problem
+        return BlockPool(FaultyStore(filled_store), namespace)
+
+    with Engine(tiny_checkpoint, open_pool=open_pool, wait_for_pool=False) as engine:
+        before = engine.answer(PROMPTS[-2], MAX_TOKENS)
+        assert before.wait() == answers[len(PROMPTS[-2])]
+        assert before.sequence.pool_cached_tokens == 0
+        there = True
+        engine.wait_for_pool()
+        after = engine.answer(LONG, MAX_TOKENS)
+        assert after.wait() == answers[len(LONG)]
+        assert after.sequence.pool_cached_tokens == 96
+
+
+def test_a_pool_that_opens_only_after_the_instance_stopped_is_closed_again(tiny_checkpoint: Path) -> None:
+    asked, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(FaultyStore):
+        def close(self) -> None:
+            closed.set()
+
+    def open_pool(namespace: Namespace) -> BlockPool:
+        asked.set()
+        go.wait()
+        return BlockPool(Late(MemoryStore(1 << 20)), namespace)
+
+    with Engine(tiny_checkpoint, open_pool=open_pool, wait_for_pool=False):
+        assert asked.wait(30)
+    go.set()
+    assert closed.wait(30)
