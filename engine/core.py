@@ -205,7 +205,7 @@ class EngineCore:
 
         def done(num_blocks: int, seconds: float) -> None:
             self.scheduler.loaded(sequence, num_blocks)
-            if sequence.num_output_tokens == 0:
+            if not sequence.num_preemptions:
                 sequence.pool_cached_tokens = num_blocks * sequence.block_size
                 sequence.pool_load_seconds = seconds
 

@@ -95,7 +95,7 @@ class Sequence:
     own_cached_tokens: int = 0
     pool_cached_tokens: int = 0
     pool_load_seconds: float = 0.0
-    admitted: bool = False
+    num_preemptions: int = 0
     arrival: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
 

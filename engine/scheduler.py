@@ -171,8 +171,7 @@ class Scheduler:
         sequence.block_table = cached + self.blocks.allocate(needed)
         sequence.num_computed = num_cached * self.block_size
         sequence.num_published = num_cached
-        if not sequence.admitted:
-            sequence.admitted = True
+        if not sequence.num_preemptions:
             sequence.own_cached_tokens = sequence.num_computed
         return True
 
@@ -200,6 +199,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         sequence.state = State.WAITING
         self.waiting.appendleft(sequence)
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:

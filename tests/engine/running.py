@@ -79,6 +79,7 @@ class Engine:
         open_pool: Callable[[Namespace], BlockPool] | None = None,
         save_outputs: bool = False,
         wait_for_pool: bool = True,
+        start: bool = True,
     ) -> None:
         self.block_size = block_size
         if store is not None:
@@ -102,7 +103,8 @@ class Engine:
             save_outputs=save_outputs,
         )
         self._names = map(str, itertools.count())
-        self.core.start()
+        if start:
+            self.core.start()
         if open_pool and wait_for_pool:
             self.wait_for_pool()
 

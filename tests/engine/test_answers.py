@@ -157,11 +157,13 @@ class TestPool:
                 assert answering.sequence.own_cached_tokens == 0
 
     def test_answers_stay_the_same_while_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
-        with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, save_outputs=True) as (one, other):
+        with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, budget=7, save_outputs=True) as (one, other):
             for engine in (one, other):
                 answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
                 for prompt, answering in zip(PROMPTS, answers, strict=True):
                     assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+                    sequence = answering.sequence
+                    assert sequence.own_cached_tokens + sequence.pool_cached_tokens < len(prompt)
                 engine.wait_until_idle()
             assert other.metric("kvstore_pool_cached_tokens_total") > 0
 
@@ -184,6 +186,23 @@ class TestPool:
             follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
             assert follow_up.sequence.pool_cached_tokens == cached
             assert qwen2.reference([*prompt, *answer, *prompt_of(5)]).matches(follow_up.wait())
+
+
+def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: Checkpoint) -> None:
+    long = prompt_of(72)
+    engine = Engine(
+        qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, budget=2, max_num_seqs=2, start=False
+    )
+    # While one more token a step is all that is left of the budget for the long prompt, the second request takes
+    # block after block from it, so that the long one begins anew and loads what it had saved.
+    requests = [engine.begin(long[:33], 1), engine.begin([1], 130), engine.begin(long, 1)]
+    engine.core.start()
+    with engine:
+        for answering in requests:
+            answering.wait()
+        preempted = requests[-1].sequence
+        assert preempted.num_preemptions > 0
+        assert (preempted.own_cached_tokens, preempted.pool_cached_tokens) == (32, 0)
 
 
 def test_two_models_on_one_pool_never_read_each_others_blocks(

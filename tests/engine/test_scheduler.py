@@ -187,9 +187,9 @@ class Batching(RuleBasedStateMachine):
 
     def run_one_step(self) -> list[Chunk]:
         """What ``EngineCore`` does in a step."""
-        new = [sequence for sequence in self.scheduler.waiting if not sequence.admitted]
+        new = [sequence for sequence in self.scheduler.waiting if not sequence.num_preemptions]
         to_load = self.scheduler.admit()
-        self.first_admissions += [int(s.request.request_id) for s in new if s.admitted]
+        self.first_admissions += [int(s.request.request_id) for s in new if s.state is not State.WAITING]
         self.loads += to_load
         decoding = [sequence for sequence in self.scheduler.running if not sequence.is_prefilling]
         chunks = self.scheduler.schedule()
