@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["BadBody", "InferenceBody", "parse_inference", "parse_object", "splice"]
+__all__ = ["BadBody", "InferenceBody", "estimate_tokens", "parse_inference", "parse_object", "splice"]
 
 # A string, or a character that opens, closes or separates; unrolled so that a long string is one step.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
@@ -67,12 +67,17 @@ def parse_inference(data: bytes) -> InferenceBody:
     if request_id is not None and not isinstance(request_id, str):
         raise BadBody(f"request_id is {request_id!r}; it must be a string", "request_id")
     token_ids = members.get("prompt_token_ids")
-    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else len(data) // _BYTES_PER_TOKEN
+    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
     choices = n if isinstance(n, int) and n > 0 else 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
     return InferenceBody(data, members, request_id or None, prompt_tokens, choices)
+
+
+def estimate_tokens(data: bytes) -> int:
+    """About how many prompt tokens a body of text holds."""
+    return len(data) // _BYTES_PER_TOKEN
 
 
 def splice(body: InferenceBody, added: Mapping[str, Any]) -> bytes:

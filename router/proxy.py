@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from router.aborts import Aborter
-from router.body import BadBody, InferenceBody, parse_inference, splice
+from router.body import BadBody, InferenceBody, estimate_tokens, parse_inference, splice
 from router.errors import ApiError
 from router.health import HealthMonitor
 from router.instances import Instance, Role
@@ -94,8 +94,8 @@ class Proxy:
         except _Over as over:
             await journey.end_with(over.error)
         except asyncio.CancelledError:
+            # uvicorn cancels what a client that does not read has held up beyond the grace of a shutdown.
             await journey.end_with(None)
-            raise
         except Exception:
             _log.exception("%s %s failed", journey.method, journey.path)
             await journey.end_with(ApiError(500, "the router failed to handle the request", "router_error"))
@@ -136,7 +136,7 @@ class Proxy:
         Raises:
             _Over: none had; or the journey was ended.
         """
-        features = RequestFeatures(body.prompt_tokens if body else len(data) // 4)
+        features = RequestFeatures(body.prompt_tokens if body else estimate_tokens(data))
         choose = self._selector.choose if body else self._selector.choose_any
         failure: LegFailed | None = None
         excluded: set[str] = set()

@@ -16,7 +16,7 @@ from typing import Any
 from router.aborts import Aborter
 from router.instances import Instance, Registration
 from router.tasks import Tasks
-from router.upstream import Answer, Exchange, StaleConnection, UpstreamError
+from router.upstream import Answer, Exchange, Headers, StaleConnection, UpstreamError
 
 __all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
@@ -96,7 +96,8 @@ class Attempt:
     """One attempt at a request.
 
     ``begin`` gives the first bytes of the answer, ``more`` the following ones; ``fail`` ends both from outside.
-    Whoever makes an attempt calls ``finish`` after a whole answer, and ``give_up`` otherwise.
+    Whoever makes an attempt calls ``finish`` after a whole answer, and ``give_up`` otherwise. ``is_event_stream``
+    says, once it has begun, whether the answer is server-sent events.
     """
 
     def __init__(
@@ -115,14 +116,8 @@ class Attempt:
         self._aborter = aborter
         self._tasks = tasks
         self._on_trouble = on_trouble
+        self.is_event_stream = False
         self._begun = False
-
-    @property
-    def is_event_stream(self) -> bool:
-        """Whether the answer is server-sent events whose bytes can be read as such."""
-        headers = dict(self.answering.exchange.headers)
-        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        return is_stream and b"content-encoding" not in headers
 
     async def begin(self) -> bytes:
         """Send all legs at once and wait for the first bytes of the answer; for all of them if it is no stream.
@@ -138,6 +133,7 @@ class Attempt:
             status = await exchange.head()
             if not 200 <= status < 300:
                 raise await _refusal(self.answering)
+            self.is_event_stream = _is_event_stream(exchange.headers)
             first = await exchange.chunk() if self.is_event_stream else await exchange.read(HOLD_BYTES)
         except UpstreamError as exc:
             raise self._broken(self.answering, exc) from exc
@@ -158,8 +154,9 @@ class Attempt:
             raise
 
     def fail(self, error: Exception) -> None:
-        """Make ``begin`` or ``more`` raise ``error`` now."""
+        """Give up all legs now, and make ``begin`` or ``more`` raise ``error``."""
         self.answering.exchange.fail(error)
+        self.give_up()
 
     def finish(self) -> None:
         """The client has the whole answer; prefill gets a moment to end its own."""
@@ -198,11 +195,17 @@ class Attempt:
         if self._begun:
             _log.info("prefill failed after decode had begun to answer, which does no harm: %s", failure)
         else:
-            self.fail(failure)
+            self.answering.exchange.fail(failure)
 
     def _broken(self, leg: Leg, error: UpstreamError) -> LegFailed:
         self._on_trouble(leg.instance, error)
         return LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    """Whether the answer is server-sent events, and not compressed."""
+    found = dict(headers)
+    return found.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in found
 
 
 async def _refusal(leg: Leg) -> LegFailed:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import LoopThread, StandIn, answers
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
@@ -81,9 +82,12 @@ def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRou
     prefill, dead, decode = stand_in("prefill"), stand_in("prefill"), stand_in("decode")
     router = make_router(prefill, dead, decode, splitwise=True)
     dead.stop()
-    for _ in range(2):
+
+    def number() -> object:
         router.chat()
-    assert router.client.get("/registered_number").json() == {"mixed": 0, "prefill": 1, "decode": 1}
+        return router.client.get("/registered_number").json()
+
+    wait_until(lambda: number() == {"mixed": 0, "prefill": 1, "decode": 1}, "the dead instance to be noticed")
 
 
 def test_health_answers_200_without_instances(make_router: MakeRouter) -> None:

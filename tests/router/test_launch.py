@@ -119,6 +119,27 @@ def test_a_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
 
 
+def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, stand_in: MakeStandIn) -> None:
+    responders: list[Responder] = []
+
+    async def endless(request: Received, respond: Responder) -> None:
+        responders.append(respond)
+        await respond.start_stream()
+        while not respond.peer_left.is_set():
+            await respond.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", endless)
+    instance.register(url_of(running))
+    with socket.create_connection(("127.0.0.1", int(url_of(running).rpartition(":")[2]))) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        wait_until(lambda: responders and responders[0].bytes_sent > 1 << 20, "the stream to fill what lies between")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+    assert "Traceback" not in running.output
+    wait_until(lambda: len(instance.aborted) == 1, "the abort")
+
+
 def test_each_request_is_one_line_of_the_access_log(running: Child) -> None:
     httpx.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
     wait_until(lambda: "router.access" in running.output, "the line")
