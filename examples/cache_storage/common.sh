@@ -38,16 +38,28 @@ parse_arguments() {
 
 # check_ports NAME=PORT...: the ports are fixed, so a busy one is said before anything is started.
 check_ports() {
-    local entry
-    for entry in "$@"; do
-        if (exec 3<>"/dev/tcp/127.0.0.1/${entry#*=}") 2>/dev/null; then
-            die "port ${entry#*=}, wanted for ${entry%=*}, is in use; ss -ltnp shows by what"
-        fi
-    done
+    local busy
+    busy=$("$PYTHON" - "$@" <<'PYTHON'
+import socket
+import sys
+
+for entry in sys.argv[1:]:
+    name, _, port = entry.rpartition("=")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", int(port)))
+        except OSError:
+            print(f"port {port}, wanted for {name}, is in use; ss -tanp shows by what")
+            sys.exit(1)
+PYTHON
+    ) || die "$busy"
 }
 
+# prepare NAME=PORT...: everything that comes before the first start.
 prepare() {
     "$ROOT/scripts/setup"
+    check_ports "$@"
     # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
     unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
     if [[ ${MODEL_NAME-} == */* && -e ${MODEL_NAME-} ]]; then

@@ -11,9 +11,8 @@ PORT_0=52700
 PORT_1=52800
 
 parse_arguments "$@"
-check_ports mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
+prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
     "mooncake_master's metrics=$METRICS_PORT" "instance 0=$PORT_0" "instance 1=$PORT_1"
-prepare
 
 say ""
 say "=== Two instances, one pool ==="

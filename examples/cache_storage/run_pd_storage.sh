@@ -13,10 +13,9 @@ REFERENCE_PORT=52600
 ROUTER_PORT=52700
 
 parse_arguments "$@"
-check_ports mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
+prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
     "mooncake_master's metrics=$METRICS_PORT" router=$ROUTER_PORT prefill=$P_PORT decode=$D_PORT \
     reference=$REFERENCE_PORT
-prepare
 
 say ""
 say "=== The conversation with pool and cache off, for comparison ==="

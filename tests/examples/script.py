@@ -1,0 +1,115 @@
+"""Runs the example scripts as a user does: for real, in this checkout, on their fixed ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "cache_storage"
+CHOICES = ("ENGINE", "ROUTER", "MODEL_NAME", "MOONCAKE_PROTOCOL", "MOONCAKE_CONFIG_PATH", "FD_DEBUG")
+
+
+def script_environment(**variables: str) -> dict[str, str]:
+    """The environment without whatever of it would choose for the scripts."""
+    return {name: value for name, value in os.environ.items() if name not in CHOICES} | variables
+
+
+class Script:
+    """A running example script, in a process group of its own like a terminal's foreground job."""
+
+    def __init__(self, name: str, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [EXAMPLES / name, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=script_environment(**environment),
+            start_new_session=True,
+        )
+        self.output = ""
+        self.started: set[tuple[int, int]] = set()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.output += line
+                self.started |= descendants(self.process.pid)
+
+    def wait_for(self, text: str, deadline: float) -> None:
+        """Wait until it has printed ``text``; fail with all it printed if it ends or takes longer."""
+
+        def printed() -> bool:
+            assert text in self.output or self.process.poll() is None, f"it ended:\n{self.output}"
+            return text in self.output
+
+        wait_until(printed, f"the script to print {text!r}", deadline)
+
+    def end(self, deadline: float) -> int:
+        """Its exit status."""
+        self.started |= descendants(self.process.pid)
+        status = self.process.wait(deadline)
+        self._reader.join(deadline)
+        return status
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.started |= descendants(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that it started and that still run."""
+        return [command_line(pid) for pid, started_at in self.started if stat(pid)[1:] == (started_at,)]
+
+
+def descendants(pid: int) -> set[tuple[int, int]]:
+    """The children of ``pid``, their children, and so on: process ids and start times, as ids are used again."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (found := stat(int(entry.name))):
+            children.setdefault(found[0], []).append((int(entry.name), found[1]))
+    family: set[tuple[int, int]] = set()
+    todo = [pid]
+    while todo:
+        born = children.get(todo.pop(), [])
+        family |= set(born)
+        todo += [child for child, _ in born]
+    return family
+
+
+def stat(pid: int) -> tuple[int, int] | tuple[()]:
+    """Parent and start time of a process; nothing if there is no such process."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1]), int(fields[19])
+    return ()
+
+
+def command_line(pid: int) -> str:
+    """What a process was started with."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return f"process {pid}"
+
+
+@contextlib.contextmanager
+def running(name: str, *arguments: str, **environment: str) -> Iterator[Script]:
+    """A script that is interrupted at the end if it still runs."""
+    script = Script(name, *arguments, **environment)
+    try:
+        yield script
+    finally:
+        if script.process.poll() is None:
+            script.interrupt()
+        script.end(60)

@@ -1,0 +1,69 @@
+"""scripts/setup: does nothing when nothing is to be done, and says in one sentence what it cannot do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.script import ROOT
+
+TOOLS = ("bash", "env", "dirname", "mkdir", "flock", "cat", "tail", "sha256sum", "grep", "head", "id")
+
+
+@pytest.fixture
+def bare_checkout(tmp_path: Path) -> Path:
+    """A checkout of nothing but the set-up, and beside it in ``bin`` a machine's tools without any Python."""
+    checkout = tmp_path / "checkout"
+    (checkout / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup", checkout / "scripts" / "setup")
+    shutil.copy(ROOT / "pyproject.toml", checkout / "pyproject.toml")
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / "bin" / tool).symlink_to(found)
+    return checkout
+
+
+def set_up(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [checkout / "scripts" / "setup"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_second_run_has_nothing_to_do() -> None:
+    if not (ROOT / ".venv").exists():
+        pytest.skip("this checkout has not been set up; scripts/test does that")
+    set_up(ROOT)
+    again = set_up(ROOT)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+
+def test_a_machine_without_python_is_told_what_to_install(bare_checkout: Path) -> None:
+    ended = set_up(bare_checkout, PATH=str(bare_checkout.parent / "bin"))
+    assert ended.returncode == 1
+    assert "no Python 3.10 to 3.13 found; on Debian: apt-get install python3 python3-venv" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_python_without_venv_is_said_where_it_cannot_be_installed(bare_checkout: Path) -> None:
+    tools = bare_checkout.parent / "bin"
+    # A Python as Debian ships it: everything but ensurepip. There is no apt-get in `tools`.
+    python = tools / "python3"
+    python.write_text(f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    ended = set_up(bare_checkout, PATH=str(tools))
+    assert ended.returncode == 1
+    assert "cannot make virtual environments" in ended.stderr
+    assert "sudo apt-get install python3-venv" in ended.stderr
+    assert ended.stderr.count("\n") == 1
