@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             server_header=False,
             date_header=False,
             timeout_keep_alive=CLIENT_IDLE_SECONDS,
-            timeout_graceful_shutdown=3,
+            timeout_graceful_shutdown=2,
         ),
         router,
     )

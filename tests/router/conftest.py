@@ -49,11 +49,13 @@ class RouterUnderTest:
         wait_until(lambda: self._server.started, "the router")
 
     def stop(self) -> None:
+        """End requests, and let uvicorn take its time to end behind the tests that follow."""
+
         async def stop() -> None:
             self.app.proxy.stop()
             self._server.should_exit = True
             assert self._serving is not None
-            await self._serving
+            self.thread.ending.append(self._serving)
 
         self.client.close()
         self.thread.run(stop())
@@ -67,7 +69,7 @@ class RouterUnderTest:
         return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def thread() -> Iterator[LoopThread]:
     """An event loop in a thread, for the router and the stand-ins."""
     running = LoopThread()

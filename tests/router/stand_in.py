@@ -27,6 +27,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
+        self.ending: list[asyncio.Future[None]] = []
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -35,13 +36,14 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(deadline_s)
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Wait for what is ending, cancel what runs, and end the thread."""
         self.run(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
 
     async def _cancel_all(self) -> None:
+        await asyncio.gather(*self.ending)
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
