@@ -1,0 +1,138 @@
+"""What a seed, a temperature and their companions make of the same logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
+from engine.sampler import sample
+
+EOS = frozenset({0})
+LOGITS = torch.tensor([1.0, 4.0, 3.0, 2.0, 0.0])
+PROBABILITIES = torch.softmax(LOGITS, dim=-1).tolist()
+
+
+def sequence_of(num_output_tokens: int = 0, *, seed: int | None = 0, **params: Any) -> Sequence:
+    sequence = Sequence(Request("r", (1, 2, 3), SamplingParams(max_tokens=100, seed=seed, **params)), 16)
+    sequence.token_ids += [1] * num_output_tokens
+    return sequence
+
+
+def choose(logits: torch.Tensor, sequence: Sequence) -> int:
+    ((token, _),) = sample(logits[None].clone(), [sequence], EOS)
+    return token
+
+
+def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
+    return [choose(logits, sequence_of(seed=seed, **params)) for seed in range(count)]
+
+
+def logprobs_of(sequence: Sequence) -> TokenLogprobs:
+    ((_, logprobs),) = sample(LOGITS[None].clone(), [sequence], EOS)
+    assert logprobs is not None
+    return logprobs
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    assert set(draws(20, temperature=0.0)) == {1}
+
+
+def test_top_p_zero_takes_the_likeliest() -> None:
+    assert set(draws(20, top_p=0.0)) == {1}
+
+
+def test_greedy_needs_no_seed() -> None:
+    assert choose(LOGITS, sequence_of(seed=None, temperature=0.0)) == 1
+
+
+@given(
+    logits=st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30, unique=True),
+    seed=st.integers(),
+    temperature=st.floats(0.01, 5),
+)
+@settings(deadline=None)
+def test_top_k_of_one_is_greedy_at_any_temperature(logits: list[float], seed: int, temperature: float) -> None:
+    greedy = choose(torch.tensor(logits), sequence_of(temperature=0.0))
+    assert choose(torch.tensor(logits), sequence_of(seed=seed, temperature=temperature, top_k=1)) == greedy
+
+
+def test_top_k_leaves_the_k_likeliest() -> None:
+    assert set(draws(200, top_k=3, temperature=5.0)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "left"),
+    [(0.01, {1}), (PROBABILITIES[1] - 0.01, {1}), (PROBABILITIES[1] + 0.01, {1, 2}), (0.999, {0, 1, 2, 3, 4})],
+)
+def test_top_p_leaves_the_fewest_tokens_that_make_up_p(top_p: float, left: set[int]) -> None:
+    assert set(draws(600, top_p=top_p)) == left
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    count = 4000
+    drawn = draws(count)
+    for token, probability in enumerate(PROBABILITIES):
+        deviation = math.sqrt(count * probability * (1 - probability))
+        assert abs(drawn.count(token) - count * probability) < 4 * deviation
+
+
+def test_a_higher_temperature_flattens_the_choice() -> None:
+    assert draws(500, temperature=0.3).count(1) > draws(500).count(1) > draws(500, temperature=3.0).count(1)
+
+
+@given(seed=st.integers(-(2**70), 2**70), position=st.integers(0, 50), mates=st.integers(0, 4))
+@settings(deadline=None)
+def test_a_seed_chooses_the_same_whoever_else_is_in_the_batch(seed: int, position: int, mates: int) -> None:
+    flat = torch.zeros(50)
+    alone = choose(flat, sequence_of(position, seed=seed))
+    batch = [sequence_of(i, seed=i, temperature=float(i % 2)) for i in range(mates)]
+    logits = torch.randn(mates + 1, 50, generator=torch.Generator().manual_seed(0))
+    logits[-1] = flat
+    tokens = sample(logits, [*batch, sequence_of(position, seed=seed)], EOS)
+    assert tokens[-1][0] == alone
+
+
+def test_a_seed_chooses_anew_at_every_position() -> None:
+    flat = torch.zeros(1000)
+    assert len({choose(flat, sequence_of(position, seed=1)) for position in range(50)}) > 40
+
+
+def test_the_end_cannot_be_chosen_before_min_tokens() -> None:
+    end_likeliest = torch.tensor([9.0, 1.0, 8.0, 0.0, 0.0])
+    params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": frozenset({2})}
+    chosen = [choose(end_likeliest, sequence_of(n, **params)) for n in range(5)]
+    assert chosen == [1, 1, 1, 0, 0]
+
+
+def test_min_tokens_works_for_a_checkpoint_without_an_end_token() -> None:
+    ((token, _),) = sample(LOGITS[None].clone(), [sequence_of(temperature=0.0, min_tokens=1)], frozenset())
+    assert token == 1
+
+
+def test_no_logprobs_unless_asked_for() -> None:
+    assert sample(LOGITS[None].clone(), [sequence_of()], EOS)[0][1] is None
+
+
+def test_logprobs_are_of_the_whole_distribution_in_falling_order() -> None:
+    logprobs = logprobs_of(sequence_of(temperature=0.0, logprobs=5))
+    tokens, values = zip(*logprobs.top, strict=True)
+    assert tokens == (1, 2, 3, 0, 4)
+    assert sum(map(math.exp, values)) == pytest.approx(1)
+    assert logprobs.chosen == pytest.approx(math.log(PROBABILITIES[1]), abs=1e-6)
+
+
+def test_the_chosen_token_has_a_logprob_even_if_it_is_not_among_the_likeliest() -> None:
+    seed = next(seed for seed, token in enumerate(draws(500)) if token == 4)
+    logprobs = logprobs_of(sequence_of(seed=seed, logprobs=1))
+    assert [token for token, _ in logprobs.top] == [1]
+    assert logprobs.chosen == pytest.approx(math.log(PROBABILITIES[4]), abs=1e-5)
+
+
+def test_more_logprobs_than_tokens_are_as_many_as_there_are() -> None:
+    assert len(logprobs_of(sequence_of(logprobs=20)).top) == len(LOGITS)
