@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -59,7 +59,7 @@ def parse_size(value: object) -> int:
     if match is None:
         raise ValueError('a size is a number of bytes, or text such as "4GiB" or "512MB"')
     unit = match[2].upper() or "B"
-    return int(Decimal(match[1]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+    return int(Fraction(match[1]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
 
 
 def _positive_size(value: object) -> int:
@@ -134,6 +134,11 @@ def _default_protocol() -> str:
     return protocol
 
 
+def _default_metadata_server() -> str:
+    logger.info("metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must")
+    return "P2PHANDSHAKE"
+
+
 def _has_rdma() -> bool:
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
 
@@ -149,7 +154,8 @@ class MooncakeSettings:
 
     Attributes:
         master_server_addr: ``host:port`` of the master.
-        metadata_server: URL of the metadata server, or ``P2PHANDSHAKE`` where there is none. The same for all.
+        metadata_server: URL of the metadata server, or ``P2PHANDSHAKE`` to do without. Clients that differ in it
+            cannot read each other's memory.
         local_hostname: by which the others reach this machine; empty: the address it reaches the master from.
         protocol: ``tcp`` or ``rdma``.
         rdma_devices: names separated by commas; empty: Mooncake's choice.
@@ -160,7 +166,9 @@ class MooncakeSettings:
     backend: ClassVar[str] = "mooncake"
 
     master_server_addr: str = field(metadata=_read("MOONCAKE_MASTER_SERVER_ADDR", _address))
-    metadata_server: str = field(default="P2PHANDSHAKE", metadata=_read("MOONCAKE_METADATA_SERVER", _metadata_server))
+    metadata_server: str = field(
+        default_factory=_default_metadata_server, metadata=_read("MOONCAKE_METADATA_SERVER", _metadata_server)
+    )
     local_hostname: str = field(default="", metadata=_read("MOONCAKE_LOCAL_HOSTNAME", _text))
     protocol: str = field(default_factory=_default_protocol, metadata=_read("MOONCAKE_PROTOCOL", _protocol))
     rdma_devices: str = field(default="", metadata=_read("MOONCAKE_RDMA_DEVICES", _text))

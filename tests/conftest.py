@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
+
+# No test asserts on a clock: the machine may be busy.
+hypothesis.settings.register_profile("no clock", deadline=None)
+hypothesis.settings.load_profile("no clock")
 
 
 @pytest.fixture(scope="session")

@@ -27,13 +27,14 @@ from kvstore_backend.backend import (
     check_values,
 )
 from kvstore_backend.spans import views
-from kvstore_backend.stores.file_ledger import FAN_OUT, Ledger
+from kvstore_backend.stores.file_ledger import Ledger
 
 __all__ = ["FileStore"]
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200
+_FAN_OUT = 256
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
@@ -146,7 +147,7 @@ class FileStore(StorageBackend):
         name = quote(key, safe="")
         if len(name) > _LONGEST_NAME:
             name = "=" + hashlib.sha256(name.encode()).hexdigest()
-        return f"{self._ledger.blocks}/{zlib.crc32(name.encode()) % FAN_OUT:02x}/{name}.block"
+        return f"{self._ledger.blocks}/{zlib.crc32(name.encode()) % _FAN_OUT:02x}/{name}.block"
 
 
 def _nbytes(value: Value) -> int:

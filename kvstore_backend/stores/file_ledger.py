@@ -21,12 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FAN_OUT", "Accounts", "Draft", "Ledger"]
+__all__ = ["Accounts", "Draft", "Ledger"]
 
 logger = logging.getLogger(__name__)
-
-FAN_OUT = 256
-"""Number of folders that the values are spread over."""
 
 _RECORD = struct.Struct("<36sQQ")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -84,8 +81,7 @@ class Ledger:
         with self._locked() as ledger:
             if _read(ledger)[0] != _boot_id():
                 shutil.rmtree(self.blocks, ignore_errors=True)
-            for number in range(FAN_OUT):
-                (self.blocks / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+            self.blocks.mkdir(exist_ok=True)
             self._own.mkdir(parents=True)
             self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(self._alive, fcntl.LOCK_EX)
@@ -127,8 +123,10 @@ class Ledger:
         with self._locked() as ledger:
             if os.path.exists(block):
                 self._take_off(ledger, draft.path, draft.nbytes)
-            else:
-                os.rename(draft.path, block)
+                return
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(block))
+            os.rename(draft.path, block)
 
     def discard(self, draft: Draft) -> None:
         """Give back what was reserved for a draft that will not be published."""

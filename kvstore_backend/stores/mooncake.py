@@ -39,6 +39,8 @@ _NOT_FOUND = -704
 _PROBE_S = 1.5
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _DRAIN_S = 40.0
+# Native clients that were not closed: dropping the last reference would close them.
+_LEFT_OPEN: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
@@ -48,8 +50,11 @@ class MooncakeStore(StorageBackend):
     forcing it would pull the memory away under a reader.
 
     The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
-    ``close`` waits for those that run. Closing takes one to two seconds. With the master gone it would take some 15,
-    holding Python's lock all the while, so then the client is left to the end of the process.
+    ``close`` waits for those that run. Closing the native client takes one to two seconds and holds Python's lock all
+    the while; with the master gone it would be some 15, so then it is left open until the process ends.
+
+    ``put`` answers ``OK`` as soon as another client has *begun* to write the same key, for this is what Mooncake says
+    of it: it may become readable only a moment later.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -123,13 +128,12 @@ class MooncakeStore(StorageBackend):
             if self._closed:
                 return
             self._closed = True
-            if not self._calls.wait_for(lambda: self._running == 0, _DRAIN_S):
-                logger.warning("%d calls to Mooncake still run; the client is left open", self._running)
-                return
-        if health.ok:
+            idle = self._calls.wait_for(lambda: self._running == 0, _DRAIN_S)
+        if idle and health.ok:
             self._native.close()
         else:
-            logger.warning("Left the pool without a farewell: %s", health.detail)
+            _LEFT_OPEN.append(self._native)
+            logger.warning("Left the pool without a farewell: %s", health.detail if idle else "calls still run")
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[bool]:

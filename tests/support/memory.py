@@ -10,7 +10,7 @@ __all__ = ["Memory"]
 
 
 class Memory:
-    """Bytes at a fixed address, alive as long as this object is."""
+    """Bytes at a fixed address, alive as long as this object is: give it a name before its spans are used."""
 
     def __init__(self, content: bytes | int) -> None:
         """Memory holding ``content``, or that many bytes of 0xEE."""

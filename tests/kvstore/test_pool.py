@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import PoolUnavailable, Status, Value
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.config import load_config
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import BlockPool, default_backend, open_pool, open_store
+from kvstore_backend.stores.memory import MemoryStore
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+NBYTES = 64
+NAMESPACE = Namespace("model", "float32", 4, 2, 2, 2, "layer,kv,head,token,dim")
+
+
+class Recorder(MemoryStore):
+    """A memory store that notes the calls it gets, and whose answers a test may spoil."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.calls: list[tuple[str, list[str]]] = []
+        self.exists_fails_for: set[str] = set()
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self.calls.append(("put", list(keys)))
+        return super().put(keys, values)
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        self.calls.append(("exists", list(keys)))
+        answers = super().exists(keys)
+        return [FAILED if key in self.exists_fails_for else answer for key, answer in zip(keys, answers, strict=True)]
+
+
+@pytest.fixture
+def store() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def pool(store: Recorder) -> BlockPool:
+    return BlockPool(store, NAMESPACE)
+
+
+def hashes(count: int) -> list[bytes]:
+    return extend_block_hashes([], range(4 * count), 4, root_hash())
+
+
+def save(pool: BlockPool, blocks: Sequence[bytes]) -> list[Status]:
+    sources = [Memory(block[:1] * NBYTES) for block in blocks]
+    return pool.save(blocks, [source.value for source in sources])
+
+
+def loaded(pool: BlockPool, blocks: Sequence[bytes]) -> list[bytes]:
+    """The contents of the leading blocks that could be read."""
+    targets = [Memory(NBYTES) for _ in blocks]
+    return [target.content for target in targets[: pool.load(blocks, [target.value for target in targets])]]
+
+
+def test_what_was_saved_is_found_and_loaded(pool: BlockPool) -> None:
+    blocks = hashes(3)
+    assert save(pool, blocks) == [OK] * 3
+    assert pool.lookup(blocks) == 3
+    assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+
+
+@given(st.sets(st.integers(0, 9)))
+def test_lookup_and_load_count_leading_blocks_only(present: set[int]) -> None:
+    pool, blocks = BlockPool(MemoryStore(1 << 20), NAMESPACE), hashes(10)
+    save(pool, [blocks[i] for i in sorted(present)])
+    leading = next(i for i in range(11) if i not in present)
+    assert pool.lookup(blocks) == len(loaded(pool, blocks)) == leading
+
+
+def test_a_lookup_asks_once_for_all_blocks(pool: BlockPool, store: Recorder) -> None:
+    blocks = hashes(50)
+    pool.lookup(blocks)
+    assert store.calls == [("exists", [NAMESPACE.key(block) for block in blocks])]
+
+
+def test_no_blocks_are_found_saved_and_loaded_without_fuss(pool: BlockPool) -> None:
+    assert (pool.lookup([]), pool.load([], []), pool.save([], [])) == (0, 0, [])
+
+
+def test_an_answer_that_failed_counts_as_absent(pool: BlockPool, store: Recorder) -> None:
+    blocks = hashes(3)
+    save(pool, blocks)
+    store.exists_fails_for = {NAMESPACE.key(blocks[1])}
+    assert pool.lookup(blocks) == 1
+
+
+def test_a_save_sends_only_what_the_pool_lacks(pool: BlockPool, store: Recorder) -> None:
+    blocks = hashes(4)
+    save(pool, blocks[1:3])
+    store.calls.clear()
+    assert save(pool, blocks) == [OK] * 4
+    keys = [NAMESPACE.key(block) for block in blocks]
+    assert store.calls == [("exists", keys), ("put", [keys[0], keys[3]])]
+
+
+def test_a_save_sends_nothing_where_the_pool_could_not_say(pool: BlockPool, store: Recorder) -> None:
+    blocks = hashes(3)
+    store.exists_fails_for = {NAMESPACE.key(blocks[1])}
+    assert save(pool, blocks) == [OK, FAILED, OK]
+    assert pool.lookup(blocks) == 1
+
+
+def test_a_save_says_which_blocks_did_not_fit() -> None:
+    pool, blocks = BlockPool(MemoryStore(NBYTES - 1), NAMESPACE), hashes(2)
+    assert save(pool, blocks) == [FAILED, FAILED]
+
+
+def test_a_block_of_another_size_ends_the_load(pool: BlockPool, store: Recorder) -> None:
+    blocks = hashes(3)
+    save(pool, blocks)
+    store.remove([NAMESPACE.key(blocks[1])])
+    short = Memory(NBYTES - 1)
+    store.put([NAMESPACE.key(blocks[1])], [short.value])
+    assert len(loaded(pool, blocks)) == 1
+
+
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_a_callers_mistake_raises(pool: BlockPool, call: str) -> None:
+    memory = Memory(NBYTES)
+    with pytest.raises(ValueError, match="2 keys but 1 values"):
+        getattr(pool, call)(hashes(2), [memory.value])
+    with pytest.raises(ValueError, match=r"values\[0\] is empty"):
+        getattr(pool, call)(hashes(1), [[]])
+
+
+def test_namespaces_never_read_each_other_in_one_store(store: Recorder) -> None:
+    ours, theirs = BlockPool(store, NAMESPACE), BlockPool(store, replace(NAMESPACE, kv_dtype="bfloat16"))
+    blocks = hashes(3)
+    save(ours, blocks)
+    assert theirs.lookup(blocks) == 0
+    assert loaded(theirs, blocks) == []
+
+
+def test_two_models_on_one_real_mooncake_pool_never_read_each_others_blocks(mooncake_master: MooncakeMaster) -> None:
+    config = mooncake_master.config()
+    blocks = hashes(8)
+    with (
+        open_pool(config, replace(NAMESPACE, model="qwen")) as qwen,
+        open_pool(config, replace(NAMESPACE, model="llama")) as llama,
+    ):
+        assert save(qwen, blocks[:5]) == [OK] * 5
+        assert llama.lookup(blocks) == 0
+        assert loaded(llama, blocks) == []
+        sources = [Memory(b"L" * NBYTES) for _ in blocks]
+        assert llama.save(blocks, [source.value for source in sources]) == [OK] * 8
+        assert qwen.lookup(blocks) == 5
+        assert loaded(qwen, blocks) == [block[:1] * NBYTES for block in blocks[:5]]
+        assert loaded(llama, blocks) == [b"L" * NBYTES] * 8
+
+
+def test_a_closed_pool_is_a_miss(pool: BlockPool) -> None:
+    blocks = hashes(2)
+    save(pool, blocks)
+    with pool:
+        assert pool.health().ok
+    assert pool.lookup(blocks) == 0
+    assert loaded(pool, blocks) == []
+    assert save(pool, blocks) == [FAILED, FAILED]
+    assert not pool.health().ok
+
+
+def test_memory_is_registered_with_the_store(pool: BlockPool, monkeypatch: pytest.MonkeyPatch, store: Recorder) -> None:
+    registered: list[tuple[int, int]] = []
+    monkeypatch.setattr(store, "register", lambda address, nbytes: registered.append((address, nbytes)))
+    monkeypatch.setattr(store, "unregister", lambda address, nbytes: registered.remove((address, nbytes)))
+    pool.register(4096, 100)
+    assert registered == [(4096, 100)]
+    pool.unregister(4096, 100)
+    assert registered == []
+
+
+def test_repr_and_stats_tell_an_operator_where_it_is(pool: BlockPool) -> None:
+    save(pool, hashes(1))
+    assert repr(pool) == f"BlockPool(MemoryStore(1 keys, 64 of 1048576 bytes), namespace={NAMESPACE.digest})"
+    assert pool.stats().used_bytes == NBYTES
+
+
+def test_each_backend_opens_its_store(tmp_path: Path, mooncake_master: MooncakeMaster) -> None:
+    for config in (
+        load_config("memory", environ={}),
+        load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={}),
+        mooncake_master.config(),
+    ):
+        store = open_store(config)
+        assert store.stats().kind == config.backend
+        store.close()
+
+
+def test_mooncake_is_the_default_where_it_can_be_loaded() -> None:
+    assert default_backend() == "mooncake"
+
+
+def test_file_is_the_default_where_mooncake_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    assert default_backend() == "file"
+
+
+def test_mooncake_where_it_cannot_be_loaded_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, mooncake_master: MooncakeMaster
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(PoolUnavailable, match=r"pip install 'fastdeploy-kvstore\[mooncake\]'"):
+        open_pool(mooncake_master.config(), NAMESPACE)
