@@ -7,17 +7,19 @@ from typing import Any
 
 __all__ = ["Detokenizer"]
 
-# A token may hold part of a multi-byte character; decoders show the incomplete part like this.
+# A token may hold part of a multi-byte character; decoders show the incomplete part as one of these or, with
+# byte fallback, as one for each of its bytes.
 _INCOMPLETE = "\ufffd"
-# A character has at most 4 bytes; what is still incomplete after more tokens than this never was a character.
-_MAX_HELD_TOKENS = 8
+_MAX_INCOMPLETE = 3
+# Tokens in view: more than a character has bytes, so that no unfinished one is cut off.
+_CONTEXT = 8
 
 
 class Detokenizer:
     """Turns one sequence's tokens into text.
 
-    A token's text can depend on the few before it (spaces, byte pieces of one character), so each piece is the
-    difference of two decodes over a short window (the method of text-generation-inference and vLLM).
+    A token's text can depend on the few before it (spaces, byte pieces of one character), so a short window of
+    tokens is decoded anew for each, and what of its text was not there before is new.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -28,30 +30,31 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
-        self._tokens = list(prompt_token_ids[-6:])
-        self._prefix = 0
-        self._read = len(self._tokens)
+        self._window = list(prompt_token_ids[-_CONTEXT:])
+        self._given = len(self._decode(self._window))  # characters of the window's text
         self._held = ""
         self.stopped = False
         """Whether a stop string was met; no text follows."""
 
     def add(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
-        self._tokens.append(token_id)
-        return self._release(self._decode_new(), final=False)
+        self._window.append(token_id)
+        return self._release(self._decode_new(final=False), final=False)
 
     def finish(self) -> str:
         """What was held back, now that no token follows."""
         return self._release(self._decode_new(final=True), final=True)
 
-    def _decode_new(self, *, final: bool = False) -> str:
-        before = self._decode(self._tokens[self._prefix : self._read])
-        after = self._decode(self._tokens[self._prefix :])
-        may_complete = after.endswith(_INCOMPLETE) and len(self._tokens) - self._read <= _MAX_HELD_TOKENS
-        if len(after) <= len(before) or (may_complete and not final):
-            return ""
-        self._prefix, self._read = self._read, len(self._tokens)
-        return after[len(before) :]
+    def _decode_new(self, *, final: bool) -> str:
+        text = self._decode(self._window)
+        certain = len(text) if final else len(text) - _unfinished(text)
+        new = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if len(self._window) > 2 * _CONTEXT:
+            unfinished = len(text) - self._given
+            del self._window[:-_CONTEXT]
+            self._given = len(self._decode(self._window)) - unfinished
+        return new
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -69,6 +72,11 @@ class Detokenizer:
         keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def _unfinished(text: str) -> int:
+    """How many characters at the end of ``text`` may be parts of one that is not complete yet."""
+    return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
 def _overlap(text: str, stop: str) -> int:
