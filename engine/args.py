@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -72,7 +73,10 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         ConfigError: a flag that cannot be used, in one sentence.
     """
     environ = os.environ if environ is None else environ
-    values = vars(_parser().parse_args(argv))
+    known, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0]))
+    values = vars(known)
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
@@ -116,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--router", help="router to register with: host:port")
     add("--metrics-port", type=_port, help="a second port that serves /metrics")
     add("--engine-worker-queue-port", type=_port, default=0, help="told to the router; not used otherwise")
+    add("--cache-queue-port", type=_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
     add("--tensor-parallel-size", type=_positive, default=1, help="only 1")
     return parser
@@ -129,10 +134,23 @@ def _check(args: EngineArgs) -> None:
         )
     if args.enable_output_caching and not args.enable_prefix_caching:
         raise ConfigError("--enable-output-caching needs prefix caching; leave out --no-enable-prefix-caching")
+    if args.max_num_batched_tokens < args.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than the {args.max_num_seqs} of "
+            "--max-num-seqs; every running sequence needs one token in a step"
+        )
     if args.tensor_parallel_size != 1:
         raise ConfigError(
             f"--tensor-parallel-size {args.tensor_parallel_size}: this engine runs a model on one device; only 1 works"
         )
+
+
+def _unknown(argument: str) -> str:
+    name = argument.partition("=")[0]
+    flags = [f"--{field.name.replace('_', '-')}" for field in fields(EngineArgs)]
+    nearest = difflib.get_close_matches(name, flags, 1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    return f"{name!r} is no flag of this program; {hint}"
 
 
 def _protocols(text: str) -> tuple[str, ...]:
@@ -151,21 +169,31 @@ def _debug(environ: Mapping[str, str]) -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    value = _number(text)
     if not 0 < value < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not a port (1 to 65535)")
     return value
 
 
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share (above 0, at most 1)")
     return value

@@ -1,0 +1,109 @@
+"""The command line: FastDeploy's own lines work, and whatever cannot be used is told in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.args import EngineArgs, parse_args
+from kvstore_backend import ConfigError
+
+
+def parse(line: str, environ: dict[str, str] | None = None) -> EngineArgs:
+    return parse_args(line.split(), environ or {})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # FastDeploy's examples: global cache, global cache with prefill and decode, splitwise v1, mixed
+        "--port 52700 --max-model-len 32768 --max-num-seqs 32 --kvcache-storage-backend mooncake",
+        "--port 52400 --max-model-len 32768 --max-num-seqs 32 --splitwise-role prefill "
+        "--cache-transfer-protocol rdma --router 0.0.0.0:52700 --kvcache-storage-backend mooncake",
+        "--port 52500 --max-model-len 32768 --max-num-seqs 32 --splitwise-role decode "
+        "--cache-transfer-protocol rdma --router 0.0.0.0:52700 --enable-output-caching "
+        "--kvcache-storage-backend mooncake",
+        "--port 52400 --metrics-port 52401 --engine-worker-queue-port 52402 --cache-queue-port 52403 "
+        "--max-model-len 32768 --splitwise-role prefill --cache-transfer-protocol rdma --rdma-comm-ports 52404 "
+        "--pd-comm-port 52405 --router 0.0.0.0:52700",
+        "--port 8100 --metrics-port 8101 --engine-worker-queue-port 8102 --cache-queue-port 8103 "
+        "--max-model-len 32768 --router 0.0.0.0:9000",
+        "--port 8100 --splitwise-role prefill --router 0.0.0.0:9000",
+    ],
+)
+def test_fastdeploys_own_command_lines_are_understood(line: str) -> None:
+    parse(f"--model PaddlePaddle/ERNIE-4.5-0.3B-Paddle {line}")
+
+
+def test_defaults_are_fastdeploys() -> None:
+    args = parse("--model m")
+    assert (args.port, args.max_model_len, args.max_num_seqs, args.block_size) == (8000, 2048, 8, 64)
+    assert (args.splitwise_role, args.cache_transfer_protocol) == ("mixed", ("ipc",))
+    assert args.enable_prefix_caching
+    assert not args.enable_output_caching
+    assert (args.served_model_name, args.log_dir, args.debug) == ("m", Path("log"), False)
+
+
+def test_several_transfer_protocols_are_separated_by_commas() -> None:
+    assert parse("--model m --cache-transfer-protocol ipc,rdma").cache_transfer_protocol == ("ipc", "rdma")
+
+
+def test_log_folder_and_debug_come_from_the_environment() -> None:
+    args = parse("--model m", {"FD_LOG_DIR": "/tmp/logs", "FD_DEBUG": "1"})
+    assert (args.log_dir, args.debug) == (Path("/tmp/logs"), True)
+
+
+@pytest.mark.parametrize(
+    ("line", "named", "remedy"),
+    [
+        ("--splitwise-role prefil", "--splitwise-role: invalid choice: 'prefil'", "mixed"),
+        ("--kvcache-storage-backend redis", "--kvcache-storage-backend: invalid choice: 'redis'", "mooncake"),
+        ("--device tpu", "--device: invalid choice: 'tpu'", "cpu"),
+        ("--dtype int4", "--dtype: invalid choice: 'int4'", "bfloat16"),
+        (
+            "--kvcache-storage-backend mooncake --no-enable-prefix-caching",
+            "--kvcache-storage-backend mooncake needs prefix caching",
+            "leave out --no-enable-prefix-caching",
+        ),
+        (
+            "--enable-output-caching --no-enable-prefix-caching",
+            "--enable-output-caching needs prefix caching",
+            "leave out --no-enable-prefix-caching",
+        ),
+        ("--tensor-parallel-size 2", "--tensor-parallel-size 2", "only 1 works"),
+        ("--port 0", "--port: 0 is not a port", "1 to 65535"),
+        ("--port 65536", "--port: 65536 is not a port", "1 to 65535"),
+        ("--port http", "--port: 'http' is not a whole number", "see --help"),
+        ("--max-model-len 0", "--max-model-len: 0 is not a positive number", "see --help"),
+        ("--max-model-len 4k", "--max-model-len: '4k' is not a whole number", "see --help"),
+        ("--gpu-memory-utilization 90", "--gpu-memory-utilization: 90 is not a share", "at most 1"),
+        ("--gpu-memory-utilization most", "--gpu-memory-utilization: most is not a share", "at most 1"),
+        ("--max-num-seqs 64 --max-num-batched-tokens 32", "--max-num-batched-tokens 32", "--max-num-seqs"),
+        ("--cache-transfer-protocol rmda", "--cache-transfer-protocol 'rmda'", "ipc, rdma, tcp"),
+        ("--cache-transfer-protocol ipc,", "--cache-transfer-protocol 'ipc,'", "ipc, rdma, tcp"),
+        ("--max-modle-len 5", "'--max-modle-len' is no flag", "did you mean --max-model-len?"),
+        ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
+        ("--splitwise prefill", "'--splitwise' is no flag", "--splitwise-role"),
+        ("--quantization wint4", "'--quantization' is no flag", "see --help"),
+        ("stray", "'stray' is no flag", "see --help"),
+        ("--port", "--port: expected one argument", "see --help"),
+    ],
+)
+def test_a_bad_flag_is_told_in_one_sentence_that_names_it_and_the_remedy(line: str, named: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--model m {line}")
+    message = str(caught.value)
+    assert named in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+def test_a_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="required: --model"):
+        parse("--port 8000")
+
+
+def test_a_debug_switch_that_is_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="FD_DEBUG='yes': set it to 1 for debug logs or to 0"):
+        parse("--model m", {"FD_DEBUG": "yes"})
