@@ -1,9 +1,11 @@
 """The accounts of a shared folder: who may write how much, what is evicted, what killed writers left behind.
 
-folder/
-├── ledger              its lock guards the accounts; it holds them: boot id, bytes, number of values
-├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
-└── writers/<name>/     one a process, locked as long as that process lives: values being written
+    folder/
+    ├── ledger              bytes and number of values, and the boot they were stored in; its lock guards the folder
+    ├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
+    └── writers/<name>/     one a process, locked as long as that process lives: values being written
+
+Everything that gives a file a name or takes one away happens under the ledger's lock; bytes are moved outside it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ __all__ = ["Accounts", "Draft", "Ledger"]
 
 logger = logging.getLogger(__name__)
 
-_RECORD = struct.Struct("<36sQQ")
+_ACCOUNTS = struct.Struct("<QQ")
+_BOOT_ID_AT, _ACCOUNTS_AT = 16, 0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # An eviction looks at every file, so it makes more room than was asked for: this share of the capacity.
 _EVICTED_SHARE = 0.05
@@ -78,9 +81,12 @@ class Ledger:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
             raise PermissionError(errno.EPERM, f"it belongs to user {owner}, who could change what is stored in it")
+        self._ledger.touch(mode=0o600)
         with self._locked() as ledger:
-            if _read(ledger)[0] != _boot_id():
+            boot_id = _BOOT_ID.read_bytes()
+            if os.pread(ledger, len(boot_id), _BOOT_ID_AT) != boot_id:
                 shutil.rmtree(self.blocks, ignore_errors=True)
+                os.pwrite(ledger, boot_id, _BOOT_ID_AT)
             self.blocks.mkdir(exist_ok=True)
             self._own.mkdir(parents=True)
             self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +103,7 @@ class Ledger:
     def accounts(self) -> Accounts:
         """What the folder holds now."""
         with self._locked() as ledger:
-            return _read(ledger)[1]
+            return _read(ledger)
 
     def reserve(self, nbytes: int) -> Draft:
         """A draft for a value, made when there is room for it; evicts to make room. The caller closes its file.
@@ -106,7 +112,7 @@ class Ledger:
             OSError: ``ENOSPC`` where even evicting makes no room.
         """
         with self._locked() as ledger:
-            _, accounts = _read(ledger)
+            accounts = _read(ledger)
             if accounts.used_bytes + nbytes > self.capacity >= nbytes:
                 accounts = self._evicted(nbytes)
                 _write(ledger, accounts)
@@ -147,7 +153,10 @@ class Ledger:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """The open ledger, locked against other processes and threads alike."""
-        ledger = os.open(self._ledger, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            ledger = os.open(self._ledger, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # which would mean that a value is not there
+            raise OSError(errno.EIO, "its ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             yield ledger
@@ -155,8 +164,8 @@ class Ledger:
             os.close(ledger)
 
     def _take_off(self, ledger: int, path: str, nbytes: int) -> None:
+        used, keys = _read(ledger)
         os.unlink(path)
-        _, (used, keys) = _read(ledger)
         _write(ledger, Accounts(max(0, used - nbytes), max(0, keys - 1)))
 
     def _evicted(self, nbytes: int) -> Accounts:
@@ -198,19 +207,12 @@ def _is_dead(writer: str) -> bool:
     return True
 
 
-def _read(ledger: int) -> tuple[bytes, Accounts]:
-    """The boot id and the accounts; nothing held, under no boot id, where the ledger is new."""
-    record = os.pread(ledger, _RECORD.size, 0)
-    if len(record) != _RECORD.size:
-        return b"", Accounts(0, 0)
-    boot_id, used, keys = _RECORD.unpack(record)
-    return boot_id, Accounts(used, keys)
+def _read(ledger: int) -> Accounts:
+    record = os.pread(ledger, _ACCOUNTS.size, _ACCOUNTS_AT)
+    if len(record) < _ACCOUNTS.size:
+        raise OSError(errno.EIO, "its ledger was cut short")
+    return Accounts(*_ACCOUNTS.unpack(record))
 
 
 def _write(ledger: int, accounts: Accounts) -> None:
-    os.pwrite(ledger, _RECORD.pack(_boot_id(), *accounts), 0)
-
-
-def _boot_id() -> bytes:
-    """36 characters that change when the machine starts."""
-    return _BOOT_ID.read_bytes().strip()
+    os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)

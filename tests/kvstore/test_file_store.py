@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -270,11 +270,25 @@ class TestTheFolder:
     ) -> None:
         put(store, "key")
         shutil.rmtree(folder)
-        assert store.exists(["key"]) == store.remove(["key"]) == [ABSENT]
+        assert store.exists(["key"]) == [ABSENT]
         assert get(store, "key") is ABSENT
-        assert put(store, "key") == [FAILED]
+        assert put(store, "key") == store.remove(["key"]) == [FAILED]
         assert not store.health().ok
         assert store.stats().keys is None
+
+    @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "cut short"])
+    def test_without_its_ledger_it_only_reads_until_it_is_opened_anew(
+        self, store: FileStore, folder: Path, harm: Callable[[Path], None]
+    ) -> None:
+        put(store, "key")
+        harm(folder / "ledger")
+        assert put(store, "other") == store.remove(["key"]) == [FAILED]
+        assert not store.health().ok
+        assert get(store, "key") is OK
+        anew = FileStore(folder, 100 * BLOCK)
+        assert put(anew, "other") == [OK]
+        assert anew.stats().used_bytes == bytes_in(folder)
+        anew.close()
 
     def test_a_value_cut_short_by_somebody_fails(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
