@@ -1,0 +1,35 @@
+"""Every command in the README is run: here, by the tests named here, or by the CI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.examples.readme import README, readme_blocks
+from tests.examples.script import ROOT
+
+RUN_ELSEWHERE = {
+    "examples/cache_storage/run_pd_storage.sh": "test_conversation.py, with --keep",
+    "examples/cache_storage/run_pd_storage.sh --keep": "test_conversation.py",
+    "examples/cache_storage/run.sh": "test_scripts.py",
+    "scripts/test": ".ci/run",
+    "scripts/check": ".ci/run",
+}
+CURL = "curl "  # run in test_conversation.py
+
+
+def test_every_bash_block_is_a_command_that_is_run_somewhere() -> None:
+    blocks = readme_blocks("bash")
+    assert {block for block in blocks if not block.startswith(CURL)} == set(RUN_ELSEWHERE)
+
+
+def test_what_the_ci_runs_is_what_the_readme_names() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "scripts/test" in ci
+    assert "scripts/check" in ci
+
+
+def test_every_file_the_readme_names_exists() -> None:
+    named = re.findall(r"`((?:kvstore_backend|router|engine|examples|scripts)/[\w/.]*)`", README.read_text())
+    assert named
+    assert [name for name in named if not Path(ROOT / name).exists()] == []
