@@ -90,9 +90,8 @@ class Completions:
                 param="messages" if isinstance(body, ChatBody) else "prompt",
                 code="context_length_exceeded",
             )
-        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
+        self._check_tokens(tokens, param)
+        self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
         request = Request(
             request_id=body.request_id or str(uuid.uuid4()),
             prompt_token_ids=tuple(tokens),
@@ -100,6 +99,11 @@ class Completions:
             cache_salt=body.cache_salt or "",
         )
         return self._generations.start(request, body.disaggregate_info)
+
+    def _check_tokens(self, tokens: list[int], param: str) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -130,8 +134,10 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
     content = message.get("content")
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return message
+    if not isinstance(content, list):
+        raise ApiError(400, f"messages.{index}.content: it is {content!r}; give a text", param="messages")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part

@@ -87,7 +87,7 @@ class Generation:
 
     async def _prefill(self, info: DisaggregateInfo) -> AsyncIterator[Piece]:
         """Compute the prompt and hand it over before the (ignored) answer is given."""
-        host, port = info.decode_ip or "", int(info.decode_connector_port or 0)
+        host, port = info.decode_ip or "", info.decode_connector_port or 0
         async with hand_over(host, port, self.request.request_id) as decode:
             saved = asyncio.Event()
             pieces = [piece async for piece in self._run(saved)]

@@ -65,7 +65,7 @@ class DisaggregateInfo(_Body):
 
     prefill_ip: str | None = None
     decode_ip: str | None = None
-    decode_connector_port: str | int | None = None
+    decode_connector_port: int | None = Field(default=None, ge=1, le=65535)
 
 
 class GenerationBody(_Body):
@@ -141,21 +141,30 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     except orjson.JSONDecodeError as exc:
         raise ApiError(400, f"the body is not JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}; it must be an object")
+        raise ApiError(400, f"the body must be a JSON object, but it is {_short(value)}")
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        # Members of a union are named in pydantic's location; the field's own path is what the client wrote.
-        param = ".".join(str(part) for part in first["loc"] if part in value or isinstance(part, int)) or str(
-            first["loc"][0]
-        )
-        given = "" if first["type"] == "missing" else f", but it is {_short(first['input'])}"
-        raise ApiError(400, f"{param}: {first['msg']}{given}", param=param) from None
+        # Of a union every member objects; the one that got furthest into the value was meant.
+        errors = exc.errors(include_url=False)
+        param, error = max(((_path(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0]))
+        name = ".".join(map(str, param))
+        given = "" if error["type"] == "missing" else f", but it is {_short(error['input'])}"
+        raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
+
+
+def _path(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
+    """The client's own path to a fault: pydantic's location also names the members of unions."""
+    path: list[int | str] = []
+    for part in location:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            path.append(part)
+            value = value[part]
+    return path or [location[0]]
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = orjson.dumps(value).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

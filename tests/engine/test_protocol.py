@@ -1,0 +1,203 @@
+"""Request bodies: what is wrong is told in one sentence, and nothing a client sends raises anything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.completions import Answer, Completions
+from engine.generation import Generations
+from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+MAX_MODEL_LEN = 64
+VOCAB_SIZE = 1500
+
+
+@pytest.fixture(scope="module")
+def completions(word_tokenizer: Any, word_model: Path) -> Completions:
+    """What checks prompts, without an engine behind it: nothing here runs one."""
+    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    return Completions(generations, word_tokenizer, str(word_model), MAX_MODEL_LEN, VOCAB_SIZE)
+
+
+def start(completions: Completions, path: str, body: Any) -> Answer:
+    """Check a body as the server does before it answers."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if path == "chat":
+        return completions.chat(parse_body(ChatBody, raw))
+    return completions.complete(parse_body(CompletionBody, raw))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("chat", b"hello", None, "the body is not JSON"),
+        ("chat", b"", None, "the body is not JSON"),
+        ("chat", b'{"messages": "\xff"}', None, "the body is not JSON"),
+        ("chat", [MESSAGES], None, "the body must be a JSON object, but it is [[{"),
+        ("chat", None, None, "the body must be a JSON object, but it is null"),
+        ("chat", {}, "messages", "messages: Field required"),
+        ("chat", {"messages": []}, "messages", "at least 1 item"),
+        ("chat", {"messages": "hello"}, "messages", 'valid list, but it is "hello"'),
+        ("chat", {"messages": ["hello"]}, "messages.0", 'but it is "hello"'),
+        ("chat", {"messages": [{"content": "hello"}]}, "messages", "messages.0.role: it is missing"),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages", "messages.0.content: it is 5"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "messages.0.content: a part of type 'image_url'; only text is supported",
+        ),
+        ("chat", {"messages": MESSAGES, "n": 2}, "n", "should be 1, but it is 2"),
+        ("chat", {"messages": MESSAGES, "temperature": -1}, "temperature", "greater than or equal to 0, but it is -1"),
+        ("chat", {"messages": MESSAGES, "temperature": "hot"}, "temperature", "valid number"),
+        ("chat", {"messages": MESSAGES, "top_p": 1.5}, "top_p", "less than or equal to 1, but it is 1.5"),
+        ("chat", {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "greater than or equal to 1, but it is 0"),
+        ("chat", {"messages": MESSAGES, "max_tokens": 1.5}, "max_tokens", "valid integer"),
+        ("chat", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "equal to 1"),
+        ("chat", {"messages": MESSAGES, "stop": 5}, "stop", "valid string"),
+        ("chat", {"messages": MESSAGES, "stop": ["a", 5]}, "stop.1", "valid string"),
+        ("chat", {"messages": MESSAGES, "stream": "perhaps"}, "stream", "valid boolean"),
+        ("chat", {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "equal to 20"),
+        (
+            "chat",
+            {"messages": MESSAGES, "stream_options": {"include_usage": 7}},
+            "stream_options.include_usage",
+            "valid boolean",
+        ),
+        (
+            "chat",
+            {"messages": MESSAGES, "disaggregate_info": {"decode_connector_port": "http"}},
+            "disaggregate_info.decode_connector_port",
+            "valid integer",
+        ),
+        (
+            "chat",
+            {"messages": MESSAGES, "disaggregate_info": {"decode_connector_port": "65536"}},
+            "disaggregate_info.decode_connector_port",
+            "less than or equal to 65535",
+        ),
+        ("chat", {"messages": MESSAGES, "prompt_token_ids": [1, -1]}, "prompt_token_ids", "token id -1 is not in"),
+        ("chat", {"messages": MESSAGES, "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "token id 1500 is not in"),
+        ("chat", {"messages": MESSAGES, "stop_token_ids": [-1]}, "stop_token_ids", "token id -1 is not in"),
+        ("text", {}, "prompt", "it is missing or empty"),
+        ("text", {"prompt": ""}, "prompt", "it is missing or empty"),
+        ("text", {"prompt": []}, "prompt", "it is missing or empty"),
+        ("text", {"prompt": ["a", "b"]}, "prompt", "2 prompts in one request"),
+        ("text", {"prompt": [""]}, "prompt", "it is missing or empty"),
+        ("text", {"prompt": {"text": "a"}}, "prompt", "valid string"),
+        ("text", {"prompt": [1, -2]}, "prompt", "token id -2 is not in [0, 1500)"),
+        ("text", {"prompt": [1, 1500]}, "prompt", "token id 1500 is not in [0, 1500)"),
+        ("text", {"prompt": "a", "echo": True}, "echo", "should be False"),
+        ("text", {"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
+    ],
+)
+def test_a_bad_body_is_told_in_one_sentence_that_names_the_field(
+    completions: Completions, path: str, body: Any, param: str | None, said: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        start(completions, path, body)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert said in str(error)
+    assert "\n" not in str(error)
+    assert error.body == {
+        "error": {"message": str(error), "type": "invalid_request_error", "param": param, "code": error.code}
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": " the" * 100}]}, "messages"),
+        ("text", {"prompt": " the" * 64}, "prompt"),
+        ("text", {"prompt": [1] * 64}, "prompt"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_says_by_how_much(
+    completions: Completions, path: str, body: Any, param: str
+) -> None:
+    with pytest.raises(ApiError, match=r"the prompt has \d+ tokens; .* max_model_len of 64") as caught:
+        start(completions, path, body)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
+
+
+def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Completions) -> None:
+    answer = start(completions, "text", {"prompt": [1] * 63, "max_tokens": 500})
+    assert answer._generation.request.params.max_tokens == 1
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from([0, -1, 10**30])
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+@given(raw=st.one_of(st.binary(), JSON.map(lambda value: json.dumps(value).encode())))
+@settings(deadline=None)
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, AbortBody])
+def test_no_body_raises_anything_but_an_api_error(kind: type[Any], raw: bytes) -> None:
+    try:
+        parse_body(kind, raw)
+    except ApiError as error:
+        assert error.status == 400
+        assert "\n" not in str(error)
+
+
+FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields})
+
+
+@given(path=st.sampled_from(["chat", "text"]), fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
+@settings(deadline=None, max_examples=300)
+def test_no_value_of_any_field_raises_anything_but_an_api_error(
+    completions: Completions, path: str, fields: dict[str, Any]
+) -> None:
+    try:
+        start(completions, path, {"messages": MESSAGES, "prompt": "hello", **fields})
+    except ApiError as error:
+        assert error.status == 400
+        assert "\n" not in str(error)
+
+
+def test_unknown_fields_are_let_through() -> None:
+    body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, "metadata": {"a": 1}, "store": True}).encode())
+    assert body.messages == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "expected"),
+    [
+        (ChatBody, {}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 100, "logprobs": None}),
+        (ChatBody, {"max_tokens": 5, "max_completion_tokens": 7}, {"max_tokens": 7}),
+        (ChatBody, {"max_tokens": 500}, {"max_tokens": 100}),
+        (ChatBody, {"temperature": 0, "top_p": 0, "top_k": -1}, {"temperature": 0.0, "top_p": 0.0, "top_k": 0}),
+        (ChatBody, {"stop": "a"}, {"stop": ("a",)}),
+        (ChatBody, {"stop": ["a", "", "b"]}, {"stop": ("a", "b")}),
+        (ChatBody, {"seed": 5}, {"seed": 5}),
+        (ChatBody, {"logprobs": True}, {"logprobs": 0}),
+        (ChatBody, {"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        (ChatBody, {"top_logprobs": 3}, {"logprobs": None}),
+        (CompletionBody, {"logprobs": 2}, {"logprobs": 2}),
+        (CompletionBody, {"stop_token_ids": [4, 5], "ignore_eos": True, "min_tokens": 2}, {"min_tokens": 2}),
+    ],
+)
+def test_sampling_fields_keep_openais_meaning(
+    kind: type[GenerationBody], body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    raw = json.dumps({"messages": MESSAGES, "prompt": "a", **body}).encode()
+    params = sampling_params(parse_body(kind, raw), max_tokens=100)
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_requests_without_a_seed_draw_differently() -> None:
+    body = parse_body(CompletionBody, b'{"prompt": "a"}')
+    assert len({sampling_params(body, max_tokens=1).seed for _ in range(20)}) == 20
