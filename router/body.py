@@ -19,6 +19,8 @@ __all__ = ["BadBody", "InferenceBody", "estimate_tokens", "parse_inference", "pa
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
+# More sequences than any engine makes of one request; what a client writes must not size a list here.
+_MOST_CHOICES = 1024
 
 
 class BadBody(ValueError):
@@ -64,15 +66,15 @@ def parse_inference(data: bytes) -> InferenceBody:
     """
     members = parse_object(data)
     request_id = members.get("request_id")
-    if request_id is not None and not isinstance(request_id, str):
-        raise BadBody(f"request_id is {request_id!r}; it must be a string", "request_id")
+    if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
+        raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
     token_ids = members.get("prompt_token_ids")
     prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
     choices = n if isinstance(n, int) and n > 0 else 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
-    return InferenceBody(data, members, request_id or None, prompt_tokens, choices)
+    return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES))
 
 
 def estimate_tokens(data: bytes) -> int:

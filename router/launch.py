@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,
             timeout_keep_alive=CLIENT_IDLE_SECONDS,
             timeout_graceful_shutdown=2,
         ),

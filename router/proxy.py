@@ -124,17 +124,25 @@ class Proxy:
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
         timer = asyncio.get_running_loop().call_later(self._timeout, journey.fail, _Over(late))
         try:
-            first = await self._begin(journey, data, body)
-            await journey.relay(first)
+            await self._answer(journey, data, body)
         finally:
             timer.cancel()
             watcher.cancel()
+
+    async def _answer(self, journey: _Journey, data: bytes, body: InferenceBody | None) -> None:
+        try:
+            first = await self._begin(journey, data, body)
+        except LegFailed as failure:
+            await journey.refuse(failure)
+        else:
+            await journey.relay(first)
 
     async def _begin(self, journey: _Journey, data: bytes, body: InferenceBody | None) -> bytes:
         """Make attempts until one has the first bytes of an answer.
 
         Raises:
-            _Over: none had; or the journey was ended.
+            LegFailed: no attempt had; this is the last one's failure.
+            _Over: no instance could take the request, or the journey was ended.
         """
         features = RequestFeatures(body.prompt_tokens if body else estimate_tokens(data))
         choose = self._selector.choose if body else self._selector.choose_any
@@ -161,12 +169,7 @@ class Proxy:
                 if not exc.stale:
                     excluded.add(exc.instance.key)
         assert failure is not None
-        answer, role = failure.answer, failure.instance.role
-        if answer is not None and (answer.status < 500 or role is not Role.PREFILL):
-            await journey.respond(answer.status, answer.headers, answer.body)
-            raise _Over(None)
-        message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
-        raise _Over(ApiError(502, message, f"{role.value}_failed"))
+        raise failure
 
     def _attempt(
         self,
@@ -222,9 +225,9 @@ class Proxy:
         if _access_log.isEnabledFor(logging.INFO):
             first_ms = (journey.first_byte - journey.started) * 1e3 if journey.first_byte else 0.0
             _access_log.info(
-                "method=%s path=%s status=%d request_id=%s mixed=%s prefill=%s decode=%s attempts=%d"
+                "method=%s path=%s status=%d error=%s request_id=%s mixed=%s prefill=%s decode=%s attempts=%d"
                 " first_byte_ms=%.1f total_ms=%.1f",
-                *(journey.method, journey.path, journey.status, journey.request_id or "-"),
+                *(journey.method, journey.raw_path, journey.status, journey.error or "-", journey.request_id or "-"),
                 *(mixed or "-", prefill or "-", decode or "-", journey.attempts, first_ms, seconds * 1e3),
             )
 
@@ -238,6 +241,7 @@ class _Journey:
         self.path: str = scope["path"]
         query: bytes = scope["query_string"]
         raw_path: bytes = scope["raw_path"]
+        self.raw_path = raw_path.decode("latin-1")
         self.target = raw_path + b"?" + query if query else raw_path
         self.forwarded_headers = _end_to_end(scope["headers"], _NOT_FORWARDED)
         self.request_id = ""
@@ -247,6 +251,7 @@ class _Journey:
         self.over: _Over | None = None
         self.status = CLIENT_LEFT
         self.first_byte = 0.0
+        self.error = ""
         self._receive = receive
         self._send = send
         self._is_event_stream = False
@@ -302,6 +307,15 @@ class _Journey:
         await self._send({"type": "http.response.body", "body": held + data, "more_body": False})
         attempt.finish()
 
+    async def refuse(self, failure: LegFailed) -> None:
+        """Answer with the failure of the last attempt: the instance's own answer, unless prefill broke down."""
+        answer, role = failure.answer, failure.instance.role
+        if answer is not None and (answer.status < 500 or role is not Role.PREFILL):
+            await self.respond(answer.status, answer.headers, answer.body)
+        else:
+            message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
+            raise _Over(ApiError(502, message, f"{role.value}_failed"))
+
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
         kept = [header for header in headers if header[0] != b"content-length"]
@@ -312,6 +326,7 @@ class _Journey:
         """End the journey for the client, whatever it has got so far; and the attempt, if one still runs."""
         if self.attempt is not None:
             self.attempt.give_up()
+        self.error = error.code if error else "client_left"
         if error is None:
             return
         if not self.first_byte:

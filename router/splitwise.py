@@ -118,6 +118,7 @@ class Attempt:
         self._on_trouble = on_trouble
         self.is_event_stream = False
         self._begun = False
+        self._grace: asyncio.TimerHandle | None = None
 
     async def begin(self) -> bytes:
         """Send all legs at once and wait for the first bytes of the answer; for all of them if it is no stream.
@@ -161,8 +162,14 @@ class Attempt:
     def finish(self) -> None:
         """The client has the whole answer; prefill gets a moment to end its own."""
         self.answering.finish()
-        if self.prefill is not None and not self.prefill.finished:
-            asyncio.get_running_loop().call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, self.prefill)
+        prefill = self.prefill
+        if prefill is None:
+            return
+        if prefill.exchange.complete:
+            prefill.finish()
+        else:
+            loop = asyncio.get_running_loop()
+            self._grace = loop.call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
 
     def give_up(self, culprit: Instance | None = None) -> None:
         """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
@@ -190,6 +197,8 @@ class Attempt:
             if not leg.finished:
                 failure = self._broken(leg, exc)
         leg.finish()
+        if self._grace is not None:
+            self._grace.cancel()
         if failure is None:
             return
         if self._begun:

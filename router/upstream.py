@@ -232,6 +232,7 @@ class Exchange:
     def _start(self, connection: _Connection) -> None:
         self._connection = connection
         connection.start(self, self._request)
+        self._request = ()  # it may be large, and the response may take long
         self.sent = True
 
     async def _connect(self) -> _Connection:

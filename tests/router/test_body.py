@@ -27,7 +27,7 @@ def _written_objects(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
     """An object as some client might write it, and its members as they were written; names may repeat."""
     members = []
     for name in draw(st.lists(_names, max_size=6)):
-        value = draw(_json_values if name != "request_id" else st.text())
+        value = draw(_json_values if name != "request_id" else st.text("abc-é"))
         ascii_only = draw(st.booleans())
         written = f"{json.dumps(name, ensure_ascii=ascii_only)}{draw(_space)}:{draw(_space)}"
         written += json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 2])))
@@ -112,10 +112,15 @@ def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, said: 
         parse_object(data)
 
 
-def test_a_request_id_that_is_no_string_is_refused() -> None:
-    with pytest.raises(BadBody, match="request_id is 5") as refused:
-        parse_inference(b'{"request_id": 5}')
+@pytest.mark.parametrize("value", [b"5", rb'"a\nb"', rb'"\ud800"', b"[]"])
+def test_a_request_id_that_is_no_printable_string_is_refused(value: bytes) -> None:
+    with pytest.raises(BadBody, match="it must be a string of printable characters") as refused:
+        parse_inference(b'{"request_id": %s}' % value)
     assert refused.value.param == "request_id"
+
+
+def test_an_absurd_number_of_choices_is_not_believed() -> None:
+    assert parse_inference(b'{"n": 1000000000000}').choices < 10_000
 
 
 @pytest.mark.parametrize("data", [b'{"request_id": null}', b'{"request_id": ""}', b"{}"])

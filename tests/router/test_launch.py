@@ -144,4 +144,4 @@ def test_each_request_is_one_line_of_the_access_log(running: Child) -> None:
     httpx.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
     wait_until(lambda: "router.access" in running.output, "the line")
     (line,) = [line for line in running.output.splitlines() if "router.access" in line]
-    assert "method=POST path=/v1/chat/completions status=503 request_id=r" in line
+    assert "method=POST path=/v1/chat/completions status=503 error=no_instance request_id=r" in line
