@@ -149,7 +149,7 @@ trap 'exit 143' TERM
 
 stop_all() {
     trap '' INT TERM HUP # a second Ctrl-C must not leave anything behind
-    [ -z "$WATCHED" ] || kill "$WATCHED" 2>/dev/null || true
+    [ -z "$WATCHED" ] || kill -TERM -- "-$WATCHED" 2>/dev/null || true
     local master=${pids[master]-}
     unset 'pids[master]'
     stop "${!pids[@]}"
@@ -211,7 +211,7 @@ wait_for() {
 
 # watched COMMAND...: in the foreground, but it ends with Ctrl-C at once, and when a started process dies.
 watched() {
-    "$@" &
+    setsid "$@" & # with what it starts itself, it can then be ended as a group
     WATCHED=$!
     while kill -0 "$WATCHED" 2>/dev/null; do
         check_alive
