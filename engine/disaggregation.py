@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-_MAX_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class HandoverReceiver:
         begun = self._future(request_id)
         try:
             result = await asyncio.wait_for(asyncio.shield(begun), self._silence)
-            return await result
+            return await asyncio.shield(result)  # it is P's connection that sets it
         except asyncio.TimeoutError:
             log.warning(
                 "%s: no word of a prefill instance in %g s; computing the prompt here", request_id, self._silence
@@ -83,9 +82,6 @@ class HandoverReceiver:
 
     def _future(self, request_id: str) -> asyncio.Future[asyncio.Future[Handed | None]]:
         if request_id not in self._pending:
-            while len(self._pending) >= _MAX_KEPT:
-                # Announced by P, never asked for by a router: the oldest goes.
-                self._pending.pop(next(iter(self._pending)))
             self._pending[request_id] = asyncio.get_running_loop().create_future()
         return self._pending[request_id]
 
@@ -101,7 +97,7 @@ class HandoverReceiver:
             if not begun.done():
                 begun.set_result(result)
             result.set_result(await self._outcome(reader))
-        except (ValueError, TypeError, KeyError, OSError, EOFError, asyncio.TimeoutError) as exc:
+        except Exception as exc:  # whatever P, or a stranger, sends or fails to send
             log.warning(
                 "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
             )
@@ -109,6 +105,13 @@ class HandoverReceiver:
             if not result.done():
                 result.set_result(None)
             writer.close()
+            # The request may still be on its way from the router; one that never comes must not be kept for good.
+            asyncio.get_running_loop().call_later(self._silence, self._forget, request_id, result)
+
+    def _forget(self, request_id: str, result: asyncio.Future[Handed | None]) -> None:
+        begun = self._pending.get(request_id)
+        if begun is not None and begun.done() and begun.result() is result:
+            del self._pending[request_id]
 
     async def _outcome(self, reader: asyncio.StreamReader) -> Handed:
         while True:

@@ -1,0 +1,38 @@
+"""Coroutines as tests."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+__all__ = ["eventually", "in_event_loop"]
+
+_DEADLINE_S = 30.0
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine test in a loop of its own, with a deadline; an error nobody caught fails it, too."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        uncaught: list[dict[str, Any]] = []
+
+        async def watched() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
+            await asyncio.wait_for(test(*args, **kwargs), _DEADLINE_S)
+
+        asyncio.run(watched())
+        assert uncaught == []
+
+    return run
+
+
+async def eventually(condition: Callable[[], object], what: str) -> None:
+    """Let the loop run until ``condition`` is true."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + _DEADLINE_S
+    while not condition():
+        assert loop.time() < give_up_at, f"waited {_DEADLINE_S:g} s in vain for {what}"
+        await asyncio.sleep(0.005)
