@@ -55,6 +55,8 @@ class Generation:
         self._handed: Handed | None = None
         self._waiting: asyncio.Task[Handed | None] | None = None
         self._aborted = False
+        # Not the sequence's own count: the engine may be a token ahead of what a stop string lets out.
+        self._num_output_tokens = 0
         self._start = time.monotonic()
 
     def abort(self) -> None:
@@ -69,7 +71,7 @@ class Generation:
         own, pool = self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
         if self._handed is not None:
             own, pool = self._handed.own_cached_tokens, self._handed.pool_cached_tokens
-        return usage(self.sequence, own, pool)
+        return usage(self.sequence.num_prompt_tokens, self._num_output_tokens, own, pool)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
@@ -141,6 +143,7 @@ class Generation:
                 output = await outputs.get()
                 if first_token_seconds is None:
                     first_token_seconds = time.monotonic() - self._start
+                self._num_output_tokens += output.token_id is not None
                 reason = output.finish_reason
                 ended_by_token = reason == "stop"
                 text = "" if output.token_id is None or ended_by_token else detokenizer.add(output.token_id)
@@ -166,7 +169,7 @@ class Generation:
             self._owner.role,
             reason,
             sequence.num_prompt_tokens,
-            sequence.num_output_tokens,
+            self._num_output_tokens,
             sequence.own_cached_tokens,
             sequence.pool_cached_tokens,
             sequence.pool_load_seconds,

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.request import SamplingParams, Sequence
+from engine.request import SamplingParams
 
 __all__ = [
     "AbortBody",
@@ -189,9 +189,8 @@ def sampling_params(body: GenerationBody, *, max_tokens: int) -> SamplingParams:
     )
 
 
-def usage(sequence: Sequence, own_cached: int, pool_cached: int) -> dict[str, Any]:
-    """OpenAI's usage object, and beside ``cached_tokens`` where those came from."""
-    prompt, completion = sequence.num_prompt_tokens, sequence.num_output_tokens
+def usage(prompt: int, completion: int, own_cached: int, pool_cached: int) -> dict[str, Any]:
+    """OpenAI's usage object, and beside ``cached_tokens`` where those came from; all in tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
