@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from router.aborts import Aborter
@@ -36,8 +36,8 @@ Send = Callable[[Message], Awaitable[None]]
 _log = logging.getLogger("router.proxy")
 _access_log = logging.getLogger("router.access")
 
-# Each attempt excludes the instance that failed the one before.
-ATTEMPTS = 5
+# A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
+ATTEMPTS = 6
 CLIENT_LEFT = 499
 # An event longer than this is not waited for, but relayed in pieces.
 EVENT_BYTES = 1024 * 1024
@@ -109,55 +109,43 @@ class Proxy:
             journey.fail(_Over(ApiError(503, "the router is stopping", "router_stopping")))
 
     async def _serve(self, journey: _Journey) -> None:
-        prefix = _ID_PREFIXES.get(journey.path)
-        if prefix is not None and journey.method != "POST":
-            raise _Over(ApiError(405, f"{journey.path} takes POST, not {journey.method}", "method_not_allowed"))
-        data = await journey.read_body()
-        body = None
-        if prefix is not None:
-            try:
-                body = parse_inference(data)
-            except BadBody as exc:
-                raise _Over(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-            journey.request_id = body.request_id or str(uuid.uuid4())
+        await journey.read_request()
         watcher = asyncio.ensure_future(journey.watch_client())
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
         timer = asyncio.get_running_loop().call_later(self._timeout, journey.fail, _Over(late))
         try:
-            await self._answer(journey, data, body)
+            await self._answer(journey)
         finally:
             timer.cancel()
             watcher.cancel()
 
-    async def _answer(self, journey: _Journey, data: bytes, body: InferenceBody | None) -> None:
+    async def _answer(self, journey: _Journey) -> None:
         try:
-            first = await self._begin(journey, data, body)
+            first = await self._begin(journey)
         except LegFailed as failure:
             await journey.refuse(failure)
         else:
             await journey.relay(first)
 
-    async def _begin(self, journey: _Journey, data: bytes, body: InferenceBody | None) -> bytes:
+    async def _begin(self, journey: _Journey) -> bytes:
         """Make attempts until one has the first bytes of an answer.
 
         Raises:
             LegFailed: no attempt had; this is the last one's failure.
             _Over: no instance could take the request, or the journey was ended.
         """
-        features = RequestFeatures(body.prompt_tokens if body else estimate_tokens(data))
-        choose = self._selector.choose if body else self._selector.choose_any
+        choose = self._selector.choose if journey.body else self._selector.choose_any
         failure: LegFailed | None = None
-        excluded: set[str] = set()
-        for number in range(ATTEMPTS):
+        while journey.attempts < ATTEMPTS:
             if journey.over is not None:
                 raise journey.over
             try:
-                selection = choose(features, excluded)
+                selection = choose(journey.features, journey.excluded)
             except NoInstance as exc:
                 if failure is None:
                     raise _Over(exc.error) from None
                 break
-            attempt = self._attempt(journey, selection, number, data, body, features)
+            attempt = self._attempt(journey, selection)
             try:
                 return await attempt.begin()
             except LegFailed as exc:
@@ -166,49 +154,36 @@ class Proxy:
                 if not exc.another_may_serve:
                     break
                 self._metrics.retried(exc.instance.key)
-                if not exc.stale:
-                    excluded.add(exc.instance.key)
+                (journey.gone_stale if exc.stale else journey.excluded).add(exc.instance.key)
         assert failure is not None
         raise failure
 
-    def _attempt(
-        self,
-        journey: _Journey,
-        selection: Selection,
-        number: int,
-        data: bytes,
-        body: InferenceBody | None,
-        features: RequestFeatures,
-    ) -> Attempt:
+    def _attempt(self, journey: _Journey, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet."""
         answering, prefill = selection.answering, selection.prefill
-        engine_ids: Sequence[str] = ()
-        if body is not None:
-            request_id = f"{journey.request_id}-retry{number}" if number else journey.request_id
-            added: dict[str, Any] = {"request_id": request_id}
-            if prefill is not None:
-                added["disaggregate_info"] = disaggregate_info(prefill.registration, answering.registration)
-            data = splice(body, added)
-            prefix = _ID_PREFIXES[journey.path]
-            full_id = request_id if request_id.startswith(prefix) else prefix + request_id
-            engine_ids = [f"{full_id}_{i}" for i in range(body.choices)]
-        journey.served_by = {leg.role: leg.key for leg in (answering, prefill) if leg is not None}
+        info = disaggregate_info(prefill.registration, answering.registration) if prefill else None
+        data, engine_ids = journey.next_attempt(info)
+        journey.served_by = {instance.role: instance.key for instance in (answering, prefill) if instance}
         journey.attempt = Attempt(
-            self._leg(journey, answering, data, features),
-            None if prefill is None else self._leg(journey, prefill, data, features),
+            self._leg(journey, answering, data),
+            self._leg(journey, prefill, data) if prefill else None,
             engine_ids,
             aborter=self._aborter,
             tasks=self._tasks,
             on_trouble=self._note_trouble,
         )
-        journey.attempts = number + 1
         return journey.attempt
 
-    def _leg(self, journey: _Journey, instance: Instance, data: bytes, features: RequestFeatures) -> Leg:
+    def _leg(self, journey: _Journey, instance: Instance, data: bytes) -> Leg:
         exchange = self._upstream.exchange(
-            instance.address, journey.method, journey.target, journey.forwarded_headers, data
+            instance.address,
+            journey.method,
+            journey.target,
+            journey.forwarded_headers,
+            data,
+            fresh=instance.key in journey.gone_stale,
         )
-        return Leg(instance, exchange, features.prompt_tokens)
+        return Leg(instance, exchange, journey.features.prompt_tokens)
 
     def _note_trouble(self, instance: Instance, error: UpstreamError) -> None:
         if isinstance(error, ConnectFailed):
@@ -244,7 +219,11 @@ class _Journey:
         self.raw_path = raw_path.decode("latin-1")
         self.target = raw_path + b"?" + query if query else raw_path
         self.forwarded_headers = _end_to_end(scope["headers"], _NOT_FORWARDED)
+        self.body: InferenceBody | None = None
+        self.features = RequestFeatures(0)
         self.request_id = ""
+        self.excluded: set[str] = set()
+        self.gone_stale: set[str] = set()
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.served_by: dict[Role, str] = {}
@@ -252,6 +231,7 @@ class _Journey:
         self.status = CLIENT_LEFT
         self.first_byte = 0.0
         self.error = ""
+        self._data = b""
         self._receive = receive
         self._send = send
         self._is_event_stream = False
@@ -263,8 +243,45 @@ class _Journey:
             if self.attempt is not None:
                 self.attempt.fail(over)
 
-    async def read_body(self) -> bytes:
-        """The request's whole body."""
+    async def read_request(self) -> None:
+        """Read the whole body, and parse it if the request is a completion.
+
+        Raises:
+            _Over: it cannot be served, or the client left.
+        """
+        prefix = _ID_PREFIXES.get(self.path)
+        if prefix is not None and self.method != "POST":
+            raise _Over(ApiError(405, f"{self.path} takes POST, not {self.method}", "method_not_allowed"))
+        self._data = await self._read_body()
+        if prefix is None:
+            self.features = RequestFeatures(estimate_tokens(self._data))
+            return
+        try:
+            self.body = parse_inference(self._data)
+        except BadBody as exc:
+            raise _Over(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+        self.features = RequestFeatures(self.body.prompt_tokens)
+        self.request_id = self.body.request_id or str(uuid.uuid4())
+
+    def next_attempt(self, info: dict[str, Any] | None) -> tuple[bytes, list[str]]:
+        """The body to send to instances, and the ids that their engines will give the request's sequences.
+
+        Each attempt has a request id of its own, because an engine may still know the one before. A request that
+        is no completion is sent as it is.
+        """
+        number = self.attempts
+        self.attempts += 1
+        if self.body is None:
+            return self._data, []
+        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
+        added: dict[str, Any] = {"request_id": request_id}
+        if info is not None:
+            added["disaggregate_info"] = info
+        prefix = _ID_PREFIXES[self.path]
+        full_id = request_id if request_id.startswith(prefix) else prefix + request_id
+        return splice(self.body, added), [f"{full_id}_{i}" for i in range(self.body.choices)]
+
+    async def _read_body(self) -> bytes:
         parts = []
         more = True
         while more:

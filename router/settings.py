@@ -117,6 +117,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m router.launch",
+        usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
         f"Each setting may also stand in the YAML file under the key in brackets, or in the environment as "
@@ -132,7 +133,7 @@ def _parser() -> _Parser:
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_const", const=True, help=about)
         else:
-            parser.add_argument(flag, metavar=type(field.default).__name__.upper(), help=about)
+            parser.add_argument(flag, metavar=field.name.split("_")[-1].upper(), help=about)
     return parser
 
 

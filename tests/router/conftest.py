@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import hypothesis
 import pytest
 import uvicorn
 
@@ -19,11 +18,6 @@ from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 
 __all__ = ["RouterUnderTest"]
-
-
-# A busy machine may take its time over an example; no test asserts on a clock.
-hypothesis.settings.register_profile("router", deadline=None)
-hypothesis.settings.load_profile("router")
 
 
 class RouterUnderTest:

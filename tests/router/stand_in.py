@@ -77,6 +77,7 @@ class Responder:
     peer_left: asyncio.Event
     keep_alive: bool = True
     bytes_sent: int = 0
+    succeeded: bool = False
 
     async def raw(self, data: bytes) -> None:
         self.writer.write(data)
@@ -84,6 +85,7 @@ class Responder:
         self.bytes_sent += len(data)
 
     async def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
+        self.succeeded = status < 300
         lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in headers)]
         await self.raw("\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body)
 
@@ -159,6 +161,7 @@ class StandIn:
     health: int = 200
     port: int = 0
     received: list[Received] = field(default_factory=list)
+    answered: set[bytes] = field(default_factory=set)
     aborted: list[Any] = field(default_factory=list)
     probes: int = 0
     connections: int = 0
@@ -268,6 +271,8 @@ class StandIn:
         self.running += 1
         try:
             await self.behave(request, responder)
+            if responder.succeeded:
+                self.answered.add(request.body)
         finally:
             self.running -= 1
             self.left += responder.peer_left.is_set()
