@@ -30,7 +30,7 @@ from engine.generation import Generations
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config, load_tokenizer
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
-from engine.registration import host_ip_towards, keep_registered, router_url
+from engine.registration import keep_registered, router_url
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, load_config, open_pool
 
@@ -119,11 +119,9 @@ class Instance:
     def card(self) -> dict[str, Any]:
         """What the router is told of this instance (FastDeploy's registration)."""
         args = self.args
-        assert self.router is not None
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
             "role": args.splitwise_role,
-            "host_ip": host_ip_towards(self.router),
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from typing import Any
 
@@ -19,42 +20,54 @@ HEARTBEAT_SECONDS = 5.0
 # Until the first registration has worked, and after one has failed.
 _RETRY_SECONDS = 1.0
 
+_ADDRESS = re.compile(
+    r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII
+)
+
 
 def router_url(text: str) -> str:
     """``host:port`` or a URL -> ``http://host:port``; 0.0.0.0 means this machine, as FastDeploy's examples use it.
 
     Raises:
-        ConfigError: no host or no port in it.
+        ConfigError: it is something else, or has a path, which the router has not.
     """
-    try:
-        url = httpx.URL(text if "://" in text else f"http://{text}")
-    except httpx.InvalidURL as exc:
-        raise ConfigError(f"--router {text!r} is not host:port ({exc})") from None
-    if not url.host or url.port is None:
+    found = _ADDRESS.fullmatch(text)
+    if found is None or not 0 < int(found["port"]) < 65536:
         raise ConfigError(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
-    host = "127.0.0.1" if url.host == "0.0.0.0" else url.host
-    return f"{url.scheme}://{host}:{url.port}"
+    host = "127.0.0.1" if found["host"] == "0.0.0.0" else found["host"]
+    return f"{found['scheme'] or 'http'}://{host}:{found['port']}"
 
 
 def host_ip_towards(url: str) -> str:
-    """This machine's address as the host of ``url`` sees it."""
+    """This machine's address as the host of ``url`` sees it.
+
+    Raises:
+        OSError: nobody knows that host, or there is no way to it.
+    """
     target = httpx.URL(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
         # Connecting a datagram socket sends nothing; it only picks the route.
-        probe.connect((target.host, target.port or 80))
-        address: str = probe.getsockname()[0]
-        return address
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+        return own
 
 
 async def keep_registered(router: str, instance: dict[str, Any]) -> None:
-    """Register ``instance`` (FastDeploy's fields) at ``router`` again and again, until cancelled."""
+    """Register ``instance`` at ``router`` again and again, until cancelled.
+
+    Args:
+        router: ``router_url(...)``.
+        instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
+    """
     said: str | None = None
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         while True:
             try:
-                answer = await client.post(f"{router}/register", json=instance)
+                card = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}
+                answer = await client.post(f"{router}/register", json=card)
                 problem = "" if answer.status_code == 200 else f"it answered {answer.status_code}: {answer.text[:200]}"
-            except httpx.HTTPError as exc:
+            except (httpx.HTTPError, OSError) as exc:
                 problem = f"{type(exc).__name__}: {exc}"
             if problem != said:
                 if problem:

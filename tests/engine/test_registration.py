@@ -1,0 +1,122 @@
+"""Registration at a router: the address an operator types, and the heartbeat against a small real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.registration import host_ip_towards, keep_registered, router_url
+from kvstore_backend import ConfigError
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.router import Router
+from tests.support.ports import free_port
+
+CARD = {"role": "prefill", "port": 52400}
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    running = Router()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.registration.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("engine.registration._RETRY_SECONDS", 0.01)
+
+
+@contextlib.asynccontextmanager
+async def registering(port: int) -> Any:
+    task = asyncio.create_task(keep_registered(f"http://127.0.0.1:{port}", CARD))
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@in_event_loop
+async def test_the_card_is_posted_with_the_own_address_again_and_again(router: Router) -> None:
+    async with registering(router.port):
+        await eventually(lambda: len(router.registered) >= 3, "three heartbeats")
+    assert router.registered[0] == ("/register", {**CARD, "host_ip": "127.0.0.1"})
+
+
+@in_event_loop
+async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine.registration")
+    port = free_port()
+    async with registering(port):
+        await eventually(lambda: "Cannot register" in caplog.text, "a vain try")
+        router = Router(port)
+        try:
+            await eventually(lambda: "Registered at router" in caplog.text, "registration")
+        finally:
+            await asyncio.to_thread(router.stop)
+    # Said once when it began and once when it ended, however often it was tried.
+    assert caplog.text.count("Cannot register") == 1
+
+
+@in_event_loop
+async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    router.refuses = True
+    async with registering(router.port):
+        await eventually(lambda: "it answered 400" in caplog.text, "the refusal")
+        assert "no such role" in caplog.text
+        router.refuses = False
+        before = len(router.registered)
+        await eventually(lambda: len(router.registered) > before + 1, "another try")
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:52700", "http://127.0.0.1:52700"),
+        ("0.0.0.0:52700", "http://127.0.0.1:52700"),  # as FastDeploy's examples have it
+        ("router:80", "http://router:80"),
+        ("router.example.com:9000", "http://router.example.com:9000"),
+        ("http://router:9000", "http://router:9000"),
+        ("http://router:9000/", "http://router:9000"),
+        ("https://router:443", "https://router:443"),
+        ("[::1]:52700", "http://[::1]:52700"),
+    ],
+)
+def test_a_router_is_host_and_port_or_a_url(text: str, url: str) -> None:
+    assert router_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text", ["router", "52700", ":52700", "router:", "router:http", "router:99999", "http://router", "a b:1", "", "::1"]
+)
+def test_what_is_no_host_and_port_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        router_url(text)
+    assert str(caught.value).startswith(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
+
+
+@pytest.mark.parametrize("text", ["http://router:9000/v1", "ftp://router:9000", "router:9000?x=1"])
+def test_what_would_be_ignored_in_a_url_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        router_url(text)
+
+
+def test_the_own_address_is_the_one_that_faces_the_router() -> None:
+    assert host_ip_towards("http://127.0.0.1:52700") == "127.0.0.1"
+
+
+@in_event_loop
+async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    task = asyncio.create_task(keep_registered("http://no-such-host.invalid:52700", CARD))
+    await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
