@@ -46,8 +46,10 @@ class Instance:
         ConfigError: the arguments, the checkpoint or the pool's configuration cannot be used.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
+        """Take over ``connector``, the bound socket where prefill instances reach this one."""
         self.args = args
+        self._connector = connector
         self.router = router_url(args.router) if args.router else None
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
         config = load_model_config(args.model)
@@ -95,14 +97,9 @@ class Instance:
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
-        """Engine, connector port, metrics port and heartbeat, for as long as the server runs."""
+        """Engine, connector port and heartbeat, for as long as the server runs."""
         self.core.start()
-        await self.receiver.start(self.args.host, self.args.pd_comm_port)
-        metrics_server = None
-        if self.args.metrics_port not in (None, self.args.port):
-            metrics_server, _thread = prometheus_client.start_http_server(
-                self.args.metrics_port or 0, self.args.host, registry=self.metrics.registry
-            )
+        await self.receiver.start(self._connector)
         heartbeat = asyncio.create_task(keep_registered(self.router, self.card())) if self.router else None
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
@@ -111,8 +108,6 @@ class Instance:
         finally:
             if heartbeat:
                 heartbeat.cancel()
-            if metrics_server:
-                metrics_server.shutdown()
             await self.receiver.close()
             await asyncio.to_thread(self.core.stop)
 
@@ -201,7 +196,7 @@ async def _answer(request: Request, answer: completions.Answer) -> Response:
             task.cancel()
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
     """A bound socket that does not listen yet, so that a taken port is noticed before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -210,7 +205,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as exc:
         bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
     return bound
 
 
@@ -219,8 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         logs.set_up(args.log_dir, debug=args.debug)
-        bound = _bound_socket(args.host, args.port)
-        instance = Instance(args)
+        bound = [_bound_socket(args.host, args.port, "--port")]
+        if args.metrics_port not in (None, args.port):
+            bound.append(_bound_socket(args.host, args.metrics_port, "--metrics-port"))
+        instance = Instance(args, _bound_socket(args.host, args.pd_comm_port, "--pd-comm-port"))
     except (ConfigError, OSError) as exc:
         print(f"engine.api_server: {exc}", file=sys.stderr)
         return 2
@@ -230,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[bound])
-    return 0
+        server.run(sockets=bound)
+    return 0 if server.started else 1
 
 
 if __name__ == "__main__":

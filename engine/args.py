@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
     add("--pd-comm-port", type=_port, default=0, help="connector port: where prefill instances reach this one")
     add("--router", help="router to register with: host:port")
-    add("--metrics-port", type=_port, help="a second port that serves /metrics")
+    add("--metrics-port", type=_port, help="a second port, such as for /metrics")
     add("--engine-worker-queue-port", type=_port, default=0, help="told to the router; not used otherwise")
     add("--cache-queue-port", type=_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")

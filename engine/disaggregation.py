@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +54,9 @@ class HandoverReceiver:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen; ``port`` 0 takes any free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        self._server = await asyncio.start_server(self._serve, host, port)
+    async def start(self, connector: socket.socket) -> None:
+        """Listen on a bound socket."""
+        self._server = await asyncio.start_server(self._serve, sock=connector)
 
     async def close(self) -> None:
         """Stop listening."""

@@ -6,6 +6,7 @@ that would change the answer and that we cannot honour are refused.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from typing import Any, Literal, TypeVar
@@ -157,9 +158,9 @@ def _path(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
     """The client's own path to a fault: pydantic's location also names the members of unions."""
     path: list[int | str] = []
     for part in location:
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
-            path.append(part)
+        with contextlib.suppress(LookupError, TypeError):
             value = value[part]
+            path.append(part)
     return path or [location[0]]
 
 

@@ -20,9 +20,7 @@ HEARTBEAT_SECONDS = 5.0
 # Until the first registration has worked, and after one has failed.
 _RETRY_SECONDS = 1.0
 
-_ADDRESS = re.compile(
-    r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII
-)
+_ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
 
 def router_url(text: str) -> str:

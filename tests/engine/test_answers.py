@@ -190,9 +190,7 @@ class TestPool:
 
 def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: Checkpoint) -> None:
     long = prompt_of(72)
-    engine = Engine(
-        qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, budget=2, max_num_seqs=2, start=False
-    )
+    engine = Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, budget=2, max_num_seqs=2, start=False)
     # While one more token a step is all that is left of the budget for the long prompt, the second request takes
     # block after block from it, so that the long one begins anew and loads what it had saved.
     requests = [engine.begin(long[:33], 1), engine.begin([1], 130), engine.begin(long, 1)]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -23,7 +24,7 @@ SHORT = 0.3
 async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverReceiver]:
     """D's side, on a free port; nothing may be left of any request once silence has passed."""
     receiver = HandoverReceiver(silence_seconds)
-    await receiver.start(HOST, 0)
+    await receiver.start(socket.create_server((HOST, 0)))
     try:
         yield receiver
     finally:

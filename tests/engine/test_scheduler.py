@@ -178,7 +178,7 @@ class Batching(RuleBasedStateMachine):
         while self.saves:
             self.scheduler.blocks.release(self.saves.pop())
         assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
-        assert not (self.scheduler.waiting or self.scheduler.loading or self.scheduler.running)
+        assert [*self.scheduler.waiting, *self.scheduler.loading, *self.scheduler.running] == []
 
     def end_load(self, sequence: Sequence, num_blocks: int) -> None:
         self.memory.write(sequence, sequence.num_computed, sequence.num_computed + num_blocks * BLOCK)
