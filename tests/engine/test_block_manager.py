@@ -158,5 +158,6 @@ def test_a_reused_block_is_not_found_under_its_old_hash() -> None:
     (block,) = blocks.allocate(1)
     blocks.publish(block, b"old")
     blocks.release([block])
-    blocks.publish(*blocks.allocate(1), b"new")
+    (block,) = blocks.allocate(1)
+    blocks.publish(block, b"new")
     assert (blocks.match([b"old"]), blocks.match([b"new"])) == (0, 1)

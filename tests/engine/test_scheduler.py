@@ -28,27 +28,16 @@ def scheduler_of(
 
 
 class Memory:
-    """Which prefix's KV each slot of each block holds, and which blocks must not be written any more."""
+    """Which prefix's KV each slot of each block holds."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
         self._slots: dict[tuple[int, int], Prefix] = {}
-        self._scheduler = scheduler
-        self._published: dict[int, bytes] = {}
-        publish = scheduler.blocks.publish
-
-        def watched(block: int, block_hash: bytes) -> None:
-            publish(block, block_hash)
-            self._published[block] = block_hash
-
-        scheduler.blocks.publish = watched  # type: ignore[method-assign]
 
     def write(self, sequence: Sequence, start: int, stop: int) -> None:
         for position in range(start, stop):
             block = sequence.block_table[position // BLOCK]
-            block_hash = self._published.get(block)
-            still = block_hash is not None and self._scheduler.blocks.match([block_hash])
-            if still and self._scheduler.blocks._block_of[block_hash] == block:
-                raise AssertionError(f"block {block} is written after it was published")
+            assert self._blocks._hash_of[block] is None, f"block {block} is written after it was published"
             self._slots[block, position % BLOCK] = self._prefix(sequence, position)
 
     def holds(self, sequence: Sequence) -> bool:
@@ -97,7 +86,7 @@ class Batching(RuleBasedStateMachine):
             prefix_caching=caching != "none",
             pool=caching == "pool",
         )
-        self.memory = Memory(self.scheduler)
+        self.memory = Memory(self.scheduler.blocks)
         self.live: list[Sequence] = []
         self.saves: list[list[int]] = []
         self.loads: list[Sequence] = []
