@@ -1,26 +1,28 @@
 """Every dialect of configuration -> one ``PoolConfig``.
 
-A value is taken from the first of these that has it: explicit values, a JSON file, the environment, a default.
+A value is taken from the first of these that has it: explicit values, a URL, a JSON file, the environment, a default.
 Each settings class says, field by field, which environment variable carries it and what a valid value is; its
-field names are the keys of the JSON file. For Mooncake both are FastDeploy's, so that its files and scripts work.
+field names are the keys of the JSON file. For Mooncake both are FastDeploy's, so that its files and scripts work;
+dialects.py reads those of others.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.dialects import MOONCAKES_NAMES, Said, is_url, read_file, read_url
+from kvstore_backend.words import instead
 
 __all__ = [
     "FileSettings",
@@ -29,6 +31,8 @@ __all__ = [
     "PoolConfig",
     "load_config",
     "parse_size",
+    "read_config",
+    "set_native_cluster",
     "set_native_defaults",
 ]
 
@@ -39,6 +43,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT = 16 << 20
+_ETCD = "etcd://"
 # As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
 _NEAR = 0.85
 _NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
@@ -90,6 +95,17 @@ def _address(value: object) -> str:
     return f"{host}:{port}"
 
 
+def _master(value: object) -> str:
+    """One master's address, or ``etcd://`` and the addresses of the etcd servers that know which master leads."""
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, str) and text.startswith(_ETCD):
+        try:
+            return _ETCD + ";".join(_address(each) for each in re.split("[;,]", text.removeprefix(_ETCD)))
+        except ValueError:
+            raise ValueError("after etcd:// it must be host:port, or several of them with ; between") from None
+    return _address(text)
+
+
 def _metadata_server(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
     try:
@@ -103,14 +119,29 @@ def _metadata_server(value: object) -> str:
 
 
 def _protocol(value: object) -> str:
-    if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma"):
-        raise ValueError("it must be tcp or rdma")
+    if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma", "ascend"):
+        raise ValueError("it must be tcp or rdma, or ascend where Mooncake was built for it")
     protocol = value.strip().lower()
     if protocol == "rdma" and not _has_rdma():
         raise ValueError(
             "this machine has no RDMA device: say tcp there, or leave it out and set MOONCAKE_PROTOCOL=tcp"
         )
     return protocol
+
+
+def _devices(value: object) -> str:
+    if (text := _text(value)).startswith("{"):
+        raise ValueError("it must be names separated by commas; give each rank its own configuration instead")
+    return text
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    on = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
+    if not isinstance(value, str) or value.strip().lower() not in on:
+        raise ValueError("it must be true or false")
+    return on[value.strip().lower()]
 
 
 def _path(value: object) -> Path:
@@ -153,27 +184,41 @@ class MooncakeSettings:
     """How to join a Mooncake cluster.
 
     Attributes:
-        master_server_addr: ``host:port`` of the master.
+        master_server_addr: ``host:port`` of the master; with several masters ``etcd://host:port;host:port``, where the
+            etcd servers are that know which of them leads.
         metadata_server: URL of the metadata server, or ``P2PHANDSHAKE`` to do without. Clients that differ in it
             cannot read each other's memory.
         local_hostname: by which the others reach this machine; empty: the address it reaches the master from.
-        protocol: ``tcp`` or ``rdma``.
+        protocol: ``tcp``, ``rdma`` or ``ascend``.
         rdma_devices: names separated by commas; empty: Mooncake's choice.
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
+        cluster_id: of the masters behind etcd, as their ``--cluster_id`` says.
+        enable_ssd_offload: let Mooncake keep on this machine's SSD what its memory has no room for; its master must
+            run with ``--enable_offload=true``.
+        ssd_offload_path: the folder for that.
     """
 
     backend: ClassVar[str] = "mooncake"
 
-    master_server_addr: str = field(metadata=_read("MOONCAKE_MASTER_SERVER_ADDR", _address))
+    master_server_addr: str = field(metadata=_read("MOONCAKE_MASTER_SERVER_ADDR", _master))
     metadata_server: str = field(
         default_factory=_default_metadata_server, metadata=_read("MOONCAKE_METADATA_SERVER", _metadata_server)
     )
     local_hostname: str = field(default="", metadata=_read("MOONCAKE_LOCAL_HOSTNAME", _text))
     protocol: str = field(default_factory=_default_protocol, metadata=_read("MOONCAKE_PROTOCOL", _protocol))
-    rdma_devices: str = field(default="", metadata=_read("MOONCAKE_RDMA_DEVICES", _text))
+    rdma_devices: str = field(default="", metadata=_read("MOONCAKE_RDMA_DEVICES", _devices))
     global_segment_size: int = field(default=1 << 30, metadata=_read("MOONCAKE_GLOBAL_SEGMENT_SIZE", _segment_size))
     local_buffer_size: int = field(default=128 << 20, metadata=_read("MOONCAKE_LOCAL_BUFFER_SIZE", parse_size))
+    cluster_id: str = field(default="mooncake_cluster", metadata=_read("MC_STORE_CLUSTER_ID", _text))
+    enable_ssd_offload: bool = field(default=False, metadata=_read("MOONCAKE_ENABLE_SSD_OFFLOAD", _switch))
+    ssd_offload_path: str = field(default="", metadata=_read("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", _text))
+
+    @property
+    def etcd_addresses(self) -> list[str]:
+        """Where the etcd servers are that know the leading master; empty where one master is named."""
+        listed = self.master_server_addr.startswith(_ETCD)
+        return self.master_server_addr.removeprefix(_ETCD).split(";") if listed else []
 
 
 @dataclass(frozen=True)
@@ -204,21 +249,47 @@ class MemorySettings:
     size: int = field(default=1 << 30, metadata=_read("KVSTORE_MEMORY_SIZE", _positive_size))
 
 
-_SETTINGS: dict[str, type[MooncakeSettings] | type[FileSettings] | type[MemorySettings]] = {
+def _fast(value: object) -> MemorySettings | FileSettings:
+    """The settings a URL names."""
+    try:
+        said = read_url(value) if isinstance(value, str) else None
+        if said is None or said.backend == "mooncake":
+            raise ValueError("it must be a URL such as memory:?size=1GiB or file:///dev/shm/kvpool?size=4GiB")
+        kind = _SETTINGS[said.backend]
+        store = _settings(kind, [_said_source([*_names(kind)], said)])
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from exc
+    assert isinstance(store, (MemorySettings, FileSettings))
+    return store
+
+
+_Settings: TypeAlias = MooncakeSettings | FileSettings | MemorySettings
+_SETTINGS: dict[str, type[_Settings]] = {
     kind.backend: kind for kind in (MooncakeSettings, FileSettings, MemorySettings)
 }
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Which store to open, and how. ``load_config`` made and checked it."""
+    """Which store to open, and how. ``load_config`` made and checked it.
+
+    Attributes:
+        store: the store that is shared.
+        async_write: save in the background, as MindIE's ``asyncWrite`` says.
+        fast: a smaller, quicker store of this machine's own before the shared one.
+    """
 
     store: MooncakeSettings | FileSettings | MemorySettings
+    async_write: bool = field(default=False, metadata=_read("KVSTORE_ASYNC_WRITE", _switch))
+    fast: MemorySettings | FileSettings | None = field(default=None, metadata=_read("KVSTORE_FAST_TIER", _fast))
 
     @property
     def backend(self) -> str:
         """``mooncake``, ``file`` or ``memory``."""
         return self.store.backend
+
+
+_OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metadata}
 
 
 class _Source(NamedTuple):
@@ -238,34 +309,59 @@ def load_config(
     """The configuration of ``backend``: each value from ``explicit``, else file, else environment, else a default.
 
     Args:
-        backend: ``mooncake``, ``file`` or ``memory``.
+        backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and says more of it.
         explicit: values by the field names of the backend's settings; ``None`` values count as not given.
-        config_path: a JSON file; not given, for ``mooncake``, the one that ``MOONCAKE_CONFIG_PATH`` names.
+        config_path: a JSON file in any dialect; not given, for ``mooncake``, the one that ``MOONCAKE_CONFIG_PATH``
+            names.
         environ: the environment; not given, the process's own. An empty variable counts as not given.
 
     Raises:
         ConfigError: one sentence naming the value, file key or variable at fault and what would be right.
     """
-    if backend not in _SETTINGS:
-        raise ConfigError(f"storage backend {backend!r} is not known{_instead(backend, _SETTINGS)}")
-    kind = _SETTINGS[backend]
+    said = [read_url(backend)] if is_url(backend) else []
+    kind = _SETTINGS.get(said[0].backend if said else backend)
+    if kind is None:
+        raise ConfigError(f"storage backend {backend!r} is not known{instead(backend, _SETTINGS)}")
     environ = os.environ if environ is None else environ
+    names = [*_names(kind), *_OPTIONS]
     sources = [
-        _explicit_source(kind, explicit or {}),
-        _file_source(kind, config_path, environ),
+        _explicit_source(names, explicit or {}),
+        *(_said_source(names, each) for each in said),
+        _file_source(kind, names, config_path, environ),
         _environment_source(kind, environ),
     ]
-    values: dict[str, Any] = {}
-    for setting in fields(kind):
-        source = next((source for source in sources if setting.name in source.values), None)
-        if source is not None:
-            values[setting.name] = _parsed(setting, source)
-        elif setting.default is MISSING and setting.default_factory is MISSING:
-            raise ConfigError(
-                f"{setting.name} is not given: set {setting.metadata['variable']}, "
-                f'or "{setting.name}" in the file that MOONCAKE_CONFIG_PATH names'
-            )
-    return PoolConfig(kind(**values))
+    options = {
+        name: _parsed(option, source)
+        for name, option in _OPTIONS.items()
+        if (source := _first(sources, name)) is not None
+    }
+    return PoolConfig(_settings(kind, sources), **options)
+
+
+def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:
+    """The configuration that ``source`` describes, whatever it is; ``None`` where it says that there is no pool.
+
+    Args:
+        source: a URL, or the path of a JSON file in any dialect; not given: the environment decides.
+        environ: as in ``load_config``.
+
+    Raises:
+        ConfigError: as ``load_config``; also where neither ``source`` nor the environment names a pool.
+    """
+    environ = os.environ if environ is None else environ
+    if source is not None and is_url(str(source)):
+        return load_config(str(source), environ=environ)
+    path, named_by = (source, "") if source is not None else _named_file(environ)
+    if path is not None:
+        backend = read_file(path, named_by).backend
+        return load_config(backend, config_path=path, environ=environ) if backend else None
+    for kind in _SETTINGS.values():
+        if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
+            return load_config(kind.backend, environ=environ)
+    raise ConfigError(
+        "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
+        "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
+    )
 
 
 def set_native_defaults() -> None:
@@ -277,36 +373,68 @@ def set_native_defaults() -> None:
         os.environ.setdefault(variable, value)
 
 
-def _explicit_source(kind: type[Any], explicit: Mapping[str, object]) -> _Source:
+def set_native_cluster(settings: MooncakeSettings) -> None:
+    """Tell Mooncake's native library which cluster's leader to ask etcd for; it reads that when it joins."""
+    os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
+
+
+def _settings(kind: type[_Settings], sources: Sequence[_Source]) -> _Settings:
+    """Settings made of the first source that has each value."""
+    values: dict[str, Any] = {}
+    for setting in fields(kind):
+        source = _first(sources, setting.name)
+        if source is not None:
+            values[setting.name] = _parsed(setting, source)
+        elif setting.default is MISSING and setting.default_factory is MISSING:
+            raise ConfigError(
+                f"{setting.name} is not given: set {setting.metadata['variable']}, "
+                f'or "{setting.name}" in the file that MOONCAKE_CONFIG_PATH names'
+            )
+    return kind(**values)
+
+
+def _first(sources: Sequence[_Source], name: str) -> _Source | None:
+    return next((source for source in sources if name in source.values), None)
+
+
+def _names(kind: type[_Settings]) -> list[str]:
+    return [setting.name for setting in fields(kind)]
+
+
+def _explicit_source(names: Sequence[str], explicit: Mapping[str, object]) -> _Source:
     given = {name: value for name, value in explicit.items() if value is not None}
-    _check_names(kind, given, "")
+    _check_names(names, given, "")
     return _Source(given, lambda name: name)
 
 
-def _file_source(kind: type[Any], config_path: str | Path | None, environ: Mapping[str, str]) -> _Source:
+def _said_source(names: Sequence[str], said: Said) -> _Source:
+    _check_names(names, said.values, said.where)
+    return _Source(said.values, said.places.__getitem__)
+
+
+def _file_source(
+    kind: type[_Settings], names: Sequence[str], config_path: str | Path | None, environ: Mapping[str, str]
+) -> _Source:
     """The JSON file's values; none where no file is named."""
     named_by = ""
     if config_path is None and kind is MooncakeSettings:
-        config_path, named_by = environ.get("MOONCAKE_CONFIG_PATH") or None, " (named by MOONCAKE_CONFIG_PATH)"
+        config_path, named_by = _named_file(environ)
     if config_path is None:
         return _Source({}, str)
-    try:
-        values = json.loads(Path(config_path).read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} does not exist") from None
-    except OSError as exc:
-        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
-        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} is not JSON: {exc}") from exc
-    if not isinstance(values, dict):
-        raise ConfigError(f"configuration file {str(config_path)!r}{named_by} must hold one JSON object")
-    _check_names(kind, values, f" in {config_path}")
-    return _Source(values, lambda name: f'"{name}" in {config_path}')
+    said = read_file(config_path, named_by)
+    if not said.backend:
+        raise ConfigError(f'there is to be no pool ("backend": ""{said.where}), but {kind.backend} is asked for')
+    return _said_source(names, said)
 
 
-def _environment_source(kind: type[Any], environ: Mapping[str, str]) -> _Source:
+def _named_file(environ: Mapping[str, str]) -> tuple[str | None, str]:
+    return environ.get("MOONCAKE_CONFIG_PATH") or None, " (named by MOONCAKE_CONFIG_PATH)"
+
+
+def _environment_source(kind: type[_Settings], environ: Mapping[str, str]) -> _Source:
     """The environment's values; a variable that is nearly one of ours is refused, as its value would be lost."""
-    variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in fields(kind)}
+    settings = [*fields(kind), *_OPTIONS.values()]
+    variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in settings}
     ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
     for name in environ:
         strange = name.startswith(("MOONCAKE_", "KVSTORE_")) and name not in ours and name != _NOT_A_TYPO
@@ -316,24 +444,17 @@ def _environment_source(kind: type[Any], environ: Mapping[str, str]) -> _Source:
     return _Source(given, variables.__getitem__)
 
 
-def _check_names(kind: type[Any], values: Mapping[str, object], where: str) -> None:
-    names = [setting.name for setting in fields(kind)]
+def _check_names(names: Sequence[str], values: Mapping[str, object], where: str) -> None:
+    aliases = [alias for alias, name in MOONCAKES_NAMES.items() if name in names]
     for name in values:
         if name not in names:
-            raise ConfigError(f'unknown key "{name}"{where}{_instead(name, names)}')
+            near = difflib.get_close_matches(name, [*names, *aliases], 1)
+            raise ConfigError(f'unknown key "{name}"{where}{instead(name, near or names)}')
 
 
-def _instead(name: str, valid: Any) -> str:
-    """The end of a sentence that says which valid name was meant, or which there are."""
-    if near := difflib.get_close_matches(name, valid, 1):
-        return f"; did you mean {near[0]}?"
-    return f"; valid: {', '.join(valid)}"
-
-
-def _parsed(setting: Field[Any], source: _Source) -> object:
+def _parsed(setting: Field[Any], source: _Source) -> Any:
     value = source.values[setting.name]
     try:
-        parsed: object = setting.metadata["parse"](value)
+        return setting.metadata["parse"](value)
     except ValueError as exc:
         raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}") from None
-    return parsed

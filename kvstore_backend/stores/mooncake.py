@@ -25,7 +25,7 @@ from kvstore_backend.backend import (
     check_keys,
     check_values,
 )
-from kvstore_backend.config import MooncakeSettings, set_native_defaults
+from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
 __all__ = ["MooncakeStore", "is_installed"]
 
@@ -111,7 +111,7 @@ class MooncakeStore(StorageBackend):
         if self._closed:
             return Health(False, "closed")
         try:
-            _probe(self._settings.master_server_addr, "Mooncake master", "start mooncake_master there").close()
+            _reached(self._settings).close()
         except PoolUnavailable as exc:
             return Health(False, str(exc))
         answer = self._call(["kvstore-health"], self._native.batch_is_exist)[0]
@@ -188,12 +188,14 @@ def _joined(settings: MooncakeSettings) -> Any:
             f"Mooncake's library cannot be loaded ({exc}): pip install 'fastdeploy-kvstore[mooncake]', "
             "or choose the storage backend file"
         ) from exc
-    with _probe(settings.master_server_addr, "Mooncake master", "start mooncake_master there") as connection:
+    with _reached(settings) as connection:
         local_hostname = settings.local_hostname or connection.getsockname()[0]
     if settings.metadata_server.startswith("http"):
         url = urlsplit(settings.metadata_server)
         remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
         _probe(f"{url.hostname}:{url.port or 80}", "Mooncake metadata server", remedy).close()
+    if settings.etcd_addresses:
+        set_native_cluster(settings)
     code = native.setup(
         local_hostname,
         settings.metadata_server,
@@ -202,7 +204,16 @@ def _joined(settings: MooncakeSettings) -> Any:
         settings.protocol,
         settings.rdma_devices,
         settings.master_server_addr,
+        None,
+        settings.enable_ssd_offload,
+        settings.ssd_offload_path,
     )
+    if code and settings.etcd_addresses:
+        raise PoolUnavailable(
+            f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
+            f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
+            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+        )
     if code:
         raise PoolUnavailable(
             f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that a "
@@ -210,6 +221,17 @@ def _joined(settings: MooncakeSettings) -> Any:
             "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
     return native
+
+
+def _reached(settings: MooncakeSettings) -> socket.socket:
+    """A connection to the master, or to one of the etcd servers that know it."""
+    etcd = settings.etcd_addresses
+    for address in etcd[:-1]:
+        with contextlib.suppress(PoolUnavailable):
+            return _probe(address, "etcd", "")
+    if etcd:
+        return _probe(etcd[-1], "etcd", "start etcd there")
+    return _probe(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
 
 
 def _probe(address: str, what: str, remedy: str) -> socket.socket:

@@ -183,7 +183,10 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
             "MOONCAKE_METADATA_SERVER is '127.0.0.1:15002'; "
             "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata",
         ),
-        ({**MASTER, "MOONCAKE_PROTOCOL": "tpc"}, "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma"),
+        (
+            {**MASTER, "MOONCAKE_PROTOCOL": "tpc"},
+            "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma, or ascend where Mooncake was built for it",
+        ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "rdma"},
             "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device: "
