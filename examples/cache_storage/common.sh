@@ -1,4 +1,4 @@
-# Shared by run.sh and run_pd_storage.sh: set up, start, wait, stop. To be sourced.
+# Shared by run.sh, run_pd_storage.sh and run_ha.sh: set up, start, wait, stop. To be sourced.
 # shellcheck shell=bash disable=SC2034  # what looks unused is used by the scripts that source this
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -141,6 +141,7 @@ choose_transfer() {
 
 declare -A pids=() # of everything that was started and not stopped, by name
 WATCHED=           # process that "watched" waits for
+EXPENDABLE=        # names of those that may end without the others
 
 trap stop_all EXIT
 trap 'exit 129' HUP
@@ -150,10 +151,15 @@ trap 'exit 143' TERM
 stop_all() {
     trap '' INT TERM HUP # a second Ctrl-C must not leave anything behind
     [ -z "$WATCHED" ] || kill -TERM -- "-$WATCHED" 2>/dev/null || true
-    local master=${pids[master]-}
-    unset 'pids[master]'
-    stop "${!pids[@]}"
-    [ -z "$master" ] || { pids[master]=$master && stop master; } # last: the others say goodbye to it
+    local name others=() pool=()
+    for name in "${!pids[@]}"; do
+        case $name in
+            master* | etcd) pool+=("$name") ;;
+            *) others+=("$name") ;;
+        esac
+    done
+    stop "${others[@]}"
+    stop "${pool[@]}" # last: the others say goodbye to it
 }
 
 # start NAME COMMAND...: in the background and a process group of its own, its output in log_NAME/nohup.
@@ -193,7 +199,7 @@ give_up() {
 check_alive() {
     local name
     for name in "${!pids[@]}"; do
-        if ! alive "$name"; then
+        if [[ " $EXPENDABLE " != *" $name "* ]] && ! alive "$name"; then
             give_up "$name" "ended by itself"
         fi
     done

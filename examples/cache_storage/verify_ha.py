@@ -1,0 +1,152 @@
+"""What run_ha.sh claims, checked: the pool's leading master is killed, and the pool comes back with another.
+
+Exits 0 only if everything held; otherwise 1, with one sentence that says what did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from verify import (
+    BLOCK,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    TURNS,
+    Answer,
+    Cached,
+    Message,
+    ask,
+    fail,
+    logged,
+    pool_keys,
+    print_table,
+    prompt,
+    shorten,
+    wait_for,
+)
+
+HEALING = 90.0  # seconds from the leader's death until the pool must have been shared again
+
+
+class Master(NamedTuple):
+    """One of the masters: where it tells its role, and its process."""
+
+    metrics_port: int
+    pid: int
+
+    def serves(self) -> bool:
+        """Whether it leads and takes calls; false also where nobody answers."""
+        url = f"http://127.0.0.1:{self.metrics_port}/health"
+        answer = subprocess.run(["curl", "-s", "--max-time", "2", url], capture_output=True, text=True, check=False)
+        try:
+            health = json.loads(answer.stdout)
+        except ValueError:
+            return False
+        return health["role"] == "leader" and bool(health["service_ready"])
+
+
+class Check:
+    """The two instances under check, and the table of what they were asked."""
+
+    def __init__(self, ports: Sequence[int], logs: Sequence[Path]) -> None:
+        self._ports = ports
+        self._logs = logs
+        self.rows: list[Sequence[object]] = []
+
+    def ask(self, instance: int, what: str, messages: list[Message], **limits: int) -> tuple[Answer, Cached]:
+        """Ask an instance and note where its prompt's tokens came from."""
+        answer = ask(self._ports[instance], messages, **limits)
+        found = logged(self._logs[instance], answer)
+        computed = answer.prompt_tokens - found.own - found.pool
+        first_token = f"{answer.seconds * 1000:.0f} ms"
+        self.rows.append(
+            (f"instance {instance}, {what}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
+        )
+        print(f"  {self.rows[-1][0]}: {found.pool} tokens from the pool;{shorten(answer.text)[:60]}", flush=True)
+        return answer, found
+
+    def is_shared(self, seed: int, leader: Master, what: str, seconds: float) -> bool:
+        """Whether instance 1 read from the pool a prompt never seen before, after instance 0 had computed it."""
+        keys = pool_keys(leader.metrics_port)
+        first, _ = self.ask(0, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
+        blocks = (first.prompt_tokens - 1) // BLOCK
+        give_up = time.monotonic() + seconds
+        while pool_keys(leader.metrics_port) < keys + blocks:
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.05)
+        second, found = self.ask(1, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
+        if second.text != first.text:
+            fail(f"instance 1 answers {what} otherwise than instance 0")
+        return found.pool >= blocks * BLOCK
+
+
+def conversation(check: Check, leader: Master) -> None:
+    """Hold the conversation, by turns with both instances, and kill the leader while the second answer is given."""
+    messages: list[Message] = []
+    for number, question in enumerate(TURNS):
+        messages.append({"role": "user", "content": question})
+        killer = threading.Timer(0.3, os.kill, (leader.pid, signal.SIGKILL)) if number == 1 else None
+        if killer:
+            print(f"turn 2: the leader (pid {leader.pid}) is killed meanwhile", flush=True)
+            killer.start()
+        answer, _ = check.ask(number % 2, f"turn {number + 1}", messages, max_tokens=MAX_TOKENS, min_tokens=MIN_TOKENS)
+        if killer:
+            killer.join()
+        if answer.completion_tokens < MIN_TOKENS:
+            fail(f"turn {number + 1} was answered with {answer.completion_tokens} tokens; {MIN_TOKENS} were asked for")
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def failover(check: Check, masters: Sequence[Master]) -> None:
+    """Kill the leader during a conversation; a brand-new prompt must then be shared through its successor."""
+
+    def leading() -> Master | None:
+        return next((master for master in masters if master.serves()), None)
+
+    old = wait_for(leading, "none of the masters leads")
+    print(f"the master with metrics on port {old.metrics_port} leads", flush=True)
+    if not check.is_shared(1, old, "a new prompt", seconds=30):
+        fail("a prompt that instance 0 had computed was not read from the pool by instance 1, with nothing killed yet")
+    conversation(check, old)
+    killed = time.monotonic()
+    new = wait_for(lambda: None if (now := leading()) == old else now, "no other master took the lead")
+    print(f"the master with metrics on port {new.metrics_port} leads now", flush=True)
+    for seed in itertools.count(2):
+        # Instances mount their memory at the new leader in their own time; until then a save is dropped, not late.
+        if check.is_shared(seed, new, f"brand-new prompt {seed - 1}", seconds=10):
+            break
+        if time.monotonic() > killed + HEALING:
+            print_table(HEADS, check.rows)
+            fail(f"no new prompt was shared through the new leader within {HEALING:.0f} s")
+    print_table(HEADS, check.rows)
+    print("verified: every turn was answered though the leading master was killed during one; afterwards a brand-new")
+    print("          prompt that instance 0 computed was read from the pool by instance 1, through the new leader.")
+
+
+HEADS = ("request", "prompt tokens", "own cache", "pool", "computed", "first token")
+
+
+def main() -> None:
+    """Parse the command line and check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ports", type=int, nargs=2, required=True)
+    parser.add_argument("--logs", type=Path, nargs=2, required=True)
+    parser.add_argument("--masters", nargs="+", required=True, help="each as METRICS_PORT:PID")
+    args = parser.parse_args()
+    masters = [Master(*map(int, each.split(":"))) for each in args.masters]
+    failover(Check(args.ports, args.logs), masters)
+
+
+if __name__ == "__main__":
+    main()
