@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "HEADROOM_BYTES",
     "ConfigError",
     "Health",
     "KVStoreError",
@@ -31,6 +32,9 @@ __all__ = [
     "check_keys",
     "check_values",
 ]
+
+HEADROOM_BYTES = 128
+"""What memory registered with ``headroom`` leaves free before each value; keeps what follows aligned."""
 
 
 class KVStoreError(Exception):
@@ -131,18 +135,44 @@ class StorageBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def remove(self, keys: Sequence[str]) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys; ``ABSENT`` where there was nothing to remove.
+
+        With ``force`` also those that somebody may be reading now: for values that nobody should read.
 
         Raises:
             ValueError: an empty key.
         """
 
-    def register(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
-        """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it)."""
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
+        """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it).
+
+        Args:
+            address: where the memory begins.
+            nbytes: its size.
+            headroom: before the first span of every value in this memory there are ``HEADROOM_BYTES`` bytes of it that
+                calls may overwrite. A header then travels in one piece with its value, which over TCP saves as much
+                time as 50 KiB take.
+        """
 
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
         """Take back a ``register`` of the same memory, before that memory is freed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False while calls are answered ``FAILED`` without being made, so that callers may spare themselves."""
+        return True
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until no call that was given up touches callers' memory any more.
+
+        After a put or get answered ``FAILED``, its memory may be used for something else once this is true. Only
+        backends that give up on calls (``layers/guarded.py``) ever have to wait.
+
+        Returns:
+            False if some call still runs after ``seconds``.
+        """
+        return True
 
     @abc.abstractmethod
     def health(self) -> Health:
@@ -159,6 +189,8 @@ class StorageBackend(abc.ABC):
 
 def check_keys(keys: Sequence[str]) -> None:
     """Raise ``ValueError`` unless every key is a non-empty string."""
+    if set(map(type, keys)) <= {str} and "" not in keys:
+        return  # several times quicker than looking at each
     for i, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{i}] is {key!r}; a key is a non-empty string")
@@ -170,8 +202,12 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
     if len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys but {len(values)} values; they must correspond one to one")
     for i, value in enumerate(values):
-        for span in value:
-            if span.address <= 0 or span.nbytes < 0:
-                raise ValueError(f"values[{i}] has {span}; an address is positive and a size not negative")
-        if sum(span.nbytes for span in value) == 0:
+        total = 0
+        for address, nbytes in value:
+            if address <= 0 or nbytes < 0:
+                raise ValueError(
+                    f"values[{i}] has {Span(address, nbytes)}; an address is positive and a size not negative"
+                )
+            total += nbytes
+        if total == 0:
             raise ValueError(f"values[{i}] is empty; a value has at least one byte")

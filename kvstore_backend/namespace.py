@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,11 +20,12 @@ from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model"]
+__all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model", "parse_key"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
 
+_KEY = re.compile(r"kv1-([0-9a-f]{32})-([0-9a-f]{64})")
 _SAMPLE_BYTES = 64
 # What a checkpoint's config.json says of where it came from, not of what it computes.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
@@ -74,6 +76,18 @@ class Namespace:
     def prefix(self) -> str:
         """What all keys of this namespace begin with."""
         return f"kv1-{self.digest}-"
+
+
+def parse_key(key: str) -> tuple[bytes, bytes]:
+    """The namespace's digest (16 bytes) and the block's hash (32 bytes) that ``key`` was made of.
+
+    Raises:
+        ValueError: no ``Namespace.key`` makes such a key.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"{key!r} is no key of a block; one is kv1-<32 hex digits>-<64 hex digits>")
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
 def fingerprint_model(folder: str | Path) -> str:

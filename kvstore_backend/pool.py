@@ -1,15 +1,22 @@
 """The engine's view of the pool: block hashes in, block bytes out.
 
-``open_store`` is the one place where a store is chosen and wrapped in its layers.
+``open_store`` is the one place where a store is chosen, ``open_pool`` the one where it is wrapped in its layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 
+from prometheus_client import CollectorRegistry
+
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.layers.checked import CheckedBackend
+from kvstore_backend.layers.guarded import GuardedBackend
+from kvstore_backend.layers.metered import MeteredBackend, StateCollector
+from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
@@ -37,12 +44,15 @@ class BlockPool:
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         """How many leading blocks the pool has now. A ``load`` may still find fewer: blocks are evicted meanwhile."""
+        if not self._backend.is_ready:
+            return 0  # which spares making the keys
         return _leading(self._backend.exists(self._keys(hashes)))
 
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
 
-        The contents of every target from the returned number on are unspecified.
+        The contents of every target from the returned number on are unspecified, and may still change until
+        ``settle`` says that no read is left that was given up: only then may that memory be used for something else.
 
         Raises:
             ValueError: numbers of hashes and targets differ, or a target is empty or has a negative size.
@@ -53,7 +63,8 @@ class BlockPool:
         """Store block ``i`` from ``sources[i]``, sending only those the pool says it lacks.
 
         Where the pool could not even say whether it has a block, nothing is sent and the answer is ``FAILED``: a put
-        would wait for the same dead pool once more.
+        would wait for the same dead pool once more. Where an answer is ``FAILED`` the sources may still be read until
+        ``settle``: bytes written there meanwhile would be stored, and be refused by whoever reads them.
 
         Raises:
             ValueError: as ``load``.
@@ -67,9 +78,26 @@ class BlockPool:
             statuses[i] = status
         return statuses
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Announce memory that sources and targets will lie in; call it once per allocation, before using it."""
-        self._backend.register(address, nbytes)
+    @property
+    def is_ready(self) -> bool:
+        """Whether the pool is in use now; while it is not, every call is a miss that costs next to nothing."""
+        return self._backend.is_ready
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until no call that was given up touches targets or sources any more; False if one still does.
+
+        At once where there is none. After a ``load`` that was short or a ``save`` with a ``FAILED``, keep the blocks
+        concerned out of use until this was true once.
+        """
+        return self._backend.settle(seconds)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Announce memory that sources and targets will lie in; call it once per allocation, before using it.
+
+        With ``headroom``, each value is preceded by ``HEADROOM_BYTES`` bytes of that memory that calls may overwrite;
+        small blocks then move up to twice as fast (``StorageBackend.register``).
+        """
+        self._backend.register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
         """Take back a ``register``, before that memory is freed."""
@@ -96,16 +124,48 @@ class BlockPool:
         self.close()
 
     def _keys(self, hashes: Sequence[bytes]) -> list[str]:
-        return [self.namespace.key(block_hash) for block_hash in hashes]
+        prefix = self.namespace.prefix
+        return [prefix + block_hash.hex() for block_hash in hashes]
 
 
-def open_pool(config: PoolConfig, namespace: Namespace) -> BlockPool:
-    """Open the configured store for one namespace.
+def open_pool(
+    config: PoolConfig,
+    namespace: Namespace,
+    registry: CollectorRegistry | None = None,
+    *,
+    background: bool = True,
+) -> BlockPool:
+    """Open the configured store for one namespace, guarded and checked.
+
+    Args:
+        config: which store.
+        namespace: whose blocks.
+        registry: where the pool's metrics are registered; none: there are none. One registry takes one pool.
+        background: return at once and open the store on another thread, trying until it can be opened; the pool is
+            not ready and everything a miss until then. Else open it now.
 
     Raises:
-        PoolUnavailable: the store cannot be opened: library missing, master unreachable, folder not writable.
+        PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false whatever
+            else keeps the store from being opened: master unreachable, folder not writable.
     """
-    return BlockPool(open_store(config), namespace)
+    if config.backend == "mooncake":
+        mooncake.check_installed()
+    rejected: Counter[str] = Counter()
+
+    def open_checked() -> StorageBackend:
+        return CheckedBackend(open_store(config), rejected)
+
+    if background:
+        guarded = GuardedBackend(open_checked)
+    else:
+        opened = open_checked()
+        guarded = GuardedBackend(lambda: opened)
+        guarded.wait_ready(None)
+    metered = guarded if registry is None else MeteredBackend(guarded, registry)
+    write_behind = WriteBehindBackend(metered) if config.async_write else None
+    if registry is not None:
+        registry.register(StateCollector(guarded, rejected, write_behind))
+    return BlockPool(write_behind or metered, namespace)
 
 
 def open_store(config: PoolConfig) -> StorageBackend:
@@ -130,4 +190,4 @@ def default_backend() -> str:
 
 def _leading(statuses: Sequence[Status]) -> int:
     """How many of the first statuses are ``OK`` without a gap."""
-    return next((i for i, status in enumerate(statuses) if not status), len(statuses))
+    return next((i for i, status in enumerate(statuses) if status is not Status.OK), len(statuses))

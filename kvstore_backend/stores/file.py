@@ -79,7 +79,7 @@ class FileStore(StorageBackend):
         check_keys(keys)
         return [self._tried(os.stat, key) for key in keys]
 
-    def remove(self, keys: Sequence[str]) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
         return [self._tried(self._ledger.remove, key) for key in keys]
 

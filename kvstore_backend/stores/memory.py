@@ -47,7 +47,7 @@ class MemoryStore(StorageBackend):
                 return [Status.FAILED] * len(keys)
             return [Status.OK if key in self._values else Status.ABSENT for key in keys]
 
-    def remove(self, keys: Sequence[str]) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
         return [self._remove(key) for key in keys]
 

@@ -27,15 +27,15 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
-__all__ = ["MooncakeStore", "is_installed"]
+__all__ = ["MooncakeStore", "check_installed", "is_installed"]
 
 logger = logging.getLogger(__name__)
 
-_STORED = 0
-_REMOVED = 0
-_PRESENT = 1
-_NOT_PRESENT = 0
 _NOT_FOUND = -704
+# The codes that mean something; every other is a failure.
+_STORED: dict[int | None, Status] = {0: Status.OK}
+_EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
+_REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
 _PROBE_S = 1.5
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _DRAIN_S = 40.0
@@ -46,8 +46,8 @@ _LEFT_OPEN: list[Any] = []
 class MooncakeStore(StorageBackend):
     """One client of a Mooncake cluster, which also gives the cluster ``global_segment_size`` bytes of memory.
 
-    ``remove`` answers ``FAILED`` while somebody holds a lease on the key (10 s after each look-up or read by default):
-    forcing it would pull the memory away under a reader.
+    ``remove`` answers ``FAILED`` while somebody holds a lease on the key (10 s after each look-up or read by default);
+    forced, it pulls the memory away under a reader, who may then read other bytes.
 
     The native client crashes the process when it is called after it was closed, so calls are counted in and out, and
     ``close`` waits for those that run. Closing the native client takes one to two seconds and holds Python's lock all
@@ -77,26 +77,23 @@ class MooncakeStore(StorageBackend):
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
         codes = self._call(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
-        return [Status.OK if code == _STORED else Status.FAILED for code in codes]
+        return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         check_values(keys, targets)
         addresses, sizes = _addresses_and_sizes(targets)
         codes = self._call(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
-        wanted = map(sum, sizes)
-        return [_status(code, ok=nbytes, absent=_NOT_FOUND) for code, nbytes in zip(codes, wanted, strict=True)]
+        return [_read(code, sum(nbytes)) for code, nbytes in zip(codes, sizes, strict=True)]
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
-        codes = self._call(keys, self._native.batch_is_exist)
-        return [_status(code, ok=_PRESENT, absent=_NOT_PRESENT) for code in codes]
+        return [_EXISTS.get(code, Status.FAILED) for code in self._call(keys, self._native.batch_is_exist)]
 
-    def remove(self, keys: Sequence[str]) -> list[Status]:
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
-        codes = self._call(keys, self._native.batch_remove)
-        return [_status(code, ok=_REMOVED, absent=_NOT_FOUND) for code in codes]
+        return [_REMOVED.get(code, Status.FAILED) for code in self._call(keys, self._native.batch_remove, force)]
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         with self._entered() as may_call:
             if may_call and (code := self._native.register_buffer(address, nbytes)):
                 logger.warning("Mooncake refused to register %d bytes at %#x: code %d", nbytes, address, code)
@@ -115,7 +112,7 @@ class MooncakeStore(StorageBackend):
         except PoolUnavailable as exc:
             return Health(False, str(exc))
         answer = self._call(["kvstore-health"], self._native.batch_is_exist)[0]
-        ok = answer in (_PRESENT, _NOT_PRESENT)
+        ok = answer in _EXISTS
         return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {answer}")
 
     def stats(self) -> StoreStats:
@@ -162,6 +159,17 @@ class MooncakeStore(StorageBackend):
         return codes
 
 
+def check_installed() -> None:
+    """Raise ``PoolUnavailable`` where Mooncake's library cannot be loaded."""
+    try:
+        _library()
+    except ImportError as exc:
+        raise PoolUnavailable(
+            f"Mooncake's library cannot be loaded ({exc}): pip install 'fastdeploy-kvstore[mooncake]', "
+            "or choose the storage backend file"
+        ) from exc
+
+
 def is_installed() -> bool:
     """Whether Mooncake's library can be loaded here."""
     try:
@@ -181,13 +189,8 @@ def _library() -> Any:
 
 def _joined(settings: MooncakeSettings) -> Any:
     """A native client that is part of the cluster."""
-    try:
-        native = _library()()
-    except ImportError as exc:
-        raise PoolUnavailable(
-            f"Mooncake's library cannot be loaded ({exc}): pip install 'fastdeploy-kvstore[mooncake]', "
-            "or choose the storage backend file"
-        ) from exc
+    check_installed()
+    native = _library()()
     with _reached(settings) as connection:
         local_hostname = settings.local_hostname or connection.getsockname()[0]
     if settings.metadata_server.startswith("http"):
@@ -244,9 +247,12 @@ def _probe(address: str, what: str, remedy: str) -> socket.socket:
         raise PoolUnavailable(f"no {what} answers at {address} ({reason}): {remedy}, or correct the address") from exc
 
 
-def _status(code: int | None, *, ok: int, absent: int) -> Status:
-    return Status.OK if code == ok else Status.ABSENT if code == absent else Status.FAILED
+def _read(code: int | None, nbytes: int) -> Status:
+    """What a get's code means for a target of ``nbytes``."""
+    return Status.OK if code == nbytes else Status.ABSENT if code == _NOT_FOUND else Status.FAILED
 
 
 def _addresses_and_sizes(values: Sequence[Value]) -> tuple[list[list[int]], list[list[int]]]:
-    return [[span.address for span in value] for value in values], [[span.nbytes for span in value] for value in values]
+    addresses = [[address for address, _ in value] for value in values]
+    sizes = [[nbytes for _, nbytes in value] for value in values]
+    return addresses, sizes

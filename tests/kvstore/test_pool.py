@@ -149,8 +149,8 @@ def test_two_models_on_one_real_mooncake_pool_never_read_each_others_blocks(moon
     config = mooncake_master.config()
     blocks = hashes(8)
     with (
-        open_pool(config, replace(NAMESPACE, model="qwen")) as qwen,
-        open_pool(config, replace(NAMESPACE, model="llama")) as llama,
+        open_pool(config, replace(NAMESPACE, model="qwen"), background=False) as qwen,
+        open_pool(config, replace(NAMESPACE, model="llama"), background=False) as llama,
     ):
         assert save(qwen, blocks[:5]) == [OK] * 5
         assert llama.lookup(blocks) == 0
@@ -175,7 +175,7 @@ def test_a_closed_pool_is_a_miss(pool: BlockPool) -> None:
 
 def test_memory_is_registered_with_the_store(pool: BlockPool, monkeypatch: pytest.MonkeyPatch, store: Recorder) -> None:
     registered: list[tuple[int, int]] = []
-    monkeypatch.setattr(store, "register", lambda address, nbytes: registered.append((address, nbytes)))
+    monkeypatch.setattr(store, "register", lambda address, nbytes, headroom: registered.append((address, nbytes)))
     monkeypatch.setattr(store, "unregister", lambda address, nbytes: registered.remove((address, nbytes)))
     pool.register(4096, 100)
     assert registered == [(4096, 100)]

@@ -1,0 +1,1 @@
+"""One concern each, each a backend around another backend."""

@@ -1,0 +1,337 @@
+"""A deadline for every call, and a circuit breaker: a pool that hangs or dies costs callers one deadline, then nothing.
+
+Native calls cannot be interrupted. Each runs on a worker thread; a caller waits for it until its deadline and then
+goes away with ``FAILED``. The call it left behind is *late*: it may still write into (or read from) the memory it was
+given. Two rules make late calls harmless:
+
+- From the moment a call becomes late until it has ended the breaker is open: no second call piles up behind it, and
+  nobody who was given the same memory meanwhile is told ``OK`` for it.
+- ``settle`` tells a caller when no late call is left; memory given to a call that was ``FAILED`` must not be
+  used for anything else before that.
+
+States::
+
+    open (no store yet) ──store opened──►  closed  ──a late call, or failures in a row──►  open
+                                             ▲                                              │
+                                             └──────── no late call left, probe answered ───┘
+
+While the breaker is not closed a call costs a few microseconds. A keeper thread, which lives only then, opens the
+store or probes it, so the pool heals without waiting for traffic.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_backend.backend import (
+    Health,
+    PoolUnavailable,
+    Status,
+    StorageBackend,
+    StoreStats,
+    Value,
+    check_keys,
+    check_values,
+)
+
+__all__ = ["Deadlines", "GuardedBackend"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE_KEY = "kvstore-probe"
+# Callers that may be inside native calls at once; one more waits for a worker within its own deadline.
+_WORKERS = 8
+# Look-ups and reads in a row that answered FAILED for every key before the breaker opens.
+_MAX_FAILURES = 3
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 2.0
+# Leaving a Mooncake cluster takes one to two seconds.
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a caller waits: ``lookup_seconds`` for exists, remove and stats; for put and get
+    ``transfer_seconds`` and beyond it the time the bytes take at ``bytes_per_second``."""
+
+    lookup_seconds: float = 0.5
+    transfer_seconds: float = 1.0
+    bytes_per_second: float = 100e6
+
+    def transfer(self, values: Sequence[Value]) -> float:
+        """Seconds for moving ``values``."""
+        nbytes = sum([nbytes for value in values for _, nbytes in value])
+        return self.transfer_seconds + nbytes / self.bytes_per_second
+
+
+class _Call:
+    """One native call on its way through a worker; all but ``work`` and ``ended`` change under the guard's lock."""
+
+    __slots__ = ("answer", "ended", "has_begun", "is_given_up", "work")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.answer: Any = None  # stays None where the work raised
+        self.has_begun = False
+        self.is_given_up = False
+        self.ended = threading.Lock()  # held until the end; an Event would cost a condition variable each
+        self.ended.acquire()
+
+
+class GuardedBackend(StorageBackend):
+    """Guards the store that ``open_store`` opens.
+
+    Args:
+        open_store: opens the store; called on a thread of its own, again and again until it does not raise.
+        deadlines: how long callers wait.
+
+    Attributes:
+        late_calls: how many calls were given up while they ran, ever.
+        times_opened: how often the breaker opened after the store had been opened.
+    """
+
+    def __init__(self, open_store: Callable[[], StorageBackend], deadlines: Deadlines | None = None) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self.late_calls = 0
+        self.times_opened = 0
+        self._open_store = open_store
+        self._memory = threading.Lock()  # guards the next two, and their agreement with what the store knows
+        self._store: StorageBackend | None = None
+        self._registered: dict[int, tuple[int, bool]] = {}
+        self._changed = threading.Condition()  # guards everything below; told when late calls end, and of every state
+        self._is_closed = False
+        self._trouble: str | None = "the store is being opened"  # why the breaker is open; None: it is closed
+        self._since = time.monotonic()
+        self._num_late = 0
+        self._failures = 0
+        self._last_stats = StoreStats("unopened")
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        for number in range(_WORKERS):
+            # Daemons: a call that never returns must not keep the process.
+            threading.Thread(target=self._work, name=f"pool-call-{number}", daemon=True).start()
+        self._start_keeper()
+
+    def __repr__(self) -> str:
+        state = "closed for good" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
+        return f"GuardedBackend({self._store!r}, breaker {state}, {self._num_late} late)"
+
+    @property
+    def is_ready(self) -> bool:
+        return self._trouble is None
+
+    def wait_ready(self, seconds: float | None) -> bool:
+        """Wait until the breaker is closed; False if it is still open after ``seconds`` (None: however long)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
+            return self._trouble is None
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        # A full pool refuses puts and is sound: they say nothing of its health. So it is with remove and leases.
+        return self._statuses(keys, self.deadlines.transfer(values), "put", lambda store: store.put(keys, values))
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        seconds = self.deadlines.transfer(targets)
+        return self._judged(self._statuses(keys, seconds, "get", lambda store: store.get(keys, targets)))
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        seconds = self.deadlines.lookup_seconds
+        return self._judged(self._statuses(keys, seconds, "exists", lambda store: store.exists(keys)))
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        check_keys(keys)
+        seconds = self.deadlines.lookup_seconds
+        return self._statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
+
+    def settle(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_late == 0, seconds)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Takes as long as the store takes; before the store is opened, no time at all."""
+        with self._memory:
+            self._registered[address] = (nbytes, headroom)
+            if self._store is not None:
+                self._store.register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        with self._memory:
+            self._registered.pop(address, None)
+            if self._store is not None:
+                self._store.unregister(address, nbytes)
+
+    def health(self) -> Health:
+        """The breaker's own knowledge; asks nobody, so it costs nothing and cannot hang."""
+        if self._is_closed:
+            return Health(False, "closed")
+        if (trouble := self._trouble) is not None:
+            return Health(False, f"not used for {time.monotonic() - self._since:.1f} s: {trouble}")
+        return Health(True, f"answering: {self._store!r}")
+
+    def stats(self) -> StoreStats:
+        """The store's own, or only its kind while it cannot be asked."""
+        stats = self._call(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
+        if stats is None:
+            return StoreStats(self._last_stats.kind)
+        self._last_stats = stats
+        return self._last_stats
+
+    def close(self) -> None:
+        """Leave the store, within seconds even where it hangs."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._trouble = "closed"
+            self._changed.notify_all()
+            is_late = self._num_late > 0
+        store = self._store
+        if store is not None and not is_late:
+            leaving = threading.Thread(target=store.close, name="pool-close", daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
+            is_late = leaving.is_alive()
+        if is_late:
+            logger.warning("The pool hangs; left it without a farewell: %r", store)
+        for _ in range(_WORKERS):
+            self._calls.put(None)
+
+    def _statuses(
+        self, keys: Sequence[str], seconds: float, what: str, ask: Callable[[StorageBackend], list[Status]]
+    ) -> list[Status]:
+        answer = self._call(seconds, f"{what} of {len(keys)} keys", ask) if keys and self._trouble is None else None
+        return answer if answer is not None and len(answer) == len(keys) else [Status.FAILED] * len(keys)
+
+    def _call(self, seconds: float, what: str, ask: Callable[[StorageBackend], Any]) -> Any:
+        """What ``ask`` answers; None where the breaker is open, the deadline passed or the store raised."""
+        store = self._store
+        if self._trouble is not None or store is None:
+            return None
+        call = self._start(store, ask)
+        return call.answer if self._finish(call, seconds, what) else None
+
+    def _start(self, store: StorageBackend, ask: Callable[[StorageBackend], Any]) -> _Call:
+        call = _Call(lambda: ask(store))
+        self._calls.put(call)
+        return call
+
+    def _finish(self, call: _Call, seconds: float, what: str) -> bool:
+        """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun."""
+        if call.ended.acquire(timeout=seconds):
+            return True
+        with self._changed:
+            if call.ended.acquire(blocking=False):
+                return True
+            call.is_given_up = True
+            if not call.has_begun:  # every worker was busy with calls that are within their own deadlines
+                return False
+            self._num_late += 1
+            self.late_calls += 1
+            self._open(f"{what} took more than {seconds:g} s")
+        return False
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            with self._changed:
+                if call.is_given_up:
+                    continue
+                call.has_begun = True
+            try:
+                call.answer = call.work()
+            except Exception:
+                logger.exception("A store broke its word and raised; the call counts as failed")
+            self._end(call)
+
+    def _end(self, call: _Call) -> None:
+        with self._changed:
+            if call.is_given_up:
+                self._num_late -= 1
+                self._changed.notify_all()
+            call.ended.release()
+
+    def _judged(self, answer: list[Status]) -> list[Status]:
+        """Open the breaker after answers in a row that were ``FAILED`` for every key."""
+        if not answer or answer.count(Status.FAILED) < len(answer):
+            self._failures = 0
+            return answer
+        with self._changed:
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                self._open(f"{_MAX_FAILURES} look-ups or reads in a row failed for every key")
+        return answer
+
+    def _open(self, trouble: str) -> None:
+        """Open the breaker, under the lock, unless it is open already."""
+        if self._trouble is None:
+            self._trouble, self._since = trouble, time.monotonic()
+            self.times_opened += 1
+            logger.warning("The pool is not used for now: %s", trouble)
+            self._start_keeper()
+
+    def _start_keeper(self) -> None:
+        threading.Thread(target=self._keep, name="pool-keeper", daemon=True).start()
+
+    def _keep(self) -> None:
+        """Until the breaker is closed: let late calls end, then open the store or probe it, with pauses."""
+        pause = _FIRST_PAUSE_S
+        said = None
+        while self._may_try():
+            trouble = self._opened() if self._store is None else self._probed()
+            if self._resumed(trouble):
+                logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
+                return
+            if trouble != said:
+                logger.warning("The pool cannot be used, and is tried again: %s", trouble)
+                said = trouble
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _may_try(self) -> bool:
+        """Wait until no late call is left; False where the guard is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_late == 0 or self._is_closed)
+            return not self._is_closed
+
+    def _resumed(self, trouble: str | None) -> bool:
+        """Close the breaker if there is no ``trouble``; else remember it."""
+        with self._changed:
+            if not self._is_closed:
+                self._trouble = trouble
+                self._failures = 0
+                self._changed.notify_all()
+            return self._trouble is None
+
+    def _opened(self) -> str | None:
+        """Open the store; None, or what is the matter."""
+        try:
+            store = self._open_store()
+        except PoolUnavailable as exc:
+            return str(exc)
+        except Exception as exc:  # a fault of a library, which another try may not meet
+            logger.debug("Opening the store raised", exc_info=True)
+            return f"{type(exc).__name__}: {exc}"
+        with self._memory:
+            for address, (nbytes, headroom) in self._registered.items():
+                store.register(address, nbytes, headroom=headroom)
+            self._store = store
+        if self._is_closed:  # it came too late for close() to see it
+            store.close()
+        return None
+
+    def _probed(self) -> str | None:
+        """Ask the store something; None, or what is the matter."""
+        assert self._store is not None
+        seconds = self.deadlines.lookup_seconds
+        call = self._start(self._store, lambda store: store.exists([_PROBE_KEY]))
+        if not self._finish(call, seconds, "a probe"):
+            return f"a probe took more than {seconds:g} s"
+        return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"

@@ -1,0 +1,130 @@
+"""Two backends as one: a fast one before a large one.
+
+    get ──► fast ──miss──► large ──copy──► fast
+    put ──through──► large, then fast            OK: the large one has it
+        ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
+
+What the large one holds is what the tiers hold together; the fast one holds copies of some of it, and with ``back``
+for a while what the large one does not have yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_keys, check_values
+from kvstore_backend.layers.write_behind import WriteBehindBackend
+
+__all__ = ["TieredBackend"]
+
+
+class TieredBackend(StorageBackend):
+    """Reads from ``fast``, else from ``large``, and what came from there is put into ``fast``.
+
+    A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
+    the failing one may have it.
+
+    Args:
+        fast: memory or a folder on tmpfs.
+        large: a folder on SSD, or Mooncake.
+        policy: ``through`` writes to both before it answers; ``back`` writes to ``fast``, and to ``large`` in the
+            background (``WriteBehindBackend``).
+    """
+
+    def __init__(
+        self, fast: StorageBackend, large: StorageBackend, policy: Literal["through", "back"] = "through"
+    ) -> None:
+        if policy not in ("through", "back"):
+            raise ValueError(f"policy is {policy!r}; it must be through or back")
+        self._fast = fast
+        self._behind = WriteBehindBackend(large) if policy == "back" else None
+        self._large = self._behind or large
+
+    def __repr__(self) -> str:
+        return f"TieredBackend({self._fast!r} before {self._large!r})"
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        if self._behind is not None:
+            fast = self._fast.put(keys, values)
+            large = self._large.put(keys, values)
+            return [one or other for one, other in zip(fast, large, strict=True)]
+        statuses = self._large.put(keys, values)
+        self._copy_to_fast(keys, values, statuses)
+        return statuses
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        statuses = self._fast.get(keys, targets)
+        missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
+        # A read that the fast tier gave up may still write into the targets.
+        if not missing or not self._fast.settle(0):
+            return statuses
+        wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
+        found = self._large.get(wanted, places)
+        self._copy_to_fast(wanted, places, found)
+        for i, status in zip(missing, found, strict=True):
+            statuses[i] = _either(statuses[i], status)
+        return statuses
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        statuses = self._fast.exists(keys)
+        missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
+        found = self._large.exists([keys[i] for i in missing]) if missing else []
+        for i, status in zip(missing, found, strict=True):
+            statuses[i] = _either(statuses[i], status)
+        return statuses
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        check_keys(keys)
+        large = self._large.remove(keys, force=force)
+        fast = self._fast.remove(keys, force=force)
+        return [
+            Status.FAILED if Status.FAILED in both else Status.OK if Status.OK in both else Status.ABSENT
+            for both in zip(large, fast, strict=True)
+        ]
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
+        return self._behind is None or self._behind.drain(seconds)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        self._fast.register(address, nbytes, headroom=headroom)
+        self._large.register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        self._fast.unregister(address, nbytes)
+        self._large.unregister(address, nbytes)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._fast.is_ready or self._large.is_ready
+
+    def settle(self, seconds: float) -> bool:
+        """Waits for each tier in turn, so for up to twice ``seconds``."""
+        return self._fast.settle(seconds) and self._large.settle(seconds)
+
+    def health(self) -> Health:
+        fast, large = self._fast.health(), self._large.health()
+        return Health(fast.ok and large.ok, f"fast tier: {fast.detail}; large tier: {large.detail}")
+
+    def stats(self) -> StoreStats:
+        """The large tier's figures."""
+        fast, large = self._fast.stats(), self._large.stats()
+        return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
+
+    def close(self) -> None:
+        self._large.close()
+        self._fast.close()
+
+    def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: Sequence[Status]) -> None:
+        here = [i for i, status in enumerate(statuses) if status is Status.OK]
+        if here:
+            self._fast.put([keys[i] for i in here], [values[i] for i in here])
+
+
+def _either(one: Status, other: Status) -> Status:
+    """What is known of a key for which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
+    return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other
