@@ -1,0 +1,338 @@
+"""What can be checked of a configuration without moving a block, one function a concern."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
+from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
+from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
+
+__all__ = [
+    "capacity",
+    "folder",
+    "library",
+    "master",
+    "master_flags",
+    "memory",
+    "metadata_server",
+    "protocol",
+    "sharing",
+]
+
+_CONNECT_S = 1.5
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
+_WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+_FULL = 0.95
+_PROMPT_TOKENS = 1000
+
+
+def library() -> Iterator[Finding]:
+    """Mooncake's Python module and the shared libraries it needs."""
+    missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
+    for name, package in missing.items():
+        yield fail("library", f"{name} is missing, which Mooncake needs", f"on Debian: apt-get install {package}")
+    if missing:
+        return
+    set_native_defaults()
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as exc:
+        without_gpu = "libcuda" in str(exc)
+        remedy = "pip install 'fastdeploy-kvstore[mooncake]', or choose another backend, such as file:///dev/shm/kvpool"
+        if without_gpu:
+            remedy = "on a machine without a GPU: pip uninstall mooncake-transfer-engine, then " + remedy
+        yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)
+        return
+    yield ok("library", f"Mooncake {_version()} can be loaded")
+
+
+def _can_load(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def _version() -> str:
+    for wheel in _WHEELS:
+        try:
+            return importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
+    """Whether this machine has the devices that the protocol needs."""
+    present = sorted(device.name for device in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+    if settings.protocol == "ascend":
+        yield warn("protocol", "ascend is passed on to Mooncake as it is; its links cannot be checked from here")
+        return
+    if settings.protocol == "tcp":
+        if present:
+            yield warn(
+                "protocol",
+                f"tcp is used though this machine has RDMA devices ({', '.join(present)})",
+                "say protocol rdma, in every client of the pool, unless that is meant",
+            )
+        else:
+            yield ok("protocol", "tcp; this machine has no RDMA device")
+        return
+    wanted = [name for name in settings.rdma_devices.split(",") if name]
+    if absent := [name for name in wanted if name not in present]:
+        remedy = f"name some of these in rdma_devices: {', '.join(present) or 'none here; use protocol tcp'}"
+        yield fail("protocol", f"there is no RDMA device {', '.join(absent)}", remedy)
+        return
+    down = [name for name in wanted or present if not _is_active(_RDMA_DEVICES / name)]
+    if down:
+        yield warn(
+            "protocol", f"no port of {', '.join(down)} is active", "ibv_devinfo shows why; check cable and driver"
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    needed = settings.global_segment_size + settings.local_buffer_size
+    if locked != resource.RLIM_INFINITY and locked < needed:
+        yield fail(
+            "protocol",
+            f"RDMA must lock {human_bytes(needed)} of memory; this user may lock {human_bytes(locked)}",
+            "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
+        )
+        return
+    yield ok("protocol", f"rdma over {', '.join(wanted or present)}")
+
+
+def _is_active(device: Path) -> bool:
+    return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+
+
+def memory(settings: MooncakeSettings) -> Iterator[Finding]:
+    """Whether the machine has the memory that the configuration gives away."""
+    needed = settings.global_segment_size + settings.local_buffer_size
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+            text = f"{human_bytes(needed)} are taken of {human_bytes(available)} free on this machine, by each process"
+            if needed > available:
+                yield fail("memory", text, "lower global_segment_size, or stop what else uses memory")
+            else:
+                yield ok("memory", text)
+
+
+def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
+    """Whether a master can be reached, and the ``host:port`` of the one that leads; empty where it is not known."""
+    if settings.etcd_addresses:
+        return _leader(settings)
+    address = settings.master_server_addr
+    remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
+    try:
+        said = _said_to_http(address)
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        return [fail("master", f"no Mooncake master answers at {address} ({reason})", remedy)], ""
+    if said is None:
+        return [
+            fail(
+                "master",
+                f"what listens at {address} does not answer: it is not a Mooncake master, or one that hangs",
+                "ss -tlnp shows what listens there; restart the master, or correct master_server_addr",
+            )
+        ], ""
+    if said.startswith(b"HTTP/"):
+        return [
+            fail(
+                "master",
+                f"an HTTP server answers at {address}, not a Mooncake master",
+                "master_server_addr is the master's --rpc_port; its metrics and its metadata server are other ports",
+            )
+        ], ""
+    if said:
+        return [
+            fail("master", f"what answers at {address} is not a Mooncake master: it says {said[:30]!r}", remedy)
+        ], ""
+    return [ok("master", f"something that behaves like a Mooncake master answers at {address}")], address
+
+
+def _said_to_http(address: str) -> bytes | None:
+    """What a listener answers to an HTTP request: a Mooncake master closes at once; None where it is silent."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
+        try:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return connection.recv(64)
+        except TimeoutError:
+            return None
+        except ConnectionError:
+            return b""
+
+
+def _leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
+    where = settings.master_server_addr
+    try:
+        clusters = clusters_in_etcd(settings)
+    except (httpx.HTTPError, ValueError) as exc:
+        return [
+            fail("etcd", f"no etcd answers at {where} ({exc})", "start etcd there, or correct master_server_addr")
+        ], ""
+    leader = clusters.get(settings.cluster_id)
+    if leader is None:
+        known = f"etcd knows the clusters {', '.join(clusters)}" if clusters else "etcd knows no cluster of masters"
+        return [
+            fail(
+                "etcd",
+                f"the cluster {settings.cluster_id!r} has no leading master; {known}",
+                f"start mooncake_master --enable_ha=true --cluster_id={settings.cluster_id}, or correct cluster_id "
+                "(MC_STORE_CLUSTER_ID)",
+            )
+        ], ""
+    return [ok("etcd", f"{where} says that the master at {leader} leads the cluster {settings.cluster_id}")], leader
+
+
+def metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
+    """Whether the metadata server answers as one."""
+    url = settings.metadata_server
+    if not url.startswith("http"):
+        yield ok("metadata", f"{url}: no metadata server is needed")
+        return
+    remedy = (
+        "start the master with --enable_http_metadata_server=true "
+        f"--http_metadata_server_port={urlsplit(url).port or 80}, or use P2PHANDSHAKE in every client"
+    )
+    try:
+        answer = httpx.get(url, params={"key": "kvstore-doctor"}, timeout=_CONNECT_S, trust_env=False)
+    except httpx.HTTPError as exc:
+        yield fail("metadata", f"no metadata server answers at {url} ({exc})", remedy)
+        return
+    if "metadata not found" not in answer.text:
+        text = f"what answers at {url} is not Mooncake's metadata server: status {answer.status_code}"
+        yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
+        return
+    yield ok("metadata", f"a metadata server answers at {url}")
+
+
+def master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
+    """What the master tells of itself."""
+    if admin is None:
+        yield warn(
+            "master's flags",
+            f"the master at {address} tells nothing: its metrics are not on the usual ports",
+            "give --master-metrics HOST:PORT (its --metrics_port)",
+        )
+        return
+    health = admin.health()
+    if not health["service_ready"]:
+        yield fail(
+            "master's flags", f"the master at {admin.address} is a {health['role']}, and not ready", "wait for it"
+        )
+        return
+    if admin.has_tenants():
+        yield warn(
+            "master's flags",
+            "the master keeps tenants apart (--enable_multi_tenants); we are the tenant default",
+            "give that tenant a quota in the master's quota file",
+        )
+    else:
+        yield ok("master's flags", "one tenant: whoever reaches the master may read and remove every block")
+    yield ok(
+        "master's flags",
+        "lease, eviction watermark and threads cannot be told from outside; wanted: a lease of 10 s "
+        "(--default_kv_lease_ttl), a watermark below 1 (--eviction_high_watermark_ratio)",
+    )
+    metrics = admin.metrics()
+    refused = int(metrics.get("master_put_start_alloc_failures_total", 0))
+    if refused:
+        yield warn(
+            "master's flags",
+            f"{refused} writes have found no room since the master started",
+            "more memory (global_segment_size), or an earlier eviction (--eviction_high_watermark_ratio=0.85)",
+        )
+
+
+def capacity(
+    settings: MooncakeSettings | FileSettings, admin: MasterAdmin | None, kv_bytes: int | None
+) -> Iterator[Finding]:
+    """Whether the pool has room, and for how much of the model's KV."""
+    others = used = 0
+    if isinstance(settings, FileSettings):
+        own, setting = settings.size, "size"
+    else:
+        own, setting = settings.global_segment_size, "global_segment_size"
+        if admin is not None:
+            segments = admin.segments()
+            others, used = sum(each.capacity for each in segments), sum(each.used for each in segments)
+    total = own + others
+    text = f"{human_bytes(own)} from each process like this one, {human_bytes(others)} from those that have joined"
+    if isinstance(settings, FileSettings):
+        text = f"{human_bytes(own)} for all processes of this machine"
+    if kv_bytes is not None:
+        prompt = _PROMPT_TOKENS * kv_bytes
+        text += f"; {_PROMPT_TOKENS} tokens of the model take {human_bytes(prompt)}"
+        if total < prompt:
+            yield fail(
+                "capacity", text, f"raise {setting} to at least {human_bytes(prompt)}, better to many times that"
+            )
+            return
+        text += f", so it holds {total // kv_bytes} tokens"
+    if total == 0:
+        yield fail("capacity", "nobody gives the pool memory", "set global_segment_size in some client, such as 4GiB")
+    elif others and used > _FULL * others:
+        yield warn("capacity", f"{text}; {used / others:.0%} are used", "it evicts; give it more memory")
+    else:
+        yield ok("capacity", text)
+
+
+def sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
+    """Whether those that have joined could read our memory and we theirs."""
+    segments = admin.segments() if admin is not None else []
+    shaking = settings.metadata_server == "P2PHANDSHAKE"
+    strangers = [each.name for each in segments if each.is_handshaking != shaking]
+    if strangers:
+        theirs = "a metadata server" if shaking else "P2PHANDSHAKE"
+        yield fail(
+            "sharing",
+            f"{len(strangers)} of {len(segments)} clients ({', '.join(strangers[:3])}) joined with {theirs}, this "
+            f"configuration says {settings.metadata_server}: neither can read what the other stored",
+            "use one metadata_server in every client",
+        )
+    elif segments:
+        yield ok("sharing", f"{len(segments)} clients have joined in the same way")
+
+
+def folder(settings: FileSettings) -> Iterator[Finding]:
+    """Whether the folder can be used, and has the room that is promised."""
+    path = settings.path
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if not existing.is_dir():
+        yield fail("folder", f"{existing} is a file, not a folder", "name another folder, or remove the file")
+        return
+    owner = existing.stat().st_uid
+    if existing == path and owner not in (0, os.geteuid()):
+        text = f"{path} belongs to user {owner}, who could change what is stored in it"
+        yield fail("folder", text, f"name another folder, or: chown {os.geteuid()} {path}")
+        return
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield fail("folder", f"{existing} cannot be written to", "name another folder, or make it writable")
+        return
+    filesystem = os.statvfs(existing)
+    room = filesystem.f_bavail * filesystem.f_frsize
+    held = sum(each.stat().st_size for each in path.glob("blocks/*/*")) if path.is_dir() else 0
+    text = (
+        f"{path} holds {human_bytes(held)} of {human_bytes(settings.size)}; its filesystem has {human_bytes(room)} free"
+    )
+    if held + room < settings.size:
+        remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
+        if str(path).startswith("/dev/shm"):
+            remedy += "; a container gets more with --shm-size"
+        yield warn("folder", text, remedy)
+    else:
+        yield ok("folder", text)

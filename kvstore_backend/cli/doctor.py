@@ -1,0 +1,119 @@
+"""Say what is wrong with a pool and its configuration, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli import checks
+from kvstore_backend.cli.admin import find_admin
+from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, print_findings, print_json, warn
+from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
+from kvstore_backend.cli.trial import try_pool
+from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+
+__all__ = ["add_arguments", "diagnose", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``kvstore doctor`` takes."""
+    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a checkpoint whose KV the pool is to hold")
+    parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
+    parser.add_argument(
+        "--cards",
+        type=int,
+        help="HCCL-based pools: cards or dies in the pool; without CONFIG only their sizing is told",
+    )
+    parser.add_argument(
+        "--memory-factor", type=float, default=0.92, help="HCCL-based pools: the engine's (default 0.92)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found; 0 only if the pool can be used."""
+    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # what it would warn of is found and said here
+    findings = list(diagnose(arguments))
+    usable = all(finding.level != "fail" for finding in findings)
+    if arguments.json:
+        print_json({"usable": usable, "findings": findings})
+    else:
+        print_findings(findings)
+        print("the pool can be used" if usable else "the pool cannot be used as configured")
+    return 0 if usable else 1
+
+
+def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Everything that is found, in the order in which it should be put right."""
+    if arguments.cards is not None:
+        yield from hccl_sizing(arguments.cards, arguments.memory_factor)
+        if arguments.config is None:
+            return
+    kv_bytes = None
+    if arguments.model is not None:
+        try:
+            kv_bytes = kv_bytes_per_token(arguments.model)
+        except ConfigError as exc:
+            yield fail("model", str(exc), "give --model the folder of a checkpoint")
+            return
+        yield ok("model", f"{human_bytes(1000 * kv_bytes)} of KV per 1000 tokens")
+    try:
+        config = read_config(arguments.config)
+    except ConfigError as exc:
+        yield fail("configuration", str(exc))
+        return
+    if config is None:
+        yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
+        return
+    yield ok("configuration", _described(config))
+    match config.store:
+        case MooncakeSettings():
+            yield from _mooncake(config, config.store, kv_bytes, arguments.master_metrics)
+        case FileSettings():
+            yield from _file(config, config.store, kv_bytes)
+        case MemorySettings():
+            yield warn("sharing", "memory is each process's own; nothing is shared", "mooncake, or file on one machine")
+            yield from try_pool(config)
+
+
+def _mooncake(
+    config: PoolConfig, settings: MooncakeSettings, kv_bytes: int | None, metrics: str | None
+) -> Iterator[Finding]:
+    found_master, address = checks.master(settings)
+    findings = [
+        *checks.library(),
+        *checks.protocol(settings),
+        *checks.memory(settings),
+        *found_master,
+        *checks.metadata_server(settings),
+    ]
+    admin = find_admin(address, metrics) if address else None
+    if address:
+        findings += checks.master_flags(admin, address)
+    findings += checks.capacity(settings, admin, kv_bytes)
+    findings += checks.sharing(settings, admin)
+    yield from findings
+    if all(finding.level != "fail" for finding in findings):
+        yield from try_pool(config)
+
+
+def _file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:
+    findings = [*checks.folder(settings), *checks.capacity(settings, None, kv_bytes)]
+    yield from findings
+    if all(finding.level != "fail" for finding in findings):
+        yield from try_pool(config)
+
+
+def _described(config: PoolConfig) -> str:
+    match config.store:
+        case MooncakeSettings() as store:
+            text = f"mooncake: master {store.master_server_addr}, metadata {store.metadata_server}, {store.protocol}"
+        case FileSettings() as store:
+            text = f"file: {store.path}, {human_bytes(store.size)}"
+        case MemorySettings() as store:
+            text = f"memory: {human_bytes(store.size)}"
+    return f"{text}{', asynchronous writes' if config.async_write else ''}{', a fast tier' if config.fast else ''}"

@@ -1,0 +1,69 @@
+"""What a command has found, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+__all__ = ["Finding", "fail", "human_bytes", "ok", "print_findings", "print_json", "print_table", "warn"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: how it stands with ``subject``, in one sentence, and what to do about it."""
+
+    level: Literal["ok", "warn", "fail"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def ok(subject: str, text: str) -> Finding:
+    """All is well."""
+    return Finding("ok", subject, text)
+
+
+def warn(subject: str, text: str, remedy: str = "") -> Finding:
+    """The pool can be used, but somebody should know this."""
+    return Finding("warn", subject, text, remedy)
+
+
+def fail(subject: str, text: str, remedy: str = "") -> Finding:
+    """The pool cannot be used as configured."""
+    return Finding("fail", subject, text, remedy)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """A line each, and under it what to do."""
+    width = max((len(finding.subject) for finding in findings), default=0)
+    for finding in findings:
+        print(f"{finding.level:<5} {finding.subject:<{width}}  {finding.text}")
+        if finding.remedy:
+            print(f"{'':<5} {'':<{width}}  -> {finding.remedy}")
+
+
+def print_json(value: object) -> None:
+    """One JSON document; findings and other dataclasses as objects."""
+    json.dump(value, sys.stdout, indent=2, default=asdict)
+    print()
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """``rows`` under ``heads``: the first column to the left, the others to the right."""
+    cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

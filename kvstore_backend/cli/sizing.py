@@ -1,0 +1,80 @@
+"""How large things must be: a model's KV, and what the links of an HCCL-based pool take of device memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli.report import Finding, fail, ok
+
+__all__ = ["hccl_sizing", "kv_bytes_per_token"]
+
+# MindIE's figures for pools whose cards are linked by HCCL.
+_MB_PER_LINK = 4
+_MAX_LINKS = 512
+_MB_PER_HUNDREDTH = 600
+_MAX_HUNDREDTHS = 4
+
+_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Bytes of K and V that one token takes over all layers and heads, in the checkpoint's own dtype.
+
+    Raises:
+        ConfigError: the folder has no config.json, or that does not say enough.
+    """
+    path = model / "config.json"
+    try:
+        outer: dict[str, Any] = json.loads(path.read_bytes())
+        config = outer.get("text_config", outer)
+        dtype = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
+        element_bytes = _ELEMENT_BYTES[str(dtype).removeprefix("torch.")] if dtype else 2
+        if "kv_lora_rank" in config:  # multi-head latent attention keeps one compressed vector and one rotary key
+            return int(
+                config["num_hidden_layers"] * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * element_bytes
+            )
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return int(
+            2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * element_bytes
+        )
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    except KeyError as exc:
+        raise ConfigError(f"{path} does not say {exc.args[0]!r}, so the size of its KV is not known") from exc
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{path} is not the configuration of a decoder model: {exc}") from exc
+
+
+def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
+    """Whether ``cards`` can be linked in one HCCL-based pool, and how far the memory factor must be lowered for it."""
+    subject = "HCCL links"
+    links = cards - 1
+    if links > _MAX_LINKS or cards > _MAX_LINKS:
+        return [
+            fail(
+                subject,
+                f"{cards} cards are more than one pool can link",
+                f"split them: at most {_MAX_LINKS} cards a pool",
+            )
+        ]
+    mb = links * _MB_PER_LINK
+    hundredths = math.ceil(mb / _MB_PER_HUNDREDTH)
+    lowered = memory_factor - hundredths / 100
+    most = memory_factor - _MAX_HUNDREDTHS / 100
+    if most <= 0:
+        return [fail(subject, f"a memory factor of {memory_factor:g} leaves nothing to lower", "give one such as 0.92")]
+    return [
+        ok(subject, f"{links} links of {cards} cards take {links} x {_MB_PER_LINK} MB = {mb} MB of each card's memory"),
+        ok(
+            "memory factor",
+            f"lower it from {memory_factor:.2f} to {lowered:.2f}, which frees {hundredths * _MB_PER_HUNDREDTH} MB; "
+            f"to {most:.2f} if cards may be added later (up to {_MAX_LINKS})"
+            if hundredths
+            else f"{memory_factor:.2f} may stay; {most:.2f} if cards may be added later (up to {_MAX_LINKS})",
+        ),
+    ]

@@ -1,0 +1,166 @@
+"""Say what a pool holds, and how often it is asked in vain."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.cli import checks
+from kvstore_backend.cli.admin import find_admin
+from kvstore_backend.cli.report import human_bytes, print_json, print_table
+from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
+
+__all__ = ["add_arguments", "run"]
+
+
+@dataclass
+class _Figures:
+    """What is known of a pool; None: cannot be known."""
+
+    backend: str
+    keys: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    clients: int | None = None
+    evicted_keys: int | None = None
+    refused_writes: int | None = None
+    reads: int | None = None
+    reads_found: int | None = None
+    keys_by_namespace: dict[str, int] = field(default_factory=dict)
+    instances: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``kvstore stats`` takes."""
+    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
+    parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
+    parser.add_argument(
+        "--instances", nargs="+", default=[], metavar="HOST:PORT", help="instances to ask for their hit rates"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the figures.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or says that there is no pool.
+        PoolUnavailable: nobody answers.
+    """
+    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
+    config = read_config(arguments.config)
+    if config is None:
+        raise ConfigError("the configuration says that there is no pool")
+    match config.store:
+        case MooncakeSettings() as store:
+            figures = _mooncakes(store, arguments.master_metrics)
+        case FileSettings() as store:
+            figures = _folders(store)
+        case MemorySettings():
+            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+    figures.instances = {address: _instances(address) for address in arguments.instances}
+    if arguments.json:
+        print_json(asdict(figures))
+    else:
+        _print(figures)
+    return 0
+
+
+def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figures:
+    findings, address = checks.master(settings)
+    if not address:
+        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
+    admin = find_admin(address, metrics_address)
+    if admin is None:
+        raise PoolUnavailable(
+            f"the master at {address} tells no figures on the usual ports: give --master-metrics HOST:PORT"
+        )
+    try:
+        metrics = admin.metrics()
+        names = Counter(_namespace(key) for key in admin.list_keys())
+    except (httpx.HTTPError, ValueError) as exc:
+        raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
+    return _Figures(
+        "mooncake",
+        int(metrics["master_key_count"]),
+        int(metrics["master_allocated_bytes"]),
+        int(metrics["master_total_capacity_bytes"]),
+        int(metrics["master_active_clients"]),
+        int(metrics["master_evicted_key_count"]),
+        int(metrics["master_put_start_alloc_failures_total"]),
+        int(metrics["total_get_nums_"]),
+        int(metrics["valid_get_nums_"]),
+        dict(names.most_common()),
+    )
+
+
+def _folders(settings: FileSettings) -> _Figures:
+    if not settings.path.is_dir():
+        raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
+    blocks = [(unquote(path.stem), path.stat().st_size) for path in Path(settings.path).glob("blocks/*/*.block")]
+    names = Counter(_namespace(key) for key, _ in blocks)
+    used = sum(nbytes for _, nbytes in blocks)
+    return _Figures("file", len(blocks), used, settings.size, keys_by_namespace=dict(names.most_common()))
+
+
+def _namespace(key: str) -> str:
+    """The digest in a key of ours."""
+    version, _, rest = key.partition("-")
+    digest, _, block_hash = rest.partition("-")
+    return digest if version == "kv1" and block_hash else "(not ours)"
+
+
+def _instances(address: str) -> dict[str, float]:
+    """What an instance says of its prompts: tokens, and where they came from."""
+    try:
+        page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        raise PoolUnavailable(f"the instance at {address} gives no metrics: {exc}") from exc
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if not sample.labels:
+                values[sample.name] = sample.value
+            elif sample.name == "kvstore_blocks_total" and sample.labels.get("operation") == "exists":
+                values[f"looked up {sample.labels['status']}"] = sample.value
+    return {
+        "prompt_tokens": values.get("fastdeploy:prompt_tokens_total", 0.0),
+        "own_cached_tokens": values.get("fastdeploy:prefix_gpu_cache_token_num_total", 0.0),
+        "pool_cached_tokens": values.get("kvstore_pool_cached_tokens_total", 0.0),
+        "blocks_found": values.get("looked up ok", 0.0),
+        "blocks_absent": values.get("looked up absent", 0.0),
+        "blocks_unknown": values.get("looked up failed", 0.0),
+    }
+
+
+def _print(figures: _Figures) -> None:
+    used, capacity = figures.used_bytes or 0, figures.capacity_bytes or 0
+    rows: list[tuple[str, object]] = [("backend", figures.backend), ("keys", figures.keys)]
+    rows.append(("used", f"{human_bytes(used)} of {human_bytes(capacity)} ({used / capacity if capacity else 0:.0%})"))
+    if figures.backend == "mooncake":
+        reads, found = figures.reads or 0, figures.reads_found or 0
+        rows += [
+            ("clients", figures.clients),
+            ("evicted keys", figures.evicted_keys),
+            ("writes without room", figures.refused_writes),
+            ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})"),
+        ]
+    print_table(("pool", ""), rows)
+    print()
+    print_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])
+    if figures.instances:
+        print()
+        heads = ("instance", "prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
+        print_table(
+            heads, [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
+        )
+    else:
+        print("\nhit rates are known to the instances: kvstore stats --instances HOST:PORT ...")

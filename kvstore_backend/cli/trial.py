@@ -1,0 +1,101 @@
+"""Using a pool for real, with a block that nobody else can meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+from kvstore_backend.backend import PoolUnavailable, Span, Status, StorageBackend
+from kvstore_backend.cli.report import Finding, fail, ok
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_store
+
+__all__ = ["TRIAL_NAMESPACE", "try_pool"]
+
+TRIAL_NAMESPACE = Namespace("kvstore-doctor", "uint8", 1, 1, 1, 1, "bytes")
+_BLOCK_BYTES = 64 << 10
+_DEADLINE_S = 60.0
+
+
+def try_pool(config: PoolConfig) -> list[Finding]:
+    """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
+    findings: list[Finding] = []
+    # A daemon: a native call that never returns must not keep the process.
+    thread = threading.Thread(target=lambda: findings.extend(_trial(config)), daemon=True)
+    with tempfile.TemporaryFile() as native_log:
+        with _native_log_to(native_log):
+            thread.start()
+            thread.join(_DEADLINE_S)
+        native_log.seek(0)
+        said = native_log.read().decode(errors="replace")
+    if thread.is_alive():
+        findings.append(fail("trial", f"the pool hangs: no answer within {_DEADLINE_S:.0f} s", "restart its master"))
+    if any(finding.level == "fail" for finding in findings):
+        sys.stderr.write(said)
+    return findings
+
+
+@contextlib.contextmanager
+def _native_log_to(file: IO[bytes]) -> Iterator[None]:
+    """Mooncake complains on the process's standard error even when all is well; let it do so into ``file``."""
+    sys.stderr.flush()
+    outside = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(outside, 2)
+        os.close(outside)
+
+
+def _trial(config: PoolConfig) -> Iterator[Finding]:
+    try:
+        store = open_store(config)
+    except PoolUnavailable as exc:
+        yield fail("trial", str(exc))
+        return
+    try:
+        yield _round_trip(store)
+    finally:
+        store.close()
+
+
+def _round_trip(store: StorageBackend) -> Finding:
+    source = np.frombuffer(os.urandom(_BLOCK_BYTES), dtype=np.uint8).copy()
+    target = np.zeros_like(source)
+    key = TRIAL_NAMESPACE.key(os.urandom(32))
+    for memory in (source, target):
+        store.register(memory.ctypes.data, memory.nbytes)
+    try:
+        if not store.put([key], [[Span(source.ctypes.data, source.nbytes)]])[0]:
+            return fail(
+                "trial",
+                f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
+                "the pool is full of blocks in use, nobody gives it memory, or a client that died is still listed; "
+                "kvstore stats shows which",
+            )
+        found = store.exists([key])[0]
+        read = store.get([key], [[Span(target.ctypes.data, target.nbytes)]])[0]
+        removed = store.remove([key], force=True)[0]
+    finally:
+        for memory in (source, target):
+            store.unregister(memory.ctypes.data, memory.nbytes)
+    if not found or not read:
+        return fail(
+            "trial",
+            f"a block was put, but exists said {found.value} and get {read.value}",
+            "the client that holds it cannot be reached: check local_hostname, and firewalls between the machines",
+        )
+    if not np.array_equal(source, target):
+        return fail("trial", "a block came back with other bytes", "do not use this pool; report it with its versions")
+    if removed is Status.FAILED:
+        return fail("trial", "put, exists and get work, but the block could not be removed", "look at the master's log")
+    return ok("trial", f"put, exists, get and remove of {_BLOCK_BYTES >> 10} KiB work, bytes equal")
