@@ -36,30 +36,10 @@ parse_arguments() {
     done
 }
 
-# check_ports NAME=PORT...: the ports are fixed, so a busy one is said before anything is started.
-check_ports() {
-    local busy
-    busy=$("$PYTHON" - "$@" <<'PYTHON'
-import socket
-import sys
-
-for entry in sys.argv[1:]:
-    name, _, port = entry.rpartition("=")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", int(port)))
-        except OSError:
-            print(f"port {port}, wanted for {name}, is in use; ss -tanp shows by what")
-            sys.exit(1)
-PYTHON
-    ) || die "$busy"
-}
-
 # prepare NAME=PORT...: everything that comes before the first start.
 prepare() {
     "$ROOT/scripts/setup"
-    check_ports "$@"
+    "$PYTHON" "$HERE/check_ports.py" "$@" || exit
     # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
     unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
     if [[ ${MODEL_NAME-} == */* && -e ${MODEL_NAME-} ]]; then
@@ -208,7 +188,8 @@ check_alive() {
 # wait_for NAME URL [PATTERN]: until URL answers 200 and its answer matches PATTERN.
 wait_for() {
     local name=$1 url=$2 pattern=${3-} answer deadline=$((SECONDS + START_DEADLINE))
-    until answer=$(curl -sf --max-time 2 "$url") && [[ $answer =~ $pattern ]]; do
+    # From a port that none of ours may be waiting to listen on: see check_ports.py.
+    until answer=$(curl -sf --max-time 2 --local-port 61000-65535 "$url") && [[ $answer =~ $pattern ]]; do
         check_alive
         [ $SECONDS -lt $deadline ] || give_up "$name" "is not ready after $START_DEADLINE s"
         sleep 0.2

@@ -9,20 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.examples.script import ROOT, running
+from tests.support.waiting import port_answers
 
 PORTS = (12379, 12380, 8081, 8082, 8083, 9091, 9092, 9093, 52700, 52800)
 
 
 @pytest.fixture(autouse=True)
 def free_ports() -> None:
-    """Skip where something else has a port that the script needs; its ports are fixed."""
+    """Skip where something else listens on a port that the script needs; its ports are fixed."""
     for port in PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError as exc:
-                pytest.skip(f"port {port}, which run_ha.sh needs, cannot be had: {exc}")
+        if port_answers(port):
+            pytest.skip(f"port {port}, which run_ha.sh needs, is in use on this machine")
 
 
 @pytest.mark.timeout(600)
@@ -43,5 +40,5 @@ def test_a_new_prompt_is_shared_through_the_new_leader() -> None:
 def test_a_busy_port_of_etcd_is_named() -> None:
     with socket.create_server(("127.0.0.1", 12379)), running("run_ha.sh") as script:
         assert script.end(60) == 1
-    assert "run_ha.sh: port 12379, wanted for etcd, is in use; ss -tanp shows by what" in script.output
+    assert "port 12379, wanted for etcd, is in use; ss -tanp shows by what" in script.output
     assert script.left_behind() == []

@@ -53,7 +53,7 @@ def complaint(name: str, *arguments: str, **environment: str) -> str:
 def test_a_busy_port_is_named_with_what_it_was_for() -> None:
     with socket.create_server(("127.0.0.1", 52500)):
         said = complaint("run_pd_storage.sh")
-    assert said == "run_pd_storage.sh: port 52500, wanted for decode, is in use; ss -tanp shows by what\n"
+    assert said == "port 52500, wanted for decode, is in use; ss -tanp shows by what\n"
 
 
 @pytest.mark.parametrize(
