@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -32,7 +31,7 @@ from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_m
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
 from engine.registration import keep_registered, router_url
 from engine.scheduler import Scheduler
-from kvstore_backend import ConfigError, load_config, open_pool
+from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 
 __all__ = ["Instance", "create_app", "main"]
 
@@ -80,7 +79,7 @@ class Instance:
             runner,
             scheduler,
             self.metrics,
-            open_pool=partial(open_pool, pool_config, runner.namespace) if pool_config else None,
+            pool=open_pool(pool_config, runner.namespace, self.metrics.registry) if pool_config else None,
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(args.model)
@@ -211,24 +210,28 @@ def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used."""
-    try:
-        args = parse_args(argv)
-        logs.set_up(args.log_dir, debug=args.debug)
-        bound = [_bound_socket(args.host, args.port, "--port")]
-        if args.metrics_port not in (None, args.port):
-            bound.append(_bound_socket(args.host, args.metrics_port, "--metrics-port"))
-        instance = Instance(args, _bound_socket(args.host, args.pd_comm_port, "--pd-comm-port"))
-    except (ConfigError, OSError) as exc:
-        print(f"engine.api_server: {exc}", file=sys.stderr)
-        return 2
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=5)
-    )
-    # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=bound)
-    return 0 if server.started else 1
+    with contextlib.ExitStack() as sockets:
+        try:
+            args = parse_args(argv)
+            logs.set_up(args.log_dir, debug=args.debug)
+            flags = {"--port": args.port, "--metrics-port": args.metrics_port, "--pd-comm-port": args.pd_comm_port}
+            if args.metrics_port in (None, args.port):
+                del flags["--metrics-port"]
+            *serving, connector = (
+                sockets.enter_context(_bound_socket(args.host, port, flag)) for flag, port in flags.items()
+            )
+            instance = Instance(args, connector)
+        except (KVStoreError, OSError) as exc:
+            print(f"engine.api_server: {exc}", file=sys.stderr)
+            return 2
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        )
+        # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=serving)
+        return 0 if server.started else 1
 
 
 if __name__ == "__main__":

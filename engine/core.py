@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.metrics import EngineMetrics
@@ -44,7 +45,7 @@ class EngineCore:
         runner: with its KV memory allocated.
         scheduler: over as many blocks.
         metrics: counted into.
-        open_pool: opens the pool; None: there is none.
+        pool: closed by ``stop``; None: there is none.
         save_outputs: save full blocks of generated text too, not only of prompts (output caching).
     """
 
@@ -54,7 +55,7 @@ class EngineCore:
         scheduler: Scheduler,
         metrics: EngineMetrics,
         *,
-        open_pool: Callable[[], BlockPool] | None = None,
+        pool: BlockPool | None = None,
         save_outputs: bool = False,
     ) -> None:
         self.scheduler = scheduler
@@ -64,7 +65,7 @@ class EngineCore:
         self._listeners: dict[Sequence, Listener] = {}
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
-        self._connector = PoolConnector(runner, open_pool, self._mailbox.put) if open_pool else None
+        self._connector = PoolConnector(runner, pool, self._mailbox.put) if pool else None
         self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
         self._watch()
 
@@ -203,8 +204,9 @@ class EngineCore:
         # The last token is always computed, so a block that ends with it is of no use.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
 
-        def done(num_blocks: int, seconds: float) -> None:
-            self.scheduler.loaded(sequence, num_blocks)
+        def done(num_blocks: int, seconds: float, unsettled: SequenceOf[int]) -> None:
+            self._keep_until_settled(unsettled, clear=True)
+            self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
             if not sequence.num_preemptions:
                 sequence.pool_cached_tokens = num_blocks * sequence.block_size
                 sequence.pool_load_seconds = seconds
@@ -223,7 +225,8 @@ class EngineCore:
             return
         blocks = sequence.block_table[first:last]
 
-        def done(num_saved: int) -> None:
+        def done(num_saved: int, unsettled: SequenceOf[int]) -> None:
+            self._keep_until_settled(unsettled, clear=False)
             self.scheduler.blocks.release(blocks)
             sequence.pending_saves -= 1
             self.metrics.saved_blocks.inc(num_saved)
@@ -234,6 +237,21 @@ class EngineCore:
             self.scheduler.blocks.hold(blocks)
             sequence.pending_saves += 1
             sequence.num_saved = last
+
+    def _keep_until_settled(self, blocks: SequenceOf[int], *, clear: bool) -> None:
+        """Keep ``blocks`` from everybody while a call that was given up may touch them; then ``clear`` them or not."""
+        if not blocks:
+            return
+        assert self._connector is not None
+        connector = self._connector
+        self.scheduler.blocks.hold(blocks)
+
+        def settled() -> None:
+            if clear:
+                connector.clear(blocks)
+            self.scheduler.blocks.release(blocks)
+
+        connector.when_settled(settled)
 
     def _forget_if_saved(self, sequence: Sequence) -> None:
         if sequence.finish_reason and not sequence.pending_saves:

@@ -94,8 +94,11 @@ class Scheduler:
                 self._run(sequence)
         return to_load
 
-    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
-        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it may run now."""
+    def loaded(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
+        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it may run now.
+
+        Not ``usable``: its other blocks must not be written yet. It gives them up and waits for different ones.
+        """
         self.loading.remove(sequence)
         if sequence.aborted:
             self._free(sequence)
@@ -103,7 +106,10 @@ class Scheduler:
             return
         sequence.num_computed += num_blocks * self.block_size
         self.publish(sequence)
-        self._run(sequence)
+        if usable:
+            self._run(sequence)
+        else:
+            self._wait_anew(sequence)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; every one has its blocks. Empty when nothing can run."""
@@ -195,12 +201,16 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._wait_anew(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _wait_anew(self, sequence: Sequence) -> None:
+        """Give all blocks back, and be the first to get others."""
         self._free(sequence)
         sequence.num_computed = sequence.num_published = 0
         sequence.state = State.WAITING
         self.waiting.appendleft(sequence)
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table)

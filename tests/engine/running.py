@@ -19,7 +19,8 @@ from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, TokenOutput
 from engine.request import Sequence as EngineSequence
 from engine.scheduler import Scheduler
-from kvstore_backend import BlockPool, Namespace, StorageBackend
+from kvstore_backend import BlockPool, StorageBackend
+from kvstore_backend.layers.guarded import GuardedBackend
 from tests.support.waiting import wait_until
 
 __all__ = ["Answering", "Engine"]
@@ -76,36 +77,31 @@ class Engine:
         max_num_seqs: int = 4,
         budget: int = 24,
         store: StorageBackend | None = None,
-        open_pool: Callable[[Namespace], BlockPool] | None = None,
+        open_store: Callable[[], StorageBackend] | None = None,
         save_outputs: bool = False,
         wait_for_pool: bool = True,
         start: bool = True,
     ) -> None:
         self.block_size = block_size
-        if store is not None:
-
-            def open_pool(namespace: Namespace) -> BlockPool:
-                return BlockPool(store, namespace)
-
         self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
         self.runner.allocate_kv(num_blocks)
         self.blocks = BlockManager(num_blocks)
         self.scheduler = Scheduler(
-            self.blocks, block_size, max_num_seqs, budget, prefix_caching=True, pool=open_pool is not None
+            self.blocks, block_size, max_num_seqs, budget, prefix_caching=True, pool=bool(store or open_store)
         )
         self.metrics = EngineMetrics()
-        opener = open_pool
+        backend = GuardedBackend(open_store) if open_store else store
         self.core = EngineCore(
             self.runner,
             self.scheduler,
             self.metrics,
-            open_pool=(lambda: opener(self.runner.namespace)) if opener else None,
+            pool=BlockPool(backend, self.runner.namespace) if backend else None,
             save_outputs=save_outputs,
         )
         self._names = map(str, itertools.count())
         if start:
             self.core.start()
-        if open_pool and wait_for_pool:
+        if backend and wait_for_pool:
             self.wait_for_pool()
 
     def wait_for_pool(self) -> None:

@@ -6,13 +6,13 @@ The right answers are those of an instance without a pool, which ``test_answers.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvstore_backend import BlockPool, Namespace, PoolUnavailable
+from kvstore_backend import PoolUnavailable, StorageBackend
+from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import Fault, FaultyStore
@@ -188,21 +188,16 @@ def test_an_instance_stops_while_a_load_hangs(tiny_checkpoint: Path, store: Faul
 
 @pytest.mark.parametrize("problem", [PoolUnavailable("no master at 127.0.0.1:1"), RuntimeError("a broken library")])
 def test_a_pool_that_cannot_be_had_at_first_is_joined_later(
-    tiny_checkpoint: Path,
-    filled_store: MemoryStore,
-    answers: dict[int, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    problem: Exception,
+    tiny_checkpoint: Path, filled_store: MemoryStore, answers: dict[int, list[int]], problem: Exception
 ) -> None:
-    monkeypatch.setattr("engine.pool_connector._REOPEN_SECONDS", 0.01)
     there = False
 
-    def open_pool(namespace: Namespace) -> BlockPool:
+    def open_store() -> StorageBackend:
         if not there:
             raise problem
-        return BlockPool(FaultyStore(filled_store), namespace)
+        return FaultyStore(filled_store)
 
-    with Engine(tiny_checkpoint, open_pool=open_pool, wait_for_pool=False) as engine:
+    with Engine(tiny_checkpoint, open_store=open_store, wait_for_pool=False) as engine:
         before = engine.answer(PROMPTS[-2], MAX_TOKENS)
         assert before.wait() == answers[len(PROMPTS[-2])]
         assert before.sequence.pool_cached_tokens == 0
@@ -213,19 +208,34 @@ def test_a_pool_that_cannot_be_had_at_first_is_joined_later(
         assert after.sequence.pool_cached_tokens == 96
 
 
-def test_a_pool_that_opens_only_after_the_instance_stopped_is_closed_again(tiny_checkpoint: Path) -> None:
-    asked, go, closed = threading.Event(), threading.Event(), threading.Event()
+def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    deadlines = Deadlines(lookup_seconds=10, transfer_seconds=0.2)
+    guarded = GuardedBackend(lambda: store, deadlines)
+    with Engine(tiny_checkpoint, store=guarded, num_blocks=20) as engine:
+        store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
+        store.hang_loads()
+        # Answered while the read still hangs, out of other blocks than those it may yet write to.
+        assert engine.answer(LONG, MAX_TOKENS).wait() == answers[len(LONG)]
+        assert store.hanging.is_set()
+        assert engine.blocks.num_available == 20 - 6
+        store.go_on()
+        engine.wait_until_idle()
+        for prompt in PROMPTS:
+            assert engine.answer(prompt, MAX_TOKENS).wait() == answers[len(prompt)]
 
-    class Late(FaultyStore):
-        def close(self) -> None:
-            closed.set()
 
-    def open_pool(namespace: Namespace) -> BlockPool:
-        asked.set()
-        go.wait()
-        return BlockPool(Late(MemoryStore(1 << 20)), namespace)
-
-    with Engine(tiny_checkpoint, open_pool=open_pool, wait_for_pool=False):
-        assert asked.wait(30)
-    go.set()
-    assert closed.wait(30)
+def test_a_save_that_was_given_up_keeps_its_blocks_until_it_ended(
+    tiny_checkpoint: Path, answers: dict[int, list[int]]
+) -> None:
+    store = FaultyStore(MemoryStore(64 << 20))
+    guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=10, transfer_seconds=0.2))
+    with Engine(tiny_checkpoint, store=guarded, num_blocks=20) as engine:
+        store.hang_saves()
+        answering = engine.answer(LONG, MAX_TOKENS)
+        assert answering.wait() == answers[len(LONG)]
+        assert answering.saved.wait(30)  # whoever waits for the save hears that it is over, though it failed
+        assert engine.blocks.num_available < 20
+        store.go_on()
+        engine.wait_until_idle()
