@@ -53,8 +53,12 @@ def kv_bytes_per_token(model: Path) -> int:
 def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
     """Whether ``cards`` can be linked in one HCCL-based pool, and how far the memory factor must be lowered for it."""
     subject = "HCCL links"
+    if cards < 1:
+        return [fail(subject, f"{cards} cards make no pool", "give --cards the number of cards or dies in the pool")]
+    if not _MAX_HUNDREDTHS / 100 < memory_factor <= 1:
+        return [fail(subject, f"{memory_factor:g} is no memory factor that could be lowered", "give one such as 0.92")]
     links = cards - 1
-    if links > _MAX_LINKS or cards > _MAX_LINKS:
+    if cards > _MAX_LINKS:
         return [
             fail(
                 subject,
@@ -66,8 +70,6 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
     hundredths = math.ceil(mb / _MB_PER_HUNDREDTH)
     lowered = memory_factor - hundredths / 100
     most = memory_factor - _MAX_HUNDREDTHS / 100
-    if most <= 0:
-        return [fail(subject, f"a memory factor of {memory_factor:g} leaves nothing to lower", "give one such as 0.92")]
     return [
         ok(subject, f"{links} links of {cards} cards take {links} x {_MB_PER_LINK} MB = {mb} MB of each card's memory"),
         ok(

@@ -1,0 +1,139 @@
+"""bench, stats and master, on real pools."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_store
+from kvstore_backend.stores.file import FileStore
+from tests.cli.command import doctor, kvstore
+from tests.cli.test_doctor import url
+from tests.support.memory import Memory
+from tests.support.mooncake import mooncake_master
+from tests.support.ports import free_ports
+from tests.support.processes import child
+
+FIRST, SECOND = (Namespace(name, "float32", 64, 1, 1, 1, "bytes") for name in ("first", "second"))
+
+
+def put(store: FileStore, keys: Sequence[str]) -> None:
+    memory = Memory(b"block")
+    assert all(store.put(keys, [memory.value] * len(keys)))
+
+
+def blocks(namespace: Namespace, count: int) -> list[str]:
+    return [namespace.key(bytes([number]) * 32) for number in range(count)]
+
+
+def test_stats_count_a_folders_blocks_by_namespace(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 1 << 20)
+    put(store, [*blocks(FIRST, 3), *blocks(SECOND, 1), "somebody/else's"])
+    store.close()
+    figures = json.loads(kvstore("stats", "--json", f"file://{tmp_path}?size=1MiB").output)
+    assert figures["keys_by_namespace"] == {FIRST.digest: 3, SECOND.digest: 1, "(not ours)": 1}
+    assert (figures["keys"], figures["used_bytes"], figures["capacity_bytes"]) == (5, 25, 1 << 20)
+
+
+def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        admin = master.metrics_url.split("/")[2]
+        store = open_store(master.config())
+        memory = Memory(b"block")
+        keys = [*blocks(FIRST, 2), *blocks(SECOND, 1)]
+        assert all(store.put(keys, [memory.value] * 3))
+        ended = kvstore("stats", "--json", url(master), "--master-metrics", admin)
+        people = kvstore("stats", url(master), "--master-metrics", admin)
+        store.close()
+    figures = json.loads(ended.output)
+    assert figures["keys_by_namespace"] == {FIRST.digest: 2, SECOND.digest: 1}
+    assert (figures["keys"], figures["used_bytes"], figures["clients"]) == (3, 15, 1)
+    assert figures["capacity_bytes"] == 64 << 20
+    assert f"{FIRST.digest}     2" in people.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["stats", "file:///nowhere/pool"], "folder /nowhere/pool does not exist"),
+        (["stats", "memory:"], "memory is each process's own"),
+        (["stats", "mooncake://127.0.0.1:1?protocol=tcp"], "no Mooncake master answers at 127.0.0.1:1"),
+        (["bench", "memory:", "--block-size", "big"], "--block-size is 'big'; a size is"),
+        (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
+        (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
+        (["bench"], "no pool is configured"),
+        (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: str) -> None:
+    ended = kvstore(*arguments)
+    assert ended.status == 1
+    assert ended.errors.startswith("kvstore: ")
+    assert sentence in ended.errors
+    assert ended.errors.count("\n") == 1
+
+
+def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> None:
+    arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "2", "--json"]
+    ended = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments)
+    assert ended.status == 0, ended.errors
+    rows = json.loads(ended.output)["rows"]
+    assert {(row["operation"], row["through"]) for row in rows} == {
+        (operation, through) for operation in ("put", "get", "exists") for through in ("bare store", "full stack")
+    }
+    assert all(row["median_seconds"] > 0 for row in rows)
+
+
+def test_bench_runs_on_mooncake(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        ended = kvstore("bench", url(master), "--block-size", "64KiB", "--blocks", "4", "--batches", "2")
+    assert ended.status == 0, ended.errors
+    assert "full stack" in ended.output
+
+
+def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
+    rpc, metadata, metrics = free_ports(3)
+    ports = ["--port", str(rpc), "--metadata-port", str(metadata), "--metrics-port", str(metrics)]
+    command = [sys.executable, "-m", "kvstore_backend.cli", "master", *ports, "--lease", "5s"]
+    with child(command, tmp_path / "log") as master:
+
+        def is_serving() -> bool:
+            try:
+                return bool(httpx.get(f"http://127.0.0.1:{metrics}/health", trust_env=False).json()["service_ready"])
+            except httpx.HTTPError:
+                return False
+
+        master.wait_for(is_serving, "serving")
+        lines = [line.removeprefix("export ") for line in master.output.splitlines() if line.startswith("export ")]
+        environment = dict(line.split("=", 1) for line in lines)
+        admin = f"127.0.0.1:{metrics}"
+        diagnosis = doctor(
+            "--master-metrics", admin, **environment, MOONCAKE_PROTOCOL="tcp", MOONCAKE_GLOBAL_SEGMENT_SIZE="32MiB"
+        )
+        assert diagnosis.status == 0, diagnosis.failures
+        busy = kvstore("master", *ports)
+    assert "default_kv_lease_ttl=5000" in master.output
+    assert busy.status == 1
+    assert f"port {rpc} of 127.0.0.1 cannot be had (Address already in use)" in busy.errors
+
+
+def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
+    lines = kvstore("master", "--print", "--etcd", "h1:2379;h2:2379", "--cluster-id", "prod").output.splitlines()
+    assert "'--etcd_endpoints=http://h1:2379;http://h2:2379' --cluster_id=prod" in lines[0]
+    assert lines[1:4] == [
+        "export MOONCAKE_MASTER_SERVER_ADDR='etcd://h1:2379;h2:2379'",
+        "export MC_STORE_CLUSTER_ID=prod",
+        "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE",
+    ]
+
+
+def test_a_command_that_is_not_known_is_refused() -> None:
+    ended = kvstore("docter")
+    assert ended.status == 2
+    assert "invalid choice: 'docter'" in ended.errors

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
+
+QWEN2 = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}
+
+
+def model(folder: Path, config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_mindies_example_of_128_dies() -> None:
+    links, factor = hccl_sizing(128, 0.92)
+    assert "127 x 4 MB = 508 MB" in links.text
+    assert factor.text.startswith("lower it from 0.92 to 0.91, which frees 600 MB; to 0.88 if cards may be added later")
+
+
+@pytest.mark.parametrize(
+    ("cards", "factor"), [(1, "0.92 may stay"), (2, "0.91"), (151, "0.91"), (152, "0.90"), (302, "0.89"), (512, "0.88")]
+)
+def test_every_600_mb_of_links_lower_the_factor_by_a_hundredth(cards: int, factor: str) -> None:
+    assert factor in hccl_sizing(cards, 0.92)[1].text
+
+
+@given(st.integers(1, 512))
+def test_no_pool_that_may_be_built_needs_more_than_four_hundredths(cards: int) -> None:
+    assert all(finding.level == "ok" for finding in hccl_sizing(cards, 0.92))
+
+
+def test_more_cards_than_can_be_linked_are_refused() -> None:
+    (finding,) = hccl_sizing(513, 0.92)
+    assert finding.level == "fail"
+    assert "at most 512 cards" in finding.remedy
+
+
+@pytest.mark.parametrize(("cards", "memory_factor"), [(0, 0.92), (-3, 0.92), (8, 0.04), (8, 1.5)])
+def test_figures_that_cannot_be_are_refused(cards: int, memory_factor: float) -> None:
+    assert hccl_sizing(cards, memory_factor)[0].level == "fail"
+
+
+@pytest.mark.parametrize(
+    ("changes", "nbytes"),
+    [
+        ({"torch_dtype": "bfloat16"}, 2 * 24 * 2 * 64 * 2),
+        ({"dtype": "float32"}, 2 * 24 * 2 * 64 * 4),
+        ({"head_dim": 128, "dtype": "bfloat16"}, 2 * 24 * 2 * 128 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 24 * (512 + 64) * 2),
+    ],
+)
+def test_kv_of_a_token(tmp_path: Path, changes: dict[str, object], nbytes: int) -> None:
+    assert kv_bytes_per_token(model(tmp_path, {**QWEN2, **changes})) == nbytes
+
+
+def test_a_model_of_text_and_images_has_its_figures_one_level_down(tmp_path: Path) -> None:
+    assert kv_bytes_per_token(model(tmp_path, {"text_config": QWEN2, "dtype": "float32"})) == 2 * 24 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"num_hidden_layers": 2}, "does not say 'num_attention_heads'"),
+        ([], "is not the configuration of a decoder model"),
+        ({**QWEN2, "dtype": "int3"}, "does not say 'int3'"),
+    ],
+)
+def test_a_configuration_that_does_not_say_enough(tmp_path: Path, config: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        kv_bytes_per_token(model(tmp_path, config))
