@@ -13,6 +13,7 @@ A *caller's* mistake in a call (lengths that differ, a negative size, an empty k
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -189,8 +190,10 @@ class StorageBackend(abc.ABC):
 
 def check_keys(keys: Sequence[str]) -> None:
     """Raise ``ValueError`` unless every key is a non-empty string."""
-    if set(map(type, keys)) <= {str} and "" not in keys:
-        return  # several times quicker than looking at each
+    with contextlib.suppress(TypeError):
+        "".join(keys)
+        if all(keys):
+            return  # many times quicker than looking at each
     for i, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{i}] is {key!r}; a key is a non-empty string")

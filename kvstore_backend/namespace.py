@@ -25,7 +25,7 @@ __all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model", "parse_key"]
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
 
-_KEY = re.compile(r"kv1-([0-9a-f]{32})-([0-9a-f]{64})")
+_KEY = re.compile(r"kv1-[0-9a-f]{32}-[0-9a-f]{64}")
 _SAMPLE_BYTES = 64
 # What a checkpoint's config.json says of where it came from, not of what it computes.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
@@ -84,10 +84,9 @@ def parse_key(key: str) -> tuple[bytes, bytes]:
     Raises:
         ValueError: no ``Namespace.key`` makes such a key.
     """
-    match = _KEY.fullmatch(key)
-    if match is None:
+    if _KEY.fullmatch(key) is None:
         raise ValueError(f"{key!r} is no key of a block; one is kv1-<32 hex digits>-<64 hex digits>")
-    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
+    return bytes.fromhex(key[4:36]), bytes.fromhex(key[37:])
 
 
 def fingerprint_model(folder: str | Path) -> str:

@@ -44,12 +44,14 @@ __all__ = ["HEADER_BYTES", "CheckedBackend"]
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<4sHHQQ16s32s")
+_HEADER = struct.Struct("<4sHHQQ48s")
 _MAGIC = b"KVBK"
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES <= HEADROOM_BYTES
+_HeaderMemory = ctypes.c_char * HEADER_BYTES
 
-_FIELDS = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
+_FIELDS = struct.Struct("<4sHHQQ16s32s")
+_FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 # A value smaller than this is hashed in less time than it takes to hand it to another thread.
@@ -86,8 +88,8 @@ class CheckedBackend(StorageBackend):
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
         with self._laid_out(values) as whole:
-            for key, value, checksum, (header, *_) in zip(keys, values, self._checksums(values), whole, strict=True):
-                ctypes.memmove(header.address, _header(key, value, checksum), HEADER_BYTES)
+            for key, value, checksum, place in zip(keys, values, self._checksums(values), whole, strict=True):
+                _HeaderMemory.from_address(place[0].address).raw = _header(key, value, checksum)
             return self._store.put(keys, whole)
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
@@ -98,7 +100,7 @@ class CheckedBackend(StorageBackend):
             read = [i for i, status in enumerate(statuses) if status is Status.OK]
             checksums = self._checksums([targets[i] for i in read])
             for i, checksum in zip(read, checksums, strict=True):
-                header = ctypes.string_at(whole[i][0].address, HEADER_BYTES)
+                header = _HeaderMemory.from_address(whole[i][0].address).raw
                 if header != (wanted := _header(keys[i], targets[i], checksum)):
                     self._reject(keys[i], _wrong_field(header, wanted))
                     statuses[i] = Status.ABSENT
@@ -147,8 +149,10 @@ class CheckedBackend(StorageBackend):
         with self._scratch_headers(len(values)) as scratch:
             for value in values:
                 address, nbytes = value[0]
-                if any(start < address < end for start, end in roomy):
-                    whole.append((Span(address - HEADER_BYTES, HEADER_BYTES + nbytes), *value[1:]))
+                for start, end in roomy:
+                    if start < address < end:
+                        whole.append((Span(address - HEADER_BYTES, HEADER_BYTES + nbytes), *value[1:]))
+                        break
                 else:
                     whole.append((Span(next(scratch), HEADER_BYTES), *value))
             yield whole
@@ -205,19 +209,22 @@ def _checksum(value: Value) -> int:
 
 
 def _header(key: str, value: Value, checksum: int) -> bytes:
-    nbytes = sum([nbytes for _, nbytes in value])
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, *_identity(key))
+    nbytes = value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _identity(key))
 
 
-def _identity(key: str) -> tuple[bytes, bytes]:
-    """What of a key stands in the header; keys that name no block of a namespace have their own text's digest there."""
+def _identity(key: str) -> bytes:
+    """What of a key stands in the header: the namespace's digest and the block's hash.
+
+    For a key that names no block of a namespace, zeros and the digest of its text.
+    """
     try:
-        return parse_key(key)
+        return b"".join(parse_key(key))
     except ValueError:
-        return _NO_NAMESPACE, hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+        return _NO_NAMESPACE + hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
 def _wrong_field(header: bytes, wanted: bytes) -> str:
     """The first field that differs; the checksum last, as another block's differs too."""
-    fields = dict(zip(_FIELDS, zip(_HEADER.unpack(header), _HEADER.unpack(wanted), strict=True), strict=True))
-    return next((name for name, (is_, should) in fields.items() if is_ != should and name != "checksum"), "checksum")
+    pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
+    return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

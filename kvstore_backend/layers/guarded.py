@@ -288,7 +288,7 @@ class GuardedBackend(StorageBackend):
             if self._resumed(trouble):
                 logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
                 return
-            if trouble != said:
+            if trouble and trouble != said:
                 logger.warning("The pool cannot be used, and is tried again: %s", trouble)
                 said = trouble
             with self._changed:
@@ -305,7 +305,7 @@ class GuardedBackend(StorageBackend):
         """Close the breaker if there is no ``trouble``; else remember it."""
         with self._changed:
             if not self._is_closed:
-                self._trouble = trouble
+                self._trouble = trouble or ("a call has not come back yet" if self._num_late else None)
                 self._failures = 0
                 self._changed.notify_all()
             return self._trouble is None

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -87,7 +88,7 @@ class MooncakeStore(StorageBackend):
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
-        return [_EXISTS.get(code, Status.FAILED) for code in self._call(keys, self._native.batch_is_exist)]
+        return list(map(_EXISTS.get, self._call(keys, self._native.batch_is_exist), repeat(Status.FAILED)))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
