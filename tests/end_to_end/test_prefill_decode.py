@@ -105,9 +105,7 @@ def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target:
     assert chunks[-1].usage.completion_tokens == 30
 
 
-def test_conversation_survives_decode_then_master_being_killed(
-    tmp_path: Path, model: Path, cold: Instance
-) -> None:
+def test_conversation_survives_decode_then_master_being_killed(tmp_path: Path, model: Path, cold: Instance) -> None:
     messages = conversation("fault")
     expected = text(ask(cold.url, messages, max_tokens=30))
     with system(tmp_path, model) as parts:
