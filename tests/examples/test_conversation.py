@@ -49,6 +49,18 @@ def test_the_last_turn_read_at_least_a_block_from_the_pool(kept: Script) -> None
     assert pool >= 64
 
 
+def test_the_usage_tells_where_the_prompt_came_from(kept: Script) -> None:
+    question = {"role": "user", "content": "Tell me of every river, and of every road. " * 10}
+    with client(ROUTER) as ai:
+        for _ in range(2):
+            answer = ai.chat.completions.create(model="any", messages=[question], max_tokens=2)
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens >= 64
+    assert details.cached_tokens == details.own_cached_tokens + details.pool_cached_tokens
+
+
 @pytest.mark.parametrize("url", [ROUTER, DECODE], ids=["router", "instance"])
 def test_the_openai_client_gets_one_answer_streaming_and_not(kept: Script, url: str) -> None:
     with client(url) as ai:
