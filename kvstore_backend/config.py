@@ -275,7 +275,7 @@ class PoolConfig:
 
     Attributes:
         store: the store that is shared.
-        async_write: save in the background, as MindIE's ``asyncWrite`` says.
+        async_write: save in the background, as MindIE's ``asyncWrite`` says; where there is a fast store, from that.
         fast: a smaller, quicker store of this machine's own before the shared one.
     """
 

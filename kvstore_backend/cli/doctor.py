@@ -70,6 +70,8 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
         return
     yield ok("configuration", _described(config))
+    if isinstance(config.fast, FileSettings):
+        yield from checks.folder(config.fast)
     match config.store:
         case MooncakeSettings():
             yield from _mooncake(config, config.store, kv_bytes, arguments.master_metrics)
