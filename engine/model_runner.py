@@ -76,15 +76,22 @@ class ModelRunner:
         block_size: tokens in a block.
 
     ``allocate_kv`` must be called before ``run``.
+
+    Raises:
+        ConfigError: the weights cannot be loaded.
     """
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
         paged.register()
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
-        )
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
+            )
+        except Exception as exc:  # transformers raises many kinds here
+            reason = str(exc).strip().splitlines()[0]
+            raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
         self.model.to(self.device).eval()
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -172,10 +179,14 @@ def load_tokenizer(folder: str) -> Any:
         ConfigError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without a tokenizer's files some classes come up empty instead of failing.
+        if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+            raise ValueError("its vocabulary is empty")
     except Exception as exc:  # transformers raises many kinds here
         reason = str(exc).strip().splitlines()[0]
         raise ConfigError(f"--model {folder!r} has no tokenizer that transformers can load: {reason}") from exc
+    return tokenizer
 
 
 def choose_device(wanted: str) -> str:

@@ -1,0 +1,483 @@
+"""One real instance as its own process, spoken to as clients, operators and routers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine.api_server import main
+from tests.engine.router import Router
+from tests.support.ports import free_port, free_ports
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+MODEL = "words"
+LONG_PROMPT = " the river runs through the town" * 20
+ENDLESS: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
+"""Some seconds of decoding: longer than anything here waits, so that only an abort ends it in time."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running instance and how to speak to it."""
+
+    process: Child
+    port: int
+    metrics_port: int
+    log: Path
+    card: dict[str, Any]
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any) -> Any:
+        """The JSON answer to a JSON body."""
+        with self.http as client:
+            return client.post(path, json=body).json()
+
+    def metric(self, name: str) -> float:
+        """A metric's value now; a labelled one as it stands in the text."""
+        with self.http as client:
+            lines = client.get("/metrics").text.splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    @property
+    def num_running(self) -> float:
+        return self.metric("fastdeploy:num_requests_running")
+
+    @property
+    def num_aborted(self) -> float:
+        return self.metric('kvstore_requests_finished_total{reason="abort"}')
+
+
+@contextlib.contextmanager
+def serving(model: Path, folder: Path) -> Iterator[Served]:
+    port, metrics_port = free_ports(2)
+    router = Router()
+    argv = [sys.executable, "-m", "engine.api_server", "--model", model, "--served-model-name", MODEL]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--metrics-port", str(metrics_port), "--device", "cpu"]
+    argv += ["--max-model-len", "512", "--block-size", "16", "--num-gpu-blocks-override", "256"]
+    argv += ["--router", f"127.0.0.1:{router.port}", "--splitwise-role", "mixed", "--rdma-comm-ports", "7100,7101"]
+    try:
+        with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}) as process:
+            process.wait_for(lambda: bool(router.registered), "registration", 60)
+            path, card = router.registered[0]
+            assert path == "/register"
+            yield Served(process, port, metrics_port, folder / "api_server.log", card)
+    finally:
+        router.stop()
+
+
+@pytest.fixture(scope="module")
+def instance(word_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(word_model, tmp_path_factory.mktemp("instance")) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test leaves the shared instance as idle as it found it."""
+    yield
+    if "instance" in request.fixturenames:
+        served: Served = request.getfixturevalue("instance")
+        wait_until(lambda: served.num_running == 0, "the instance to be idle")
+
+
+def chat(served: Served, text: str = "Where is the river?", **more: Any) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    with served.openai as client:
+        return client.chat.completions.create(model=MODEL, messages=messages, **{"temperature": 0, **more})
+
+
+def chat_stream(served: Served, text: str = "Where is the river?", **more: Any) -> list[Any]:
+    with served.openai as client:
+        messages: Any = [{"role": "user", "content": text}]
+        options = {"temperature": 0, "stream": True, **more}
+        return list(client.chat.completions.create(model=MODEL, messages=messages, **options))
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+class TestChat:
+    def test_an_answer_at_once(self, instance: Served) -> None:
+        answer = chat(instance, max_tokens=12)
+        assert answer.object == "chat.completion"
+        assert answer.model == MODEL
+        assert answer.id.startswith("chatcmpl-")
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "length"
+        assert len(answer.choices[0].message.content.split()) == 12
+        assert answer.usage.completion_tokens == 12
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+    def test_a_stream_brings_the_same_answer_in_pieces(self, instance: Served) -> None:
+        chunks = chat_stream(instance, max_tokens=12)
+        assert text_of(chunks) == chat(instance, max_tokens=12).choices[0].message.content
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 11 + ["length"]
+        assert len({chunk.id for chunk in chunks}) == 1
+
+    def test_a_stream_tells_usage_when_asked_to(self, instance: Served) -> None:
+        *_, last = chat_stream(instance, max_tokens=5, stream_options={"include_usage": True})
+        assert last.choices == []
+        assert last.usage.completion_tokens == 5
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_stop_string_ends_the_answer_before_it(self, instance: Served, stream: bool) -> None:
+        whole = chat(instance, max_tokens=12).choices[0].message.content
+        stop = whole[20:26]
+        expected = whole.partition(stop)[0]
+        if stream:
+            chunks = chat_stream(instance, max_tokens=12, stop=stop)
+            assert text_of(chunks) == expected
+            assert chunks[-1].choices[0].finish_reason == "stop"
+        else:
+            answer = chat(instance, max_tokens=12, stop=[stop, "never said"])
+            assert answer.choices[0].message.content == expected
+            assert answer.choices[0].finish_reason == "stop"
+            # Words are tokens: those before the stop string, and those that it begins and ends in.
+            assert answer.usage.completion_tokens == len(whole[: whole.index(stop) + len(stop)].split())
+
+    def test_logprobs_tell_each_token_and_its_likeliest_rivals(self, instance: Served) -> None:
+        answer = chat(instance, max_tokens=6, logprobs=True, top_logprobs=3)
+        tokens = answer.choices[0].logprobs.content
+        assert "".join(token.token for token in tokens) == answer.choices[0].message.content
+        for token in tokens:
+            values = [rival.logprob for rival in token.top_logprobs]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+            assert (token.token, token.logprob) == (token.top_logprobs[0].token, values[0])  # greedy
+            assert bytes(token.bytes).decode() == token.token
+
+    def test_streamed_logprobs_come_with_their_tokens(self, instance: Served) -> None:
+        chunks = chat_stream(instance, max_tokens=6, logprobs=True)
+        for chunk in chunks:
+            (token,) = chunk.choices[0].logprobs.content
+            assert token.token == chunk.choices[0].delta.content
+
+    def test_a_seed_makes_a_draw_repeatable(self, instance: Served) -> None:
+        def draw(seed: int) -> str:
+            answer = chat(instance, max_tokens=12, temperature=1.5, seed=seed)
+            return str(answer.choices[0].message.content)
+
+        assert draw(1) == draw(1)
+        assert len({draw(seed) for seed in range(5)}) == 5
+
+    def test_the_same_prompt_is_found_in_the_own_cache(self, instance: Served) -> None:
+        first, second = (chat(instance, LONG_PROMPT, max_tokens=3) for _ in range(2))
+        prompt = first.usage.prompt_tokens
+        details = second.usage.prompt_tokens_details.model_dump()
+        cached = (prompt - 1) // 16 * 16
+        assert details["cached_tokens"] == details["own_cached_tokens"] == cached
+        assert details["pool_cached_tokens"] == 0
+        assert first.choices[0].message.content == second.choices[0].message.content
+
+    def test_min_tokens_keeps_the_answer_going(self, instance: Served) -> None:
+        answer = chat(instance, max_tokens=20, extra_body={"min_tokens": 20})
+        assert answer.usage.completion_tokens == 20
+
+    def test_a_request_in_fastdeploys_manner_is_greedy(self, instance: Served) -> None:
+        messages = [{"role": "user", "content": "Where is the river?"}]
+        body = {"messages": messages, "max_tokens": 12, "min_tokens": 5, "stream": False, "top_p": 0}
+        answer = instance.post("/v1/chat/completions", body)
+        assert answer["choices"][0]["message"]["content"] == chat(instance, max_tokens=12).choices[0].message.content
+
+
+class TestCompletions:
+    def test_an_answer_at_once_and_streamed(self, instance: Served) -> None:
+        with instance.openai as client:
+            ask: dict[str, Any] = {"model": MODEL, "prompt": " the river", "max_tokens": 8, "temperature": 0}
+            whole = client.completions.create(**ask)
+            chunks = list(client.completions.create(**ask, stream=True))
+        assert (whole.object, whole.id[:5]) == ("text_completion", "cmpl-")
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert len(whole.choices[0].text.split()) == 8
+
+    def test_a_prompt_may_be_token_ids(self, instance: Served, word_tokenizer: Any) -> None:
+        tokens = word_tokenizer(" the river")["input_ids"]
+        with instance.openai as client:
+            by_text, by_tokens = (
+                client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
+                for prompt in (" the river", tokens)
+            )
+        assert by_text.choices[0].text == by_tokens.choices[0].text
+
+    def test_logprobs(self, instance: Served) -> None:
+        with instance.openai as client:
+            answer = client.completions.create(
+                model=MODEL, prompt=" the river", max_tokens=4, temperature=0, logprobs=2
+            )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert "".join(logprobs.tokens or []) == answer.choices[0].text
+        for token, value, top in zip(
+            logprobs.tokens or [], logprobs.token_logprobs or [], logprobs.top_logprobs or [], strict=True
+        ):
+            assert len(top) == 2
+            assert top[token] == value == max(top.values())
+
+
+class TestEndpoints:
+    def test_models_names_the_served_model_and_its_context(self, instance: Served) -> None:
+        with instance.openai as client:
+            (model,) = client.models.list().data
+        assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 512)
+
+    def test_health_answers_200(self, instance: Served) -> None:
+        with instance.http as client:
+            assert client.get("/health").status_code == 200
+
+    def test_metrics_are_prometheus_text_on_both_ports(self, instance: Served) -> None:
+        for port in (instance.port, instance.metrics_port):
+            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False)
+            assert answer.headers["content-type"].startswith("text/plain")
+            for name in ("num_requests_running", "available_gpu_block_num", "time_to_first_token_seconds_bucket"):
+                assert f"fastdeploy:{name}" in answer.text
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405)]
+    )
+    def test_what_is_not_there_is_an_openai_error(self, instance: Served, method: str, path: str, status: int) -> None:
+        with instance.http as client:
+            answer = client.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/abort_requests"])
+    def test_a_body_that_is_not_json_is_told_so(self, instance: Served, path: str) -> None:
+        with instance.http as client:
+            answer = client.post(path, content=b"{'single': 'quotes'}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("the body is not JSON")
+
+    def test_the_openai_client_raises_bad_request_with_the_sentence(self, instance: Served) -> None:
+        with pytest.raises(openai.BadRequestError, match="temperature: Input should be greater than or equal to 0"):
+            chat(instance, temperature=-1)
+
+    def test_a_prompt_that_is_too_long_is_told_so(self, instance: Served) -> None:
+        with pytest.raises(openai.BadRequestError, match="max_model_len of 512") as caught:
+            chat(instance, " the" * 600)
+        assert caught.value.code == "context_length_exceeded"
+
+    def test_one_clients_stop_token_does_not_hurt_the_others(self, instance: Served) -> None:
+        with pytest.raises(openai.BadRequestError, match="stop_token_ids: token id 1000000 is not in"):
+            chat(instance, extra_body={"stop_token_ids": [1_000_000], "min_tokens": 5})
+
+    def test_every_request_has_its_line_in_the_log(self, instance: Served) -> None:
+        chat(instance, max_tokens=3, extra_body={"request_id": "logged"})
+        line = wait_until(
+            lambda: next((one for one in instance.log.read_text().splitlines() if "request_id=logged" in one), ""),
+            "the request's log line",
+        )
+        for field in ("finish_reason=length", "output_token_num=3", "storage_cache_token_num=0", "ttft="):
+            assert field in line
+
+    def test_the_router_is_told_fastdeploys_fields(self, instance: Served) -> None:
+        card = dict(instance.card)
+        assert card.pop("connector_port") > 0
+        assert card == {
+            "role": "mixed",
+            "host_ip": "127.0.0.1",
+            "port": instance.port,
+            "metrics_port": instance.metrics_port,
+            "engine_worker_queue_port": None,
+            "rdma_ports": ["7100", "7101"],
+            "device_ids": ["0"],
+            "transfer_protocol": ["ipc"],
+            "tp_size": 1,
+            "is_paused": False,
+            "version": None,
+            "connected_decodes": [],
+        }
+
+
+class TestAborts:
+    @pytest.mark.parametrize("form", ["{}", "chatcmpl-{}", "chatcmpl-{}_0", "cmpl-{}_0"])
+    def test_a_request_is_aborted_by_any_form_of_its_id(self, instance: Served, form: str) -> None:
+        body = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "request_id": "abc", **ENDLESS}
+        with instance.http as client, client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            answer = instance.post("/v1/abort_requests", {"req_ids": [form.format("abc"), "unknown"]})
+            assert answer["aborted"] == ["abc"]
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+
+    def test_all_requests_are_aborted_at_once(self, instance: Served) -> None:
+        before = instance.num_aborted
+
+        async def ask_and_abort() -> list[str]:
+            async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{instance.port}/v1", api_key="none") as client:
+                asked = [
+                    asyncio.create_task(
+                        client.completions.create(
+                            model=MODEL,
+                            prompt=" the",
+                            max_tokens=400,
+                            temperature=0,
+                            extra_body={"ignore_eos": True},
+                        )
+                    )
+                    for _ in range(3)
+                ]
+                await asyncio.to_thread(wait_until, lambda: instance.num_running == 3, "three requests to run")
+                await asyncio.to_thread(instance.post, "/v1/abort_requests", {"abort_all": True})
+                return [answer.choices[0].finish_reason for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(ask_and_abort()) == ["abort"] * 3
+        assert instance.num_aborted == before + 3
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_client_that_leaves_ends_its_sequence(self, instance: Served, stream: bool) -> None:
+        before = instance.num_aborted
+        body = json.dumps({"prompt": " the", "stream": stream, **ENDLESS}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", instance.port)) as client:
+            client.sendall(head + body)
+            wait_until(lambda: instance.num_running == 1, "the request to run")
+        wait_until(lambda: instance.num_running == 0, "the sequence to end")
+        assert instance.num_aborted == before + 1
+
+
+def test_thirty_streams_at_once_get_the_answers_they_get_alone(instance: Served) -> None:
+    words = "river town house fire horse road"
+    prompts = [f"{LONG_PROMPT[: 20 * i]} the {words.split()[i % 6]}" for i in range(30)]
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{instance.port}/v1", api_key="none") as client:
+
+            async def ask(prompt: str) -> str:
+                stream = await client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=10, temperature=0, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(ask, prompts))
+
+    together = asyncio.run(ask_all())
+    with instance.openai as client:
+        for prompt, text in list(zip(prompts, together, strict=True))[::5]:
+            alone = client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, temperature=0)
+            assert alone.choices[0].text == text
+
+
+class TestStarting:
+    @pytest.fixture(autouse=True)
+    def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What ``main`` would change in this process it must not come to."""
+        monkeypatch.setattr("engine.logs.set_up", lambda *_, **__: None)
+        monkeypatch.setattr("engine.api_server.uvicorn", None)
+
+    def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        """What starting with these flags says on standard error, all of it; it must be refused."""
+        assert main(["--host", "127.0.0.1", "--port", str(free_port()), *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("engine.api_server: ")
+        assert err.count("\n") == 1
+        return err
+
+    @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
+    def test_a_taken_port_is_told_with_its_flag(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path, flag: str
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+
+    def test_a_host_that_is_not_this_machines_is_told(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    ) -> None:
+        said = self.sentence(capsys, "--model", str(word_model), "--host", "192.0.2.1")
+        assert "cannot listen on 192.0.2.1" in said
+
+    def test_a_model_folder_that_does_not_exist_is_told(self, capsys: pytest.CaptureFixture[str]) -> None:
+        said = self.sentence(capsys, "--model", "/no/such/folder")
+        assert "--model '/no/such/folder': there is no such folder" in said
+
+    def test_a_folder_without_a_checkpoint_is_told(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        said = self.sentence(capsys, "--model", str(tmp_path))
+        assert "is not a checkpoint that transformers can load" in said
+
+    def test_a_checkpoint_whose_weights_are_missing_is_told(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
+    ) -> None:
+        (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
+        said = self.sentence(capsys, "--model", str(tmp_path), "--max-model-len", "64")
+        assert f"--model '{tmp_path}' has no weights that transformers can load" in said
+
+    def test_a_checkpoint_without_a_tokenizer_is_told(
+        self, capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
+    ) -> None:
+        said = self.sentence(capsys, "--model", str(tiny_checkpoint), "--max-model-len", "64", "--device", "cpu")
+        assert "has no tokenizer" in said
+
+    def test_a_context_longer_than_the_models_is_told(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    ) -> None:
+        said = self.sentence(capsys, "--model", str(word_model), "--max-model-len", "100000")
+        assert "--max-model-len 100000 is more than the 32768 positions" in said
+
+    def test_too_few_blocks_for_one_sequence_are_told(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    ) -> None:
+        said = self.sentence(
+            capsys, "--model", str(word_model), "--num-gpu-blocks-override", "3", "--max-model-len", "512"
+        )
+        assert "3 KV blocks of 64 tokens cannot hold one sequence of --max-model-len 512" in said
+
+    def test_a_bad_flag_is_told(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--splitwise-role: invalid choice" in self.sentence(capsys, "--model", "m", "--splitwise-role", "both")
+
+    def test_a_bad_router_is_told(self, capsys: pytest.CaptureFixture[str], word_model: Path) -> None:
+        assert "--router 'nowhere'" in self.sentence(capsys, "--model", str(word_model), "--router", "nowhere")
+
+    def test_the_process_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
+        argv = [sys.executable, "-m", "engine.api_server", "--model", "m", "--host", "127.0.0.1"]
+        with child([*argv, "--port", str(instance.port)], tmp_path / "output", {"FD_LOG_DIR": str(tmp_path)}) as second:
+            assert second.wait() == 2
+            assert second.output == (
+                f"engine.api_server: cannot listen on 127.0.0.1:{instance.port}: Address already in use; "
+                "choose another --port\n"
+            )
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "answering"])
+def test_sigterm_ends_the_process_with_0_and_finishes_what_was_begun(
+    word_model: Path, tmp_path: Path, busy: bool
+) -> None:
+    with serving(word_model, tmp_path) as served:
+        with contextlib.ExitStack() as stack:
+            if busy:
+                client = stack.enter_context(served.http)
+                body = {"prompt": " the", "stream": True, "max_tokens": 30, "temperature": 0}
+                lines = stack.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines()
+                next(lines)
+            served.process.signal(signal.SIGTERM)
+            if busy:
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.process.wait() == 0
+        assert "Traceback" not in served.process.output
+        assert "Traceback" not in served.log.read_text()
