@@ -1,0 +1,143 @@
+"""A store that does wrong on demand, whatever a transport, a master or another client may do wrong.
+
+It stands in for pools that break in ways that cannot be brought about on purpose at the right moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+from collections.abc import Callable, Sequence
+
+from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.spans import views
+
+__all__ = ["Fault", "FaultInjector"]
+
+
+class Fault(enum.Enum):
+    """What goes wrong with one call."""
+
+    NOTHING = enum.auto()
+    FAILED = enum.auto()
+    """Nothing is done, and said to have failed."""
+    FAILED_HALF_WAY = enum.auto()
+    """A read leaves rubbish in its targets and fails; a write is done and fails."""
+    FAILED_FOR_SOME = enum.auto()
+    """Every other key fails, the others are served."""
+    FALSE_ABSENT = enum.auto()
+    """What is there is said not to be."""
+    FALSE_OK = enum.auto()
+    """``OK``, and nothing was done: a lost write, a read that never came."""
+    SHORT_READ = enum.auto()
+    """``OK``, and only the first half of each value came."""
+    FLIPPED_BIT = enum.auto()
+    """``OK``, and one bit of each value is another."""
+    STALE = enum.auto()
+    """``OK``, and each value is another key's, whole."""
+    FEWER_ANSWERS = enum.auto()
+    """One answer is missing."""
+    RAISES = enum.auto()
+    """The store raises, which it never may."""
+    HANGS = enum.auto()
+    """The call waits until ``go_on``; then a read puts rubbish into its targets and says ``OK``."""
+
+
+class FaultInjector(StorageBackend):
+    """A sound store behind faults: each call meets the next fault of ``faults``, then none."""
+
+    def __init__(self, sound: StorageBackend, faults: Sequence[Fault] = ()) -> None:
+        self.faults = list(faults)
+        self.calls: list[str] = []
+        """Which calls were made, in order."""
+        self.hanging = threading.Semaphore(0)
+        """Released by every call that begins to hang."""
+        self._sound = sound
+        self._go = threading.Event()
+
+    def go_on(self) -> None:
+        """Whatever hangs goes on; what would hang from now on does not."""
+        self._go.set()
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        fault = self._next("put")
+        if fault in (Fault.FALSE_OK, Fault.HANGS):
+            return [Status.OK] * len(keys)
+        if fault in (Fault.FLIPPED_BIT, Fault.SHORT_READ):
+            changed = [bytearray(b"".join(views(value))) for value in values]
+            for value in changed:
+                value[-1] ^= 1
+            return self._put_bytes(keys, changed)
+        if fault is Fault.FAILED_HALF_WAY:
+            self._sound.put(keys, values)
+        return self._spoilt(fault, keys, lambda: self._sound.put(keys, values))
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        fault = self._next("get")
+        if fault in (Fault.HANGS, Fault.FAILED_HALF_WAY):
+            _fill(targets, 0xFF)
+        if fault in (Fault.HANGS, Fault.FALSE_OK):
+            return [Status.OK] * len(keys)
+        if fault is Fault.STALE:
+            return self._sound.get([*keys[1:], *keys[:1]], targets)
+        statuses = self._spoilt(fault, keys, lambda: self._sound.get(keys, targets))
+        if fault is Fault.FLIPPED_BIT:
+            for target in targets:
+                views(target)[-1][-1] ^= 0x10
+        if fault is Fault.SHORT_READ:
+            for target in targets:
+                last = views(target)[-1]
+                last[len(last) // 2 :] = bytes(len(last) - len(last) // 2)
+        return statuses
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        fault = self._next("exists")
+        if fault in (Fault.FALSE_OK, Fault.HANGS):
+            return [Status.OK] * len(keys)
+        return self._spoilt(fault, keys, lambda: self._sound.exists(keys))
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        fault = self._next("remove")
+        if fault in (Fault.FALSE_OK, Fault.HANGS):
+            return [Status.OK] * len(keys)
+        return self._spoilt(fault, keys, lambda: self._sound.remove(keys, force=force))
+
+    def health(self) -> Health:
+        return self._sound.health()
+
+    def stats(self) -> StoreStats:
+        return self._sound.stats()
+
+    def close(self) -> None:
+        self._sound.close()
+
+    def _next(self, call: str) -> Fault:
+        self.calls.append(call)
+        fault = self.faults.pop(0) if self.faults else Fault.NOTHING
+        if fault is Fault.RAISES:
+            raise RuntimeError("a store never raises, but this one does")
+        if fault is Fault.HANGS:
+            self.hanging.release()
+            self._go.wait()
+        return fault
+
+    def _spoilt(self, fault: Fault, keys: Sequence[str], call: Callable[[], list[Status]]) -> list[Status]:
+        if fault in (Fault.FAILED, Fault.FAILED_HALF_WAY):
+            return [Status.FAILED] * len(keys)
+        if fault is Fault.FALSE_ABSENT:
+            return [Status.ABSENT] * len(keys)
+        statuses = call()
+        if fault is Fault.FAILED_FOR_SOME:
+            return [Status.FAILED if i % 2 else status for i, status in enumerate(statuses)]
+        return statuses[1:] if fault is Fault.FEWER_ANSWERS else statuses
+
+    def _put_bytes(self, keys: Sequence[str], values: Sequence[bytearray]) -> list[Status]:
+        spans = [[Span(ctypes.addressof(ctypes.c_char.from_buffer(value)), len(value))] for value in values]
+        return self._sound.put(keys, spans)
+
+
+def _fill(targets: Sequence[Value], byte: int) -> None:
+    for target in targets:
+        for address, nbytes in target:
+            ctypes.memset(address, byte, nbytes)

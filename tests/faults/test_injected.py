@@ -1,0 +1,164 @@
+"""Whatever faults a store has, its layers never deliver a wrong byte as ``OK``, never raise, never wait for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.layers.checked import CheckedBackend
+from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.layers.metered import MeteredBackend
+from kvstore_backend.layers.tiered import TieredBackend
+from kvstore_backend.layers.write_behind import WriteBehindBackend
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.injector import Fault, FaultInjector
+from tests.support.memory import Memory
+
+NBYTES = 300
+# Short, as examples with a call that hangs wait this long; a sound call that takes longer counts as failed, no more.
+DEADLINES = Deadlines(lookup_seconds=0.05, transfer_seconds=0.05)
+BLOCKS = conversation(0, 6)
+
+
+def stack(store: StorageBackend, asynchronous: bool) -> StorageBackend:
+    guarded = GuardedBackend(lambda: CheckedBackend(store), DEADLINES)
+    assert guarded.wait_ready(30)
+    metered = MeteredBackend(guarded, CollectorRegistry())
+    return WriteBehindBackend(metered, retry_seconds=0.1, flush_seconds=0.1) if asynchronous else metered
+
+
+def tiers(store: StorageBackend, asynchronous: bool) -> StorageBackend:
+    return TieredBackend(MemoryStore(2 * NBYTES), stack(store, False), "back" if asynchronous else "through")
+
+
+@contextmanager
+def pool_over(injector: FaultInjector, layers: Callable[[StorageBackend], StorageBackend]) -> Iterator[BlockPool]:
+    pool = BlockPool(layers(injector), NAMESPACE)
+    try:
+        yield pool
+    finally:
+        injector.go_on()
+        assert pool.settle(30)
+        pool.close()
+
+
+def save(pool: BlockPool, blocks: Sequence[bytes]) -> list[Status]:
+    sources = [Memory(right_bytes(block, NBYTES)) for block in blocks]
+    statuses = pool.save(blocks, [source.value for source in sources])
+    KEPT.append(sources)
+    return statuses
+
+
+def check_load(pool: BlockPool, blocks: Sequence[bytes]) -> int:
+    """How many blocks could be read; every one of them is right."""
+    targets = [Memory(NBYTES) for _ in blocks]
+    count = pool.load(blocks, [target.value for target in targets])
+    assert [target.content for target in targets[:count]] == [right_bytes(block, NBYTES) for block in blocks[:count]]
+    KEPT.append(targets)
+    return count
+
+
+# Memory that a call which was given up may still touch.
+KEPT: list[object] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    KEPT.clear()
+
+
+some_blocks = st.lists(st.sampled_from(range(len(BLOCKS))), min_size=1, max_size=4, unique=True).map(
+    lambda numbers: [BLOCKS[number] for number in sorted(numbers)]
+)
+steps = st.lists(st.tuples(st.sampled_from(["lookup", "load", "save"]), some_blocks), min_size=1, max_size=12)
+no_hangs = st.lists(st.sampled_from([fault for fault in Fault if fault is not Fault.HANGS]), max_size=12)
+any_faults = st.lists(st.sampled_from(Fault), max_size=8)
+
+
+def do(pool: BlockPool, step: str, blocks: Sequence[bytes]) -> None:
+    if step == "lookup":
+        assert 0 <= pool.lookup(blocks) <= len(blocks)
+    elif step == "load":
+        check_load(pool, blocks)
+    else:
+        assert len(save(pool, blocks)) == len(blocks)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "write-behind"])
+@pytest.mark.parametrize("layers", [stack, tiers], ids=["one store", "two tiers"])
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(faults=no_hangs, steps=steps)
+def test_no_wrong_byte_and_no_exception_whatever_a_store_answers(
+    layers: Callable[[StorageBackend, bool], StorageBackend],
+    asynchronous: bool,
+    faults: list[Fault],
+    steps: list[tuple[str, list[bytes]]],
+) -> None:
+    injector = FaultInjector(MemoryStore(1 << 20), faults)
+    with pool_over(injector, lambda store: layers(store, asynchronous)) as pool:
+        for step, blocks in steps:
+            do(pool, step, blocks)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(faults=any_faults, steps=steps)
+def test_every_call_returns_while_the_store_hangs(faults: list[Fault], steps: list[tuple[str, list[bytes]]]) -> None:
+    injector = FaultInjector(MemoryStore(1 << 20), [*faults, Fault.HANGS])
+    # Nothing lets the hanging calls go on before all steps are through: that they are is the assertion.
+    with pool_over(injector, lambda store: stack(store, False)) as pool:
+        for step, blocks in steps:
+            do(pool, step, blocks)
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.SHORT_READ, Fault.STALE, Fault.FALSE_OK])
+def test_a_lie_is_a_miss_and_what_was_removed_for_it_can_be_saved_again(fault: Fault) -> None:
+    injector = FaultInjector(MemoryStore(1 << 20))
+    with pool_over(injector, lambda store: stack(store, False)) as pool:
+        assert all(save(pool, BLOCKS))
+        injector.faults = [fault]
+        assert check_load(pool, BLOCKS) == 0
+        assert pool.lookup(BLOCKS) == 0
+        assert all(save(pool, BLOCKS))
+        assert check_load(pool, BLOCKS) == len(BLOCKS)
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.FALSE_OK])
+def test_what_a_write_lost_or_damaged_is_a_miss(fault: Fault) -> None:
+    injector = FaultInjector(MemoryStore(1 << 20), [Fault.NOTHING, fault])
+    with pool_over(injector, lambda store: stack(store, False)) as pool:
+        save(pool, BLOCKS)
+        assert check_load(pool, BLOCKS) == 0
+
+
+def test_a_load_that_hangs_delivers_nothing_and_memory_settles_when_it_ended() -> None:
+    injector = FaultInjector(MemoryStore(1 << 20))
+    with pool_over(injector, lambda store: stack(store, False)) as pool:
+        save(pool, BLOCKS)
+        injector.faults = [Fault.HANGS]
+        target = Memory(NBYTES)
+        assert pool.load(BLOCKS[:1], [target.value]) == 0
+        assert not pool.settle(0)
+        assert not pool.is_ready
+        injector.go_on()
+        assert pool.settle(30)
+
+
+def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
+    injector = FaultInjector(MemoryStore(1 << 20), [Fault.HANGS] * 50)
+    with pool_over(injector, lambda store: stack(store, False)) as pool:
+        callers = [threading.Thread(target=check_load, args=(pool, BLOCKS)) for _ in range(30)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(30)
+        assert not any(caller.is_alive() for caller in callers)
