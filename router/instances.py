@@ -26,7 +26,7 @@ __all__ = ["Instance", "Registration", "RegistrationError", "Registry", "Role"]
 
 _log = logging.getLogger("router.instances")
 
-_PROTOCOLS = ("ipc", "rdma")
+_PROTOCOLS = ("ipc", "rdma", "tcp")
 
 
 class Role(str, enum.Enum):
@@ -77,7 +77,7 @@ class Registration:
         protocols = _strings(fields, "transfer_protocol")
         for protocol in protocols:
             if protocol not in _PROTOCOLS:
-                raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc' and 'rdma'")
+                raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc', 'rdma' and 'tcp'")
         return cls(
             role=_role(fields.get("role")),
             address=Address(host, int(_port(fields, "port"))),

@@ -37,8 +37,10 @@ def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bo
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
     """What a pair's two engines must know of each other, in FastDeploy's form."""
     one_host = prefill.address.host == decode.address.host
-    both_ipc = "ipc" in prefill.transfer_protocol and "ipc" in decode.transfer_protocol
-    use_ipc = one_host and both_ipc and prefill.tp_size == decode.tp_size
+    shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
+    use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size
+    # FastDeploy knows "ipc" and "rdma", and rdma is what it falls back to; tcp is said only where both said only that.
+    network = "tcp" if shared == {"tcp"} else "rdma"
     return {
         "prefill_ip": prefill.address.host,
         "decode_ip": decode.address.host,
@@ -46,7 +48,7 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
         "decode_connector_port": decode.connector_port,
         "decode_device_ids": list(decode.device_ids),
         "decode_rdma_ports": list(decode.rdma_ports),
-        "transfer_protocol": "ipc" if use_ipc else "rdma",
+        "transfer_protocol": "ipc" if use_ipc else network,
         "decode_tp_size": decode.tp_size,
     }
 

@@ -88,7 +88,7 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"connector_port": "x"}, "connector_port is 'x'"),
         ({"rdma_ports": {"a": 1}}, "rdma_ports is"),
         ({"rdma_ports": [None]}, "rdma_ports is"),
-        ({"transfer_protocol": ["tcp"]}, "transfer_protocol has 'tcp'; it may have 'ipc' and 'rdma'"),
+        ({"transfer_protocol": ["udp"]}, "transfer_protocol has 'udp'; it may have 'ipc', 'rdma' and 'tcp'"),
         ({"tp_size": 0}, "tp_size is 0; it must be a positive integer"),
         ({"tp_size": 1.5}, "tp_size is 1.5"),
     ],
@@ -191,6 +191,9 @@ def test_repr_tells_an_operator_role_address_state_and_load() -> None:
         ({"transfer_protocol": ["rdma"]}, {}, "rdma"),
         ({}, {"transfer_protocol": ["rdma"]}, "rdma"),
         ({"tp_size": 2}, {"tp_size": 1}, "rdma"),
+        ({"transfer_protocol": ["tcp"]}, {"transfer_protocol": ["tcp"]}, "tcp"),
+        ({"transfer_protocol": ["tcp"]}, {"transfer_protocol": ["tcp", "rdma"]}, "tcp"),
+        ({"transfer_protocol": ["tcp", "rdma"]}, {"transfer_protocol": ["tcp", "rdma"]}, "rdma"),
     ],
 )
 def test_ipc_only_on_one_host_where_both_have_it_and_tp_sizes_are_equal(
