@@ -1,0 +1,153 @@
+"""An instance of an engine as a pool sees it, in a process of its own: look up, load what is there, save the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+from kvstore_backend.backend import StorageBackend
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.layers.checked import CheckedBackend
+from kvstore_backend.layers.guarded import GuardedBackend
+from kvstore_backend.pool import BlockPool, open_store
+from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.report import Report
+from tests.support.memory import Memory
+from tests.support.peer import Peer
+from tests.support.waiting import wait_until
+
+__all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "request"]
+
+BLOCK_BYTES = 128 << 10
+BLOCKS = 4
+# An engine has other things to do between two requests, too.
+_BETWEEN_S = 0.005
+
+T = TypeVar("T")
+
+
+class Owner(Peer):
+    """Only gives the pool its memory."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        super().__init__(partial(open_store, config))
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send its process a signal, such as ``SIGSTOP``."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+class Client(Peer):
+    """Works in its process with a guarded and checked pool of the configured store."""
+
+    def __init__(self, config: PoolConfig, folder: Path) -> None:
+        super().__init__(partial(_opened, config))
+        self._progress = folder / f"progress-{id(self)}.json"
+        self._stop = folder / f"stop-{id(self)}"
+
+    def __enter__(self) -> Client:
+        return self
+
+    def request(self, numbers: Sequence[int]) -> Report:
+        """One request for each of these conversations, one after another."""
+        return cast(Report, self.call(_requests, list(numbers)))
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Begin requests for these conversations in turn, over and over, until ``stop``."""
+        self._stop.unlink(missing_ok=True)
+        self._progress.unlink(missing_ok=True)
+        self.begin(_requests, list(numbers), self._stop, self._progress)
+
+    def stop(self) -> Report:
+        """End the requests; what became of them."""
+        self._stop.touch()
+        assert self._mine.poll(60), "the client hangs"
+        return cast(Report, self._mine.recv())
+
+    def wait_for(self, figure: str, more: int, deadline_s: float = 40.0) -> None:
+        """Wait until ``tried`` or ``hits`` has grown by ``more``."""
+        start = self._figure(figure)
+        wait_until(lambda: self._figure(figure) >= start + more, f"{more} more {figure}", deadline_s)
+
+    def is_ready(self) -> bool:
+        """Whether its breaker is closed."""
+        return cast(bool, self.call(_is_ready))
+
+    def _figure(self, name: str) -> int:
+        wait_until(self._progress.exists, "the client's first request")
+        return int(json.loads(self._progress.read_bytes())[name])
+
+
+def _opened(config: PoolConfig) -> StorageBackend:
+    logging.disable(logging.ERROR)
+    guarded = GuardedBackend(lambda: CheckedBackend(open_store(config)))
+    assert guarded.wait_ready(30)
+    return guarded
+
+
+def _is_ready(backend: StorageBackend) -> bool:
+    return backend.is_ready
+
+
+def _requests(
+    backend: StorageBackend, numbers: list[int], stop: Path | None = None, progress: Path | None = None
+) -> Report:
+    pool = BlockPool(backend, NAMESPACE)
+    report = Report()
+    kept: list[list[Memory]] = []  # memory of calls that were given up
+    while True:
+        for number in numbers:
+            try:
+                kept.append(request(pool, conversation(number, BLOCKS), report))
+            except Exception:
+                report.exceptions += 1
+            report.tried += 1
+            if pool.settle(0):
+                kept.clear()
+            if progress is not None:
+                draft = progress.with_suffix(".draft")
+                draft.write_text(json.dumps({"tried": report.tried, "hits": report.hits}))
+                os.replace(draft, progress)
+                time.sleep(_BETWEEN_S)
+            if stop is not None and stop.exists():
+                return report
+        if stop is None:
+            return report
+
+
+def request(
+    pool: BlockPool, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
+) -> list[Memory]:
+    """Look up, load, compare, save what could not be loaded; all the memory that calls were given."""
+    present = _timed(report, lambda: pool.lookup(hashes))
+    if after_lookup is not None:
+        after_lookup()
+    targets = [Memory(BLOCK_BYTES) for _ in hashes[:present]]
+    loaded = _timed(report, lambda: pool.load(hashes[:present], [target.value for target in targets]))
+    for block_hash, target in zip(hashes, targets[:loaded], strict=False):
+        right = right_bytes(block_hash, BLOCK_BYTES)
+        if target.content != right:
+            report.wrong_bytes += sum(a != b for a, b in zip(target.content, right, strict=True))
+    report.hits += loaded
+    sources = [Memory(right_bytes(block_hash, BLOCK_BYTES)) for block_hash in hashes[loaded:]]
+    _timed(report, lambda: pool.save(hashes[loaded:], [source.value for source in sources]))
+    return targets + sources
+
+
+def _timed(report: Report, call: Callable[[], T]) -> T:
+    start = time.monotonic()
+    try:
+        return call()
+    finally:
+        report.longest_stall_s = max(report.longest_stall_s, time.monotonic() - start)

@@ -1,0 +1,31 @@
+"""What the faults cost callers, collected over a run and printed at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["REPORTS", "Report", "table"]
+
+
+@dataclass
+class Report:
+    """What one fault did to the requests that met it."""
+
+    fault: str = ""
+    tried: int = 0
+    hits: int = 0
+    wrong_bytes: int = 0
+    exceptions: int = 0
+    longest_stall_s: float = 0.0
+
+
+REPORTS: list[Report] = []
+
+
+def table() -> Iterator[str]:
+    """A heading and one line a fault."""
+    yield f"{'fault':<52}{'requests':>9}{'hits':>7}{'wrong bytes':>13}{'exceptions':>12}{'longest stall ms':>18}"
+    for row in REPORTS:
+        stall = f"{row.longest_stall_s * 1000:.0f}"
+        yield f"{row.fault:<52}{row.tried:>9}{row.hits:>7}{row.wrong_bytes:>13}{row.exceptions:>12}{stall:>18}"
