@@ -280,6 +280,7 @@ class WriteBehindBackend(StorageBackend):
         self._finish(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
         if Status.FAILED in known:
             self._finish(batch, set(batch), "pool away")
+        if not batch:
             return True
         keys = list(batch)
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
@@ -304,14 +305,14 @@ class WriteBehindBackend(StorageBackend):
                 self._take_out(keys)
 
     def _drop(self, keys: set[str], reason: str) -> None:
-        if keys:
-            self.dropped[reason] += len(keys)
-            logger.warning("%d blocks were not written to the pool (%s)", len(keys), reason)
+        if lost := len(self._blocks.keys() & keys):
+            self.dropped[reason] += lost
+            logger.warning("%d blocks were not written to the pool (%s)", lost, reason)
         self._take_out(keys)
 
     def _take_out(self, keys: set[str]) -> None:
         for key in keys:
-            del self._blocks[key]
+            self._blocks.pop(key, None)  # close() may have been quicker
         self._changed.notify_all()
 
 

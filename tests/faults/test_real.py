@@ -110,15 +110,17 @@ def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: Mooncak
 
 
 def test_a_full_pool_with_everything_leased_still_serves_what_it_has(tmp_path: Path) -> None:
-    with running_mooncake_master(tmp_path / "master.log", "--default_kv_lease_ttl=60000") as master:
-        with Client(master.config(global_segment_size="16MiB"), tmp_path) as client:
-            client.request(range(100))  # 50 MiB
-            present = client.call(_present, 100)
-            assert 0 < len(present) < 100
-            client.start([*present[:2], *range(1000, 1020)])
-            client.wait_for("tried", 60)
-            assert recorded("pool full, everything leased", client.stop()).hits > 0
-            assert client.is_ready()
+    with (
+        running_mooncake_master(tmp_path / "master.log", "--default_kv_lease_ttl=60000") as master,
+        Client(master.config(global_segment_size="16MiB"), tmp_path) as client,
+    ):
+        client.request(range(100))  # 50 MiB
+        present = client.call(_present, 100)
+        assert 0 < len(present) < 100
+        client.start([*present[:2], *range(1000, 1020)])
+        client.wait_for("tried", 60)
+        assert recorded("pool full, everything leased", client.stop()).hits > 0
+        assert client.is_ready()
 
 
 def test_a_writer_that_is_killed_in_the_middle_of_a_put_leaves_no_half_block(
