@@ -20,6 +20,7 @@ from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_de
 __all__ = [
     "capacity",
     "folder",
+    "hostname",
     "library",
     "master",
     "master_flags",
@@ -114,6 +115,35 @@ def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
 
 def _is_active(device: Path) -> bool:
     return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+
+
+def hostname(settings: MooncakeSettings) -> Iterator[Finding]:
+    """Whether the others could reach this machine by the name it gives them."""
+    name, subject = settings.local_hostname, "local_hostname"
+    remedy = "leave local_hostname out, or give an address of this machine that the others reach"
+    if not name:
+        yield ok(subject, "not given: the address from which this machine reaches the master")
+        return
+    try:
+        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):
+        yield fail(subject, f"{name!r} cannot be resolved", remedy)
+        return
+    try:
+        with socket.socket(family) as probe:
+            probe.bind(address)
+    except OSError:
+        yield fail(subject, f"{name} is {address[0]}, which is not an address of this machine", remedy)
+        return
+    masters = settings.etcd_addresses or [settings.master_server_addr]
+    if _is_loopback(name) and not any(_is_loopback(each.rpartition(":")[0]) for each in masters):
+        yield warn(subject, f"{name} means to every other machine that machine itself", remedy)
+        return
+    yield ok(subject, f"{name} is an address of this machine")
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or name.startswith("127.") or name.strip("[]") == "::1"
 
 
 def memory(settings: MooncakeSettings) -> Iterator[Finding]:

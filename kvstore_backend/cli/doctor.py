@@ -89,6 +89,7 @@ def _mooncake(
     findings = [
         *checks.library(),
         *checks.protocol(settings),
+        *checks.hostname(settings),
         *checks.memory(settings),
         *found_master,
         *checks.metadata_server(settings),

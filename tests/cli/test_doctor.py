@@ -215,6 +215,11 @@ def test_18_mindies_configuration_with_the_pool_off(tmp_path: Path) -> None:
     told(doctor(path), "configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
 
 
+def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeMaster) -> None:
+    diagnosis = doctor(url(mooncake_master, local_hostname="192.0.2.1"))
+    told(diagnosis, "local_hostname", "192.0.2.1 is 192.0.2.1, which is not an address of this machine", "leave local_")
+
+
 def test_nothing_configured_is_said_with_what_may_be() -> None:
     told(doctor(), "configuration", "no pool is configured", "MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR")
 

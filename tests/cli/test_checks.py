@@ -1,0 +1,77 @@
+"""Checks of what this machine may not have: RDMA devices stand in as files, as /sys shows them."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.cli import checks
+from kvstore_backend.cli.report import Finding
+from kvstore_backend.config import MooncakeSettings
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The state of the one port of mlx5_0."""
+    state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
+    state.parent.mkdir(parents=True)
+    state.write_text("4: ACTIVE\n")
+    monkeypatch.setattr(checks, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return state
+
+
+def found(protocol: str, rdma_devices: str = "", **settings: str) -> list[Finding]:
+    made = MooncakeSettings("127.0.0.1:1", "P2PHANDSHAKE", protocol=protocol, rdma_devices=rdma_devices, **settings)
+    return list(checks.protocol(made))
+
+
+def test_a_device_with_an_active_port_will_do(device: Path) -> None:
+    assert found("rdma") == [Finding("ok", "protocol", "rdma over mlx5_0")]
+    assert found("rdma", "mlx5_0")[0].level == "ok"
+
+
+def test_a_device_that_is_not_there_is_named_with_those_that_are(device: Path) -> None:
+    (finding,) = found("rdma", "mlx5_0,mlx5_9")
+    assert (finding.level, finding.text) == ("fail", "there is no RDMA device mlx5_9")
+    assert finding.remedy == "name some of these in rdma_devices: mlx5_0"
+
+
+def test_a_port_that_is_down_is_said(device: Path) -> None:
+    device.write_text("1: DOWN\n")
+    assert found("rdma")[0].text == "no port of mlx5_0 is active"
+
+
+def test_memory_that_may_not_be_locked_is_said(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    (finding,) = found("rdma")
+    assert finding.text == "RDMA must lock 1.125 GiB of memory; this user may lock 64 KiB"
+    assert "ulimit -l unlimited" in finding.remedy
+
+
+def test_tcp_beside_an_idle_device_is_a_warning(device: Path) -> None:
+    (finding,) = found("tcp")
+    assert finding.level == "warn"
+    assert "mlx5_0" in finding.text
+
+
+def test_ascend_is_passed_on_with_a_warning() -> None:
+    assert found("ascend")[0].level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("local_hostname", "master", "level"),
+    [
+        ("", "10.0.0.1:15001", "ok"),
+        ("127.0.0.1", "127.0.0.1:15001", "ok"),
+        ("127.0.0.1", "etcd://127.0.0.1:2379", "ok"),
+        ("localhost", "10.0.0.1:15001", "warn"),
+        ("192.0.2.1", "10.0.0.1:15001", "fail"),
+        ("x" * 64, "10.0.0.1:15001", "fail"),
+    ],
+)
+def test_the_name_by_which_others_reach_this_machine(local_hostname: str, master: str, level: str) -> None:
+    settings = MooncakeSettings(master, "P2PHANDSHAKE", local_hostname=local_hostname, protocol="tcp")
+    assert [finding.level for finding in checks.hostname(settings)] == [level]
