@@ -113,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=_share, default=0.9, help="share of a GPU's free memory for KV blocks")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
     add("--enable-output-caching", action="store_true", help="save generated blocks to the pool, too")
-    add("--kvcache-storage-backend", choices=_STORES, help="the pool; not given: none")
+    add(
+        "--kvcache-storage-backend",
+        type=_store,
+        help=f"the pool: {', '.join(_STORES)}, or a URL such as file:///dev/shm/kvpool?size=4GiB; not given: none",
+    )
     add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
     add("--pd-comm-port", type=_port, default=0, help="connector port: where prefill instances reach this one")
@@ -166,6 +170,12 @@ def _debug(environ: Mapping[str, str]) -> bool:
     if value not in ("0", "1", ""):
         raise ConfigError(f"FD_DEBUG={value!r}: set it to 1 for debug logs or to 0")
     return value == "1"
+
+
+def _store(text: str) -> str:
+    if text not in _STORES and ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
+    return text
 
 
 def _positive(text: str) -> int:

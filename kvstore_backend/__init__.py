@@ -19,7 +19,7 @@ from kvstore_backend.backend import (
     Value,
 )
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.config import PoolConfig, load_config
+from kvstore_backend.config import PoolConfig, load_config, read_config
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool, default_backend, open_pool
 
@@ -41,5 +41,6 @@ __all__ = [
     "fingerprint_model",
     "load_config",
     "open_pool",
+    "read_config",
     "root_hash",
 ]

@@ -16,6 +16,7 @@ from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSetting
 from kvstore_backend.layers.checked import CheckedBackend
 from kvstore_backend.layers.guarded import GuardedBackend
 from kvstore_backend.layers.metered import MeteredBackend, StateCollector
+from kvstore_backend.layers.tiered import TieredBackend
 from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
@@ -135,7 +136,7 @@ def open_pool(
     *,
     background: bool = True,
 ) -> BlockPool:
-    """Open the configured store for one namespace, guarded and checked.
+    """Open the configured store for one namespace: guarded, checked, and with what else the configuration asks for.
 
     Args:
         config: which store.
@@ -146,7 +147,8 @@ def open_pool(
 
     Raises:
         PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false whatever
-            else keeps the store from being opened: master unreachable, folder not writable.
+            else keeps the store from being opened: master unreachable, folder not writable. A fast tier that cannot
+            be opened is said at once, too.
     """
     if config.backend == "mooncake":
         mooncake.check_installed()
@@ -161,18 +163,24 @@ def open_pool(
         opened = open_checked()
         guarded = GuardedBackend(lambda: opened)
         guarded.wait_ready(None)
-    metered = guarded if registry is None else MeteredBackend(guarded, registry)
-    write_behind = WriteBehindBackend(metered) if config.async_write else None
+    whole: StorageBackend = guarded if registry is None else MeteredBackend(guarded, registry)
+    write_behind = None
+    if config.fast is not None:
+        fast = CheckedBackend(open_store(PoolConfig(config.fast)), rejected)
+        whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")
+        write_behind = tiered.write_behind
+    elif config.async_write:
+        whole = write_behind = WriteBehindBackend(whole)
     if registry is not None:
         registry.register(StateCollector(guarded, rejected, write_behind))
-    return BlockPool(write_behind or metered, namespace)
+    return BlockPool(whole, namespace)
 
 
 def open_store(config: PoolConfig) -> StorageBackend:
-    """Open the configured store, wrapped in its layers.
+    """Open the configured store, bare.
 
     Raises:
-        PoolUnavailable: as ``open_pool``.
+        PoolUnavailable: it cannot be opened, in one sentence.
     """
     match config.store:
         case MooncakeSettings():

@@ -30,6 +30,9 @@ class TieredBackend(StorageBackend):
         large: a folder on SSD, or Mooncake.
         policy: ``through`` writes to both before it answers; ``back`` writes to ``fast``, and to ``large`` in the
             background (``WriteBehindBackend``).
+
+    Attributes:
+        write_behind: with ``back``, what stands before ``large``; else None.
     """
 
     def __init__(
@@ -38,15 +41,15 @@ class TieredBackend(StorageBackend):
         if policy not in ("through", "back"):
             raise ValueError(f"policy is {policy!r}; it must be through or back")
         self._fast = fast
-        self._behind = WriteBehindBackend(large) if policy == "back" else None
-        self._large = self._behind or large
+        self.write_behind = WriteBehindBackend(large) if policy == "back" else None
+        self._large = self.write_behind or large
 
     def __repr__(self) -> str:
         return f"TieredBackend({self._fast!r} before {self._large!r})"
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
-        if self._behind is not None:
+        if self.write_behind is not None:
             fast = self._fast.put(keys, values)
             large = self._large.put(keys, values)
             return [one or other for one, other in zip(fast, large, strict=True)]
@@ -88,7 +91,7 @@ class TieredBackend(StorageBackend):
 
     def drain(self, seconds: float) -> bool:
         """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
-        return self._behind is None or self._behind.drain(seconds)
+        return self.write_behind is None or self.write_behind.drain(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         self._fast.register(address, nbytes, headroom=headroom)

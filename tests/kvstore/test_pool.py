@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from kvstore_backend.backend import PoolUnavailable, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.config import load_config
+from kvstore_backend.config import FileSettings, MemorySettings, PoolConfig, load_config
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, default_backend, open_pool, open_store
 from kvstore_backend.stores.memory import MemoryStore
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
+from tests.support.waiting import wait_until
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 64
@@ -215,3 +217,17 @@ def test_mooncake_where_it_cannot_be_loaded_says_what_to_install(
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(PoolUnavailable, match=r"pip install 'fastdeploy-kvstore\[mooncake\]'"):
         open_pool(mooncake_master.config(), NAMESPACE)
+
+
+@pytest.mark.parametrize("async_write", [False, True], ids=["through", "back"])
+def test_a_fast_tier_is_read_before_the_shared_store(tmp_path: Path, async_write: bool) -> None:
+    shared = FileSettings(tmp_path / "shared", 64 << 20)
+    config = PoolConfig(shared, async_write=async_write, fast=MemorySettings(1 << 20))
+    blocks = hashes(3)
+    with open_pool(config, NAMESPACE, background=False) as pool:
+        assert save(pool, blocks) == [OK, OK, OK]
+        with open_pool(PoolConfig(shared), NAMESPACE, background=False) as elsewhere:
+            wait_until(lambda: elsewhere.lookup(blocks) == 3, "the shared store to have the blocks")
+        with contextlib.closing(open_store(PoolConfig(shared))) as bare:
+            assert bare.remove([NAMESPACE.key(block) for block in blocks]) == [OK, OK, OK]
+        assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]

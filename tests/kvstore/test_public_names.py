@@ -35,6 +35,7 @@ def test_the_package_exports_what_its_users_need() -> None:
         "fingerprint_model",
         "load_config",
         "open_pool",
+        "read_config",
         "root_hash",
     ]
 
