@@ -1,10 +1,10 @@
 """Every block carries a header that says what it is; what does not verify on reading is a miss, and is removed.
 
 A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not
-copied. The header, 72 bytes little-endian::
+copied. The header, 128 bytes little-endian, so that what follows stays aligned::
 
     magic "KVBK" | format version u16 | 0 u16 | payload bytes u64 | XXH3-64 of the payload u64
-    | namespace digest 16 bytes | block hash 32 bytes
+    | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
 The checksum finds what a transport or a stale buffer did to the bytes; the digest and the hash find bytes that are
 whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents. Someone who
@@ -44,13 +44,13 @@ __all__ = ["HEADER_BYTES", "CheckedBackend"]
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<4sHHQQ48s")
+_HEADER = struct.Struct("<4sHHQQ48s56x")
 _MAGIC = b"KVBK"
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES <= HEADROOM_BYTES
 _HeaderMemory = ctypes.c_char * HEADER_BYTES
 
-_FIELDS = struct.Struct("<4sHHQQ16s32s")
+_FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
@@ -139,7 +139,6 @@ class CheckedBackend(StorageBackend):
 
     def close(self) -> None:
         self._store.close()
-        self._hashers.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _laid_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
@@ -188,8 +187,7 @@ class CheckedBackend(StorageBackend):
     def _checksums(self, values: Sequence[Value]) -> list[int]:
         """The checksum of each value; large ones by several threads at once, as hashing lets go of Python's lock."""
         if len(values) > 1 and sum(nbytes for _, nbytes in values[0]) >= _PARALLEL_BYTES:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                return list(self._hashers.map(_checksum, values))
+            return list(self._hashers.map(_checksum, values))
         return [_checksum(value) for value in values]
 
     def _reject(self, key: str, reason: str) -> None:

@@ -49,7 +49,8 @@ def test_a_stored_object_is_the_documented_header_and_the_payload(store: MemoryS
     magic, version, zero, size, _, digest, block_hash = struct.unpack("<4sHHQQ16s32s", stored[:72])
     assert (magic, version, zero, size) == (b"KVBK", FORMAT_VERSION, 0, 7)
     assert (digest.hex(), block_hash) == (NAMESPACE.digest, HASHES[0])
-    assert stored[72:] == b"payload"
+    assert stored[72:128] == bytes(56)
+    assert stored[128:] == b"payload"
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0), st.integers(0, 7))
