@@ -37,6 +37,8 @@ __all__ = ["Instance", "create_app", "main"]
 
 log = logging.getLogger(__name__)
 
+_GRACE_SECONDS = 3
+
 
 class Instance:
     """Everything one process serves, built from its arguments; the model is loaded here.
@@ -195,6 +197,22 @@ async def _answer(request: Request, answer: completions.Answer) -> Response:
             task.cancel()
 
 
+class _Server(uvicorn.Server):
+    """Asked to stop, gives running answers a moment to end, then ends them with finish reason ``abort``."""
+
+    def __init__(self, instance: Instance) -> None:
+        # uvicorn cuts connections at its own time-out, with a traceback for each: it is to have nothing left to cut.
+        timeout = 2 * _GRACE_SECONDS
+        super().__init__(
+            uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=timeout)
+        )
+        self._generations = instance.generations
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._generations.abort_all)
+        await super().shutdown(sockets)
+
+
 def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
     """A bound socket that does not listen yet, so that a taken port is noticed before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -214,23 +232,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parse_args(argv)
             logs.set_up(args.log_dir, debug=args.debug)
-            flags = {"--port": args.port, "--metrics-port": args.metrics_port, "--pd-comm-port": args.pd_comm_port}
-            if args.metrics_port in (None, args.port):
-                del flags["--metrics-port"]
-            *serving, connector = (
-                sockets.enter_context(_bound_socket(args.host, port, flag)) for flag, port in flags.items()
-            )
+            ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
+            if args.metrics_port and args.metrics_port != args.port:
+                ports["--metrics-port"] = args.metrics_port
+            bound = {flag: sockets.enter_context(_bound_socket(args.host, port, flag)) for flag, port in ports.items()}
+            connector = bound.pop("--pd-comm-port")
             instance = Instance(args, connector)
         except (KVStoreError, OSError) as exc:
             print(f"engine.api_server: {exc}", file=sys.stderr)
             return 2
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        )
+        server = _Server(instance)
         # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
         signal.signal(signal.SIGTERM, lambda *_: None)
         with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=serving)
+            server.run(sockets=list(bound.values()))
         return 0 if server.started else 1
 
 

@@ -143,6 +143,8 @@ def _check(args: EngineArgs) -> None:
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than the {args.max_num_seqs} of "
             "--max-num-seqs; every running sequence needs one token in a step"
         )
+    if args.pd_comm_port in (args.port, args.metrics_port):
+        raise ConfigError(f"--pd-comm-port {args.pd_comm_port} serves HTTP here already; choose another port")
     if args.tensor_parallel_size != 1:
         raise ConfigError(
             f"--tensor-parallel-size {args.tensor_parallel_size}: this engine runs a model on one device; only 1 works"

@@ -387,7 +387,7 @@ class TestStarting:
     def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What ``main`` would change in this process it must not come to."""
         monkeypatch.setattr("engine.logs.set_up", lambda *_, **__: None)
-        monkeypatch.setattr("engine.api_server.uvicorn", None)
+        monkeypatch.setattr("engine.api_server._Server", None)
 
     def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         """What starting with these flags says on standard error, all of it; it must be refused."""
@@ -464,20 +464,24 @@ class TestStarting:
             )
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "answering"])
-def test_sigterm_ends_the_process_with_0_and_finishes_what_was_begun(
-    word_model: Path, tmp_path: Path, busy: bool
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(None, None), (30, "length"), (400, "abort")], ids=["idle", "answering", "busy for long"]
+)
+def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
+    word_model: Path, tmp_path: Path, max_tokens: int | None, reason: str | None
 ) -> None:
     with serving(word_model, tmp_path) as served:
         with contextlib.ExitStack() as stack:
-            if busy:
+            if max_tokens:
+                body = {"prompt": " the", "stream": True, **ENDLESS, "max_tokens": max_tokens}
                 client = stack.enter_context(served.http)
-                body = {"prompt": " the", "stream": True, "max_tokens": 30, "temperature": 0}
                 lines = stack.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines()
                 next(lines)
             served.process.signal(signal.SIGTERM)
-            if busy:
-                assert [line for line in lines if line][-1] == "data: [DONE]"
+            if max_tokens:
+                *_, last, done = (line.removeprefix("data: ") for line in lines if line)
+                assert done == "[DONE]"
+                assert json.loads(last)["choices"][0]["finish_reason"] == reason
         assert served.process.wait() == 0
         assert "Traceback" not in served.process.output
         assert "Traceback" not in served.log.read_text()

@@ -75,6 +75,8 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--port 0", "--port: 0 is not a port", "1 to 65535"),
         ("--port 65536", "--port: 65536 is not a port", "1 to 65535"),
         ("--port http", "--port: 'http' is not a whole number", "see --help"),
+        ("--port 9 --pd-comm-port 9", "--pd-comm-port 9 serves HTTP here already", "choose another"),
+        ("--metrics-port 9 --pd-comm-port 9", "--pd-comm-port 9 serves HTTP here already", "choose another"),
         ("--max-model-len 0", "--max-model-len: 0 is not a positive number", "see --help"),
         ("--max-model-len 4k", "--max-model-len: '4k' is not a whole number", "see --help"),
         ("--gpu-memory-utilization 90", "--gpu-memory-utilization: 90 is not a share", "at most 1"),
