@@ -68,6 +68,7 @@ class Instance:
                 f"--max-model-len {args.max_model_len}; lower it or raise --num-gpu-blocks-override"
             )
         runner.allocate_kv(num_blocks)
+        runner.try_out()
         self.metrics = EngineMetrics()
         scheduler = Scheduler(
             BlockManager(num_blocks),

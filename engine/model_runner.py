@@ -83,6 +83,7 @@ class ModelRunner:
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
         paged.register()
+        self._folder = folder
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
         try:
@@ -123,6 +124,25 @@ class ModelRunner:
         else:
             self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
 
+    def try_out(self) -> None:
+        """Compute one token, to learn now whether all of the model's attention is ours, and leave no trace of it.
+
+        Raises:
+            ConfigError: a layer attends without asking transformers' AttentionInterface, or in a way ours cannot.
+        """
+        batch = paged.PagedBatch(self.kv, [paged.ChunkShape(0, 1, [0])])
+        reason = ""
+        try:
+            self._forward(batch, [0], batch.last_rows)
+        except Exception as exc:  # each architecture fails in its own way
+            reason = str(exc).strip().splitlines()[0]
+        self.kv[0] = 0
+        if not reason and batch.layers != set(range(self.shape.num_layers)):
+            reason = "its layers do not attend through transformers' AttentionInterface"
+        if reason:
+            kind = type(self.model).__name__
+            raise ConfigError(f"--model {self._folder!r}: this engine cannot run a {kind}: {reason}")
+
     def default_num_blocks(self, gpu_memory_utilization: float) -> int:
         """KV blocks for the memory there is: that share of a GPU's free memory, or a quarter of the host's.
 
@@ -139,7 +159,6 @@ class ModelRunner:
         """Where a block's bytes lie."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
-    @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
         batch = paged.PagedBatch(
@@ -151,17 +170,24 @@ class ModelRunner:
             start = chunk.sequence.num_computed
             token_ids += chunk.sequence.token_ids[start : start + chunk.num_tokens]
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        # Only the rows whose next token is wanted go through the vocabulary projection.
+        logits = self._forward(batch, token_ids, batch.last_rows[sampling] if sampling else batch.last_rows[:1])
+        if not sampling:
+            return []
+        return sample(logits, [chunks[i].sequence for i in sampling], self.eos_token_ids)
+
+    @torch.inference_mode()
+    def _forward(self, batch: paged.PagedBatch, token_ids: list[int], rows: torch.Tensor) -> torch.Tensor:
+        """The logits of these rows of the step's row of tokens, ``[rows, vocabulary]``."""
         output = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=batch.position_ids,
             use_cache=False,
             paged=batch,
-            # Only the rows whose next token is wanted go through the vocabulary projection.
-            logits_to_keep=batch.last_rows[sampling] if sampling else batch.last_rows[:1],
+            logits_to_keep=rows,
         )
-        if not sampling:
-            return []
-        return sample(output.logits[0], [chunks[i].sequence for i in sampling], self.eos_token_ids)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:

@@ -64,6 +64,8 @@ class PagedBatch:
 
     def __init__(self, kv: torch.Tensor, chunks: Sequence[ChunkShape]) -> None:
         self.kv = kv
+        self.layers: set[int] = set()
+        """Layers that attended so far."""
         self.block_size = kv.shape[4]
         device = kv.device
         positions: list[int] = []
@@ -122,6 +124,9 @@ def paged_attention(
     *,
     paged: PagedBatch,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Write this layer's new K and V, then attend over each sequence's blocks.
@@ -130,11 +135,19 @@ def paged_attention(
         module: the model's attention layer; its ``layer_idx`` picks the layer in KV memory.
         query: ``[1, heads, tokens, head_dim]``; key, value: ``[1, kv_heads, tokens, head_dim]``, after RoPE.
         attention_mask: unused, each sequence's own mask is in ``paged``.
+        sliding_window, softcap, s_aux: what some models ask for beyond plain attention; must not be given.
 
     Returns:
         ``[1, tokens, heads, head_dim]`` and None for the weights.
+
+    Raises:
+        NotImplementedError: the model asks for more than plain attention.
     """
+    for asked, given in {"a sliding window": sliding_window, "soft-capping": softcap, "sinks": s_aux}.items():
+        if given is not None:
+            raise NotImplementedError(f"attention with {asked} is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    paged.layers.add(layer)
     keys, values = paged.kv[:, layer, 0], paged.kv[:, layer, 1]  # [block, kv_head, token, head_dim], no copy
     keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
     values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)

@@ -1,0 +1,98 @@
+"""Which checkpoints can be run: those whose attention is ours in every layer; the others are told so at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BloomConfig, Gemma2Config, MistralConfig, Qwen2Config, StableLmConfig
+
+from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config
+from kvstore_backend import ConfigError
+from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def runner_of(folder: Path, block_size: int = 16) -> ModelRunner:
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
+    runner.allocate_kv(4)
+    return runner
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_model_that_attends_through_transformers_interface_can_be_run(
+    tmp_path: Path, name: str, block_size: int
+) -> None:
+    runner = runner_of(write_checkpoint(CHECKPOINTS[name](), tmp_path), block_size)
+    runner.try_out()
+    assert not runner.kv.any(), "trying the model out left something in KV memory"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2), "transformers' AttentionInterface"),
+        (StableLmConfig(**SMALL), "cannot run a StableLmForCausalLM"),
+        (MistralConfig(**SMALL, sliding_window=64), "a sliding window is not supported"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_model_whose_attention_is_not_ours_is_refused_in_one_sentence(
+    tmp_path: Path, config: Any, reason: str
+) -> None:
+    runner = runner_of(write_checkpoint(config, tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        runner.try_out()
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(f"--model '{tmp_path}': ")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_see_only_a_window_are_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    Gemma2Config(**SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers of type sliding_attention; only full attention is supported"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_config_that_is_not_json_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{model_type: qwen2}")
+    with pytest.raises(ConfigError, match="is not a checkpoint that transformers can load"):
+        load_model_config(str(tmp_path))
+
+
+def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> None:
+    runner = runner_of(tiny_checkpoint)
+    spans = [runner.span(block) for block in range(4)]
+    assert spans[0].address == runner.kv.data_ptr()
+    assert [span.address + span.nbytes for span in spans[:-1]] == [span.address for span in spans[1:]]
+    assert sum(span.nbytes for span in spans) == runner.kv.numel() * runner.kv.element_size()
+
+
+def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:
+    assert runner_of(word_model).eos_token_ids == {256, 258}
+
+
+@pytest.mark.parametrize(("wanted", "chosen"), [("float16", torch.float16), ("auto", torch.bfloat16)])
+def test_the_dtype_is_the_one_asked_for_or_the_checkpoints(wanted: str, chosen: torch.dtype) -> None:
+    assert choose_dtype(wanted, Qwen2Config(dtype="bfloat16")) == chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_cuda_device_that_is_not_there_is_told_and_auto_does_without() -> None:
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda: PyTorch sees no CUDA device; use --device cpu"):
+        choose_device("cuda")
