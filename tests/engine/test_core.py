@@ -1,0 +1,148 @@
+"""How requests end: by themselves, aborted, with the instance, or by an error that is only theirs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.request import State
+from tests.engine.running import Engine
+
+PROMPT = list(range(1, 41))
+
+
+@pytest.fixture
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint, max_num_seqs=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def answer(tiny_checkpoint: Path) -> list[int]:
+    """The twelve tokens that follow the prompt."""
+    with Engine(tiny_checkpoint) as running:
+        return running.answer(PROMPT, 12).wait()
+
+
+@pytest.fixture
+def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The engine computes nothing until this is set; aborts and arrivals meanwhile are taken in before a step."""
+    go = threading.Event()
+    run = engine.runner.run
+
+    def waiting_run(chunks: Any) -> Any:
+        go.wait()
+        return run(chunks)
+
+    monkeypatch.setattr(engine.runner, "run", waiting_run)
+    yield go
+    go.set()
+
+
+def test_max_tokens_ends_an_answer_with_length(engine: Engine, answer: list[int]) -> None:
+    asked = engine.answer(PROMPT, 5)
+    assert (asked.wait(), asked.finish_reason) == (answer[:5], "length")
+
+
+def test_an_end_token_ends_an_answer_with_stop(engine: Engine, answer: list[int]) -> None:
+    engine.runner.eos_token_ids = frozenset({answer[4]})
+    asked = engine.answer(PROMPT, 12)
+    assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
+
+
+def test_an_end_token_may_be_ignored(engine: Engine, answer: list[int]) -> None:
+    engine.runner.eos_token_ids = frozenset({answer[4]})
+    assert engine.answer(PROMPT, 12, ignore_eos=True).wait() == answer
+
+
+def test_a_requests_own_stop_token_ends_its_answer(engine: Engine, answer: list[int]) -> None:
+    asked = engine.answer(PROMPT, 12, stop_token_ids=frozenset({answer[4]}), ignore_eos=True)
+    assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
+
+
+def test_an_abort_ends_a_running_a_waiting_and_no_ended_sequence(engine: Engine, held: threading.Event) -> None:
+    running, neighbour, waiting = (engine.begin(PROMPT, 12) for _ in range(3))
+    for asked in (running, waiting, running):  # the second abort of the same one is nothing
+        engine.core.abort(asked.sequence)
+    held.set()
+    for asked in (running, waiting):
+        asked.wait()
+        assert asked.finish_reason == "abort"
+        assert asked.sequence.state is State.FINISHED
+    neighbour.wait()
+    assert neighbour.finish_reason == "length"
+    engine.core.abort(neighbour.sequence)
+    engine.wait_until_idle()
+    assert [asked.times_saved for asked in (running, neighbour, waiting)] == [1, 1, 1]
+    assert engine.metric("kvstore_requests_finished_total", reason="abort") == 2
+
+
+def test_a_step_that_fails_ends_those_in_it_and_nobody_else(
+    engine: Engine, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, fail = engine.runner.run, threading.Event()
+    fail.set()
+
+    def failing_once(chunks: Any) -> Any:
+        if len(chunks) == 2 and fail.is_set():
+            fail.clear()
+            raise RuntimeError("out of memory")
+        return run(chunks)
+
+    monkeypatch.setattr(engine.runner, "run", failing_once)
+    failed, also_failed, waiting = (engine.begin(prompt, 12) for prompt in ([1], [2], PROMPT))
+    for asked in (failed, also_failed):
+        asked.wait()
+        assert asked.finish_reason == "error"
+    assert waiting.wait() == answer
+    assert "out of memory" in caplog.text
+    assert engine.core.is_alive
+    engine.wait_until_idle()
+
+
+def test_a_sequence_that_can_never_run_to_its_end_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"1025 tokens do not fit in KV memory for 1024"):
+        engine.begin([1] * 25, 1000)
+    assert engine.answer([1] * 24, 1).finish_reason == "length"
+
+
+def test_stopping_ends_what_runs_and_what_waits(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, max_num_seqs=1) as engine:
+        asked = [engine.begin(PROMPT, 900) for _ in range(3)]
+        asked[0].next()
+    for one in asked:
+        one.wait()
+        assert one.finish_reason == "abort"
+    assert not engine.core.is_alive
+
+
+def test_metrics_count_what_was_done(engine: Engine) -> None:
+    engine.answer(PROMPT, 5)
+    engine.answer(PROMPT, 5)
+    assert engine.metric("fastdeploy:prompt_tokens_total") == 80
+    assert engine.metric("fastdeploy:generation_tokens_total") == 10
+    assert engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") == 32
+    assert engine.metric("kvstore_requests_finished_total", reason="length") == 2
+    assert engine.metric("fastdeploy:time_to_first_token_seconds_count") == 2
+    assert engine.metric("fastdeploy:available_gpu_block_num") == 64
+
+
+def test_logprobs_come_with_the_tokens_they_are_of(engine: Engine, answer: list[int]) -> None:
+    asked = engine.begin(PROMPT, 3, logprobs=2)
+    for token in answer[:3]:
+        output = asked.next()
+        assert output.logprobs is not None
+        assert output.logprobs.top[0] == (token, output.logprobs.chosen)
+
+
+@pytest.fixture(autouse=True)
+def only_expected_errors(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A test that is not about a failing step must log no error."""
+    yield
+    if "fails" not in request.node.name:
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
