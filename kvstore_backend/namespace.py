@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,7 +24,7 @@ __all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model", "parse_key"]
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
 
-_KEY = re.compile(r"kv1-[0-9a-f]{32}-[0-9a-f]{64}")
+_KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
 # What a checkpoint's config.json says of where it came from, not of what it computes.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
@@ -84,9 +83,13 @@ def parse_key(key: str) -> tuple[bytes, bytes]:
     Raises:
         ValueError: no ``Namespace.key`` makes such a key.
     """
-    if _KEY.fullmatch(key) is None:
+    try:
+        parts = bytes.fromhex(key[4:36]), bytes.fromhex(key[37:])
+    except ValueError:
+        parts = b"", b""
+    if key != f"kv1-{parts[0].hex()}-{parts[1].hex()}" or len(key) != _KEY_LENGTH:
         raise ValueError(f"{key!r} is no key of a block; one is kv1-<32 hex digits>-<64 hex digits>")
-    return bytes.fromhex(key[4:36]), bytes.fromhex(key[37:])
+    return parts
 
 
 def fingerprint_model(folder: str | Path) -> str:

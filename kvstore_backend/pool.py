@@ -153,6 +153,7 @@ def open_pool(
     if config.backend == "mooncake":
         mooncake.check_installed()
     rejected: Counter[str] = Counter()
+    fast = CheckedBackend(open_store(PoolConfig(config.fast)), rejected) if config.fast is not None else None
 
     def open_checked() -> StorageBackend:
         return CheckedBackend(open_store(config), rejected)
@@ -165,8 +166,7 @@ def open_pool(
         guarded.wait_ready(None)
     whole: StorageBackend = guarded if registry is None else MeteredBackend(guarded, registry)
     write_behind = None
-    if config.fast is not None:
-        fast = CheckedBackend(open_store(PoolConfig(config.fast)), rejected)
+    if fast is not None:
         whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")
         write_behind = tiered.write_behind
     elif config.async_write:

@@ -217,9 +217,10 @@ def _identity(key: str) -> bytes:
     For a key that names no block of a namespace, zeros and the digest of its text.
     """
     try:
-        return b"".join(parse_key(key))
+        digest, block_hash = parse_key(key)
     except ValueError:
-        return _NO_NAMESPACE + hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+        digest, block_hash = _NO_NAMESPACE, hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+    return digest + block_hash
 
 
 def _wrong_field(header: bytes, wanted: bytes) -> str:

@@ -77,6 +77,7 @@ class MooncakeStore(StorageBackend):
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
+        # Not the call for one buffer a value: that fails where another writer has begun with the same key.
         codes = self._call(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
         return [_STORED.get(code, Status.FAILED) for code in codes]
 

@@ -160,7 +160,9 @@ class StorageBackendContract:
         def write_all_then_read_all(shift: int) -> bool:
             order = [(shift + i) % len(keys) for i in range(len(keys))]
             stored = put(backend, *[(keys[i], contents[i]) for i in order])
-            return all(stored) and [got(backend, keys[i], 50_000) for i in order] == [contents[i] for i in order]
+            for i in order:  # another thread may only have begun to write it
+                wait_until(lambda i=i: got(backend, keys[i], 50_000) == contents[i], f"value {i} to be readable")
+            return all(stored)
 
         with ThreadPoolExecutor(4) as threads:
             assert all(threads.map(write_all_then_read_all, range(8)))

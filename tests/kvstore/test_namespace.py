@@ -197,3 +197,29 @@ def checkpoint(
     text = json.dumps(header).encode()
     (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + data)
     return folder
+
+
+def test_a_key_is_taken_apart_into_what_it_was_made_of() -> None:
+    block_hash = bytes(range(32))
+    assert module.parse_key(NAMESPACE.key(block_hash)) == (bytes.fromhex(NAMESPACE.digest), block_hash)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "key",
+        f"kv2-{'a' * 32}-{'b' * 64}",
+        f"kv1-{'a' * 32}_{'b' * 64}",
+        f"kv1-{'A' * 32}-{'b' * 64}",
+        f"kv1-{'a' * 31}g-{'b' * 64}",
+        f"kv1-{'a' * 30}  -{'b' * 64}",
+        f"kv1-{'a' * 32}-{'b' * 62}",
+        f"kv1-{'a' * 32}-{'b' * 66}",
+        f"kv1-{'a' * 32}-{'b' * 64}\n",
+        f"kv1-{'a' * 32}-{'b' * 64}é",
+    ],
+)
+def test_any_other_text_is_no_key_of_a_block(text: str) -> None:
+    with pytest.raises(ValueError, match="is no key of a block"):
+        module.parse_key(text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import PoolUnavailable, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -18,6 +20,7 @@ from kvstore_backend.pool import BlockPool, default_backend, open_pool, open_sto
 from kvstore_backend.stores.memory import MemoryStore
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
+from tests.support.mooncake import mooncake_master as running_mooncake_master
 from tests.support.waiting import wait_until
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
@@ -231,3 +234,60 @@ def test_a_fast_tier_is_read_before_the_shared_store(tmp_path: Path, async_write
         with contextlib.closing(open_store(PoolConfig(shared))) as bare:
             assert bare.remove([NAMESPACE.key(block) for block in blocks]) == [OK, OK, OK]
         assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+
+
+class TestOpening:
+    def test_a_pool_opens_in_the_background_and_is_a_miss_until_then(self, tmp_path: Path) -> None:
+        with running_mooncake_master(tmp_path / "master.log") as master:
+            master.process.signal(signal.SIGSTOP)  # it accepts connections and answers nothing
+            with open_pool(master.config(), NAMESPACE) as pool:
+                blocks = hashes(2)
+                assert not pool.is_ready
+                assert pool.lookup(blocks) == 0
+                assert loaded(pool, blocks) == []
+                assert save(pool, blocks) == [FAILED, FAILED]
+                assert pool.settle(0)
+                master.process.signal(signal.SIGCONT)
+                wait_until(lambda: pool.is_ready, "the pool to be joined")
+                assert save(pool, blocks) == [OK, OK]
+                assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+
+    def test_a_pool_opened_in_the_foreground_is_ready(self) -> None:
+        with open_pool(load_config("memory", environ={}), NAMESPACE, background=False) as pool:
+            assert pool.is_ready
+            assert save(pool, hashes(2)) == [OK, OK]
+
+    def test_in_the_foreground_what_keeps_it_from_opening_is_raised(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        config = replace(load_config("memory", environ={}), store=FileSettings(tmp_path / "file" / "pool", 1000))
+        with pytest.raises(PoolUnavailable, match="cannot be used as a store"):
+            open_pool(config, NAMESPACE, background=False)
+
+    def test_what_comes_from_the_pool_is_checked(self, tmp_path: Path) -> None:
+        config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
+        with open_pool(config, NAMESPACE, background=False) as pool:
+            blocks = hashes(1)
+            save(pool, blocks)
+            (stored,) = tmp_path.glob("blocks/*/*.block")
+            stored.write_bytes(stored.read_bytes()[:-1] + b"?")
+            assert pool.lookup(blocks) == 1
+            assert loaded(pool, blocks) == []
+            assert pool.lookup(blocks) == 0
+
+    def test_with_a_registry_it_is_metered(self) -> None:
+        registry = CollectorRegistry()
+        with open_pool(load_config("memory", environ={}), NAMESPACE, registry, background=False) as pool:
+            save(pool, hashes(3))
+            assert registry.get_sample_value("kvstore_bytes_total", {"operation": "put"}) == 3 * NBYTES
+            assert registry.get_sample_value("kvstore_breaker_open") == 0
+        assert registry.get_sample_value("kvstore_breaker_open") == 1
+
+    def test_asynchronous_writes_are_readable_at_once_and_counted(self) -> None:
+        registry = CollectorRegistry()
+        config = replace(load_config("memory", environ={}), async_write=True)
+        with open_pool(config, NAMESPACE, registry, background=False) as pool:
+            blocks = hashes(3)
+            assert save(pool, blocks) == [OK] * 3
+            assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+            wait_until(lambda: registry.get_sample_value("kvstore_write_queue_blocks") == 0, "the writes")
+            assert registry.get_sample_value("kvstore_blocks_total", {"operation": "put", "status": "ok"}) == 3
