@@ -159,6 +159,7 @@ class ModelRunner:
         """Where a block's bytes lie."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
+    @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
         batch = paged.PagedBatch(

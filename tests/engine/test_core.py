@@ -60,6 +60,12 @@ def test_an_end_token_may_be_ignored(engine: Engine, answer: list[int]) -> None:
     assert engine.answer(PROMPT, 12, ignore_eos=True).wait() == answer
 
 
+def test_an_end_token_is_not_chosen_before_min_tokens(engine: Engine, answer: list[int]) -> None:
+    engine.runner.eos_token_ids = frozenset({answer[0]})
+    assert engine.answer(PROMPT, 12).wait() == answer[:1]
+    assert len(engine.answer(PROMPT, 12, min_tokens=4).wait()) >= 4
+
+
 def test_a_requests_own_stop_token_ends_its_answer(engine: Engine, answer: list[int]) -> None:
     asked = engine.answer(PROMPT, 12, stop_token_ids=frozenset({answer[4]}), ignore_eos=True)
     assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
