@@ -93,6 +93,40 @@ class TestLateCalls:
         assert target.content == b"late"
         guard.close()
 
+    def test_a_probe_that_answers_does_not_close_the_breaker_while_a_call_is_late(self) -> None:
+        class Held(MemoryStore):
+            """Reads and look-ups wait, each for an event of its own."""
+
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+                read_go.wait()
+                return [OK] * len(keys)
+
+            def exists(self, keys: Sequence[str]) -> list[Status]:
+                if keys == ["a"]:
+                    return [FAILED]
+                probing.set()
+                probe_go.wait()
+                probed.set()
+                return [ABSENT]
+
+        read_go, probing, probe_go, probed = (threading.Event() for _ in range(4))
+        guard = GuardedBackend(lambda: Held(1), Deadlines(lookup_seconds=60, transfer_seconds=0.2))
+        assert guard.wait_ready(30)
+        target = Memory(8)
+        reader = threading.Thread(target=guard.get, args=(["b"], [target.value]))
+        reader.start()
+        for _ in range(3):
+            guard.exists(["a"])
+        assert probing.wait(30)
+        reader.join()
+        assert guard.late_calls == 1
+        probe_go.set()
+        assert probed.wait(30)
+        assert not guard.wait_ready(0.2)
+        read_go.set()
+        assert guard.wait_ready(30)
+        guard.close()
+
     def test_a_call_for_which_no_worker_was_free_is_never_made_and_opens_nothing(
         self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
