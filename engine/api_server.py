@@ -175,6 +175,11 @@ def create_app(instance: Instance) -> FastAPI:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
+    @app.exception_handler(Exception)
+    async def unexpected_error(_: Request, error: Exception) -> Response:
+        message = f"this instance failed ({type(error).__name__}); its log says why"
+        return JSONResponse(error_body(500, message), 500)
+
     return app
 
 

@@ -180,7 +180,7 @@ class EngineCore:
         if listener is None or sequence.finish_reason:
             return
         if sequence.state is State.RUNNING and reason != "error":
-            self._save(sequence)
+            self.metrics.unsaved_blocks.inc(self._save(sequence))
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
         self._count(sequence, reason)
@@ -213,16 +213,20 @@ class EngineCore:
 
         self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], done)
 
-    def _save(self, sequence: Sequence) -> None:
-        """Start saving the blocks of ``sequence`` that became full, holding them until they are out."""
+    def _save(self, sequence: Sequence) -> int:
+        """Start saving the blocks of ``sequence`` that became full, holding them until they are out.
+
+        Returns:
+            How many blocks are to be saved, but not now: none, or all of them.
+        """
         if self._connector is None:
-            return
+            return 0
         tokens = sequence.num_computed
         if not self._save_outputs:
             tokens = min(tokens, sequence.num_prompt_tokens)
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
-            return
+            return 0
         blocks = sequence.block_table[first:last]
 
         def done(num_saved: int, unsettled: SequenceOf[int]) -> None:
@@ -233,10 +237,12 @@ class EngineCore:
             self.metrics.unsaved_blocks.inc(len(blocks) - num_saved)
             self._forget_if_saved(sequence)
 
-        if self._connector.start_save(sequence.hashes()[first:last], blocks, done):
-            self.scheduler.blocks.hold(blocks)
-            sequence.pending_saves += 1
-            sequence.num_saved = last
+        if not self._connector.start_save(sequence.hashes()[first:last], blocks, done):
+            return len(blocks)
+        self.scheduler.blocks.hold(blocks)
+        sequence.pending_saves += 1
+        sequence.num_saved = last
+        return 0
 
     def _keep_until_settled(self, blocks: SequenceOf[int], *, clear: bool) -> None:
         """Keep ``blocks`` from everybody while a call that was given up may touch them; then ``clear`` them or not."""

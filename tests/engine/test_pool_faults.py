@@ -160,6 +160,7 @@ def test_a_hung_save_holds_up_no_answer(
             assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
         assert fresh.hanging.is_set()
         assert engine.blocks.num_available < 20
+        assert engine.metric("kvstore_unsaved_blocks_total") > 0  # dropped, not queued
         fresh.go_on()
         ends_well(engine, answerings, answers)
 

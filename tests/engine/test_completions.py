@@ -1,0 +1,87 @@
+"""Answers in OpenAI's form when something is amiss, which the server's own tests cannot bring about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.api_server import create_app
+from engine.completions import Completions
+from engine.disaggregation import HandoverReceiver
+from engine.generation import Generations
+from engine.protocol import ApiError, CompletionBody
+from tests.engine.event_loop import in_event_loop
+from tests.engine.running import Engine
+
+
+@pytest.fixture
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def completions(engine: Engine, word_tokenizer: Any) -> Completions:
+    generations = Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    return Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size)
+
+
+@pytest.fixture
+def broken_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+
+
+def body_of(**fields: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, **fields})
+
+
+async def events_of(completions: Completions, **fields: Any) -> list[Any]:
+    """The events' JSON; the ``[DONE]`` that must end them is left out."""
+    *events, done = [event async for event in completions.complete(body_of(stream=True, **fields)).events()]
+    assert done == b"data: [DONE]\n\n"
+    assert all(event.startswith(b"data: ") and event.endswith(b"\n\n") for event in events)
+    return [json.loads(event[6:]) for event in events]
+
+
+@pytest.mark.usefixtures("broken_model")
+@in_event_loop
+async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
+    with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
+        await completions.complete(body_of()).whole()
+    assert caught.value.status == 500
+    assert caught.value.body["error"]["type"] == "server_error"
+
+
+@pytest.mark.usefixtures("broken_model")
+@in_event_loop
+async def test_an_engine_that_fails_ends_a_stream_with_an_error(completions: Completions) -> None:
+    (event,) = await events_of(completions)
+    assert event["error"]["message"].startswith("the engine failed while computing this request")
+
+
+@in_event_loop
+async def test_usage_may_come_with_every_event(completions: Completions) -> None:
+    events = await events_of(completions, stream_options={"continuous_usage_stats": True}, logprobs=0)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+
+
+@in_event_loop
+async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    instance: Any = SimpleNamespace(running=None, completions=SimpleNamespace(models=fail))
+    transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
+        answer = await client.get("/v1/models")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "this instance failed (ZeroDivisionError); its log says why"
