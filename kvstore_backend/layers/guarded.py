@@ -259,7 +259,7 @@ class GuardedBackend(StorageBackend):
 
     def _judged(self, answer: list[Status]) -> list[Status]:
         """Open the breaker after answers in a row that were ``FAILED`` for every key."""
-        if not answer or answer.count(Status.FAILED) < len(answer):
+        if not answer or answer[0] is not Status.FAILED or answer.count(Status.FAILED) < len(answer):
             self._failures = 0
             return answer
         with self._changed:

@@ -89,7 +89,10 @@ class MooncakeStore(StorageBackend):
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
-        return list(map(_EXISTS.get, self._call(keys, self._native.batch_is_exist), repeat(Status.FAILED)))
+        codes = self._call(keys, self._native.batch_is_exist)
+        if codes.count(codes[0] if codes else None) == len(codes):  # usual, and quick to tell
+            return [_EXISTS.get(code, Status.FAILED) for code in codes[:1]] * len(codes)
+        return list(map(_EXISTS.get, codes, repeat(Status.FAILED)))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
