@@ -90,8 +90,8 @@ class FaultyStore(StorageBackend):
         self._raise_if(Fault.ALL_RAISE)
         return [Status.FAILED] * len(keys) if self.fault is Fault.ALL_FAIL else self._sound.exists(keys)
 
-    def remove(self, keys: Sequence[str]) -> list[Status]:
-        return self._sound.remove(keys)
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return self._sound.remove(keys, force=force)
 
     def health(self) -> Health:
         return Health(self.fault is Fault.NOTHING, self.fault.name)

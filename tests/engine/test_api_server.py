@@ -71,7 +71,7 @@ class Served:
 def serving(model: Path, folder: Path) -> Iterator[Served]:
     port, metrics_port = free_ports(2)
     router = Router()
-    argv = [sys.executable, "-m", "engine.api_server", "--model", model, "--served-model-name", MODEL]
+    argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--served-model-name", MODEL]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--metrics-port", str(metrics_port), "--device", "cpu"]
     argv += ["--max-model-len", "512", "--block-size", "16", "--num-gpu-blocks-override", "256"]
     argv += ["--router", f"127.0.0.1:{router.port}", "--splitwise-role", "mixed", "--rdma-comm-ports", "7100,7101"]
