@@ -25,8 +25,8 @@ from tests.support.waiting import wait_until
 
 MODEL = "words"
 LONG_PROMPT = " the river runs through the town" * 20
-ENDLESS: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
-"""Some seconds of decoding: longer than anything here waits, so that only an abort ends it in time."""
+ENDLESS: dict[str, Any] = {"max_tokens": 3900, "temperature": 0, "ignore_eos": True}
+"""Many seconds of decoding, so that only an abort ends it in time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def serving(model: Path, folder: Path) -> Iterator[Served]:
     router = Router()
     argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--served-model-name", MODEL]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--metrics-port", str(metrics_port), "--device", "cpu"]
-    argv += ["--max-model-len", "512", "--block-size", "16", "--num-gpu-blocks-override", "256"]
+    argv += ["--max-model-len", "4000", "--block-size", "16", "--num-gpu-blocks-override", "256"]
     argv += ["--router", f"127.0.0.1:{router.port}", "--splitwise-role", "mixed", "--rdma-comm-ports", "7100,7101"]
     try:
         with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}) as process:
@@ -240,7 +240,7 @@ class TestEndpoints:
     def test_models_names_the_served_model_and_its_context(self, instance: Served) -> None:
         with instance.openai as client:
             (model,) = client.models.list().data
-        assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 512)
+        assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4000)
 
     def test_health_answers_200(self, instance: Served) -> None:
         with instance.http as client:
@@ -275,8 +275,8 @@ class TestEndpoints:
             chat(instance, temperature=-1)
 
     def test_a_prompt_that_is_too_long_is_told_so(self, instance: Served) -> None:
-        with pytest.raises(openai.BadRequestError, match="max_model_len of 512") as caught:
-            chat(instance, " the" * 600)
+        with pytest.raises(openai.BadRequestError, match="max_model_len of 4000") as caught:
+            chat(instance, " the" * 4100)
         assert caught.value.code == "context_length_exceeded"
 
     def test_one_clients_stop_token_does_not_hurt_the_others(self, instance: Served) -> None:
@@ -334,7 +334,7 @@ class TestAborts:
                         client.completions.create(
                             model=MODEL,
                             prompt=" the",
-                            max_tokens=400,
+                            max_tokens=3900,
                             temperature=0,
                             extra_body={"ignore_eos": True},
                         )
@@ -465,7 +465,9 @@ class TestStarting:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "reason"), [(None, None), (30, "length"), (400, "abort")], ids=["idle", "answering", "busy for long"]
+    ("max_tokens", "reason"),
+    [(None, None), (30, "length"), (3900, "abort")],
+    ids=["idle", "answering", "busy for long"],
 )
 def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
     word_model: Path, tmp_path: Path, max_tokens: int | None, reason: str | None
