@@ -30,14 +30,13 @@ from numpy.typing import NDArray
 
 from kvstore_backend.backend import (
     HEADROOM_BYTES,
-    Health,
     Span,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
     check_values,
 )
+from kvstore_backend.layers.layer import Layer
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
 
 __all__ = ["HEADER_BYTES", "CheckedBackend"]
@@ -59,7 +58,7 @@ _PARALLEL_BYTES = 512 << 10
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
-class CheckedBackend(StorageBackend):
+class CheckedBackend(Layer):
     """Adds headers to what ``store`` holds and verifies them.
 
     A header lies in the value's headroom where its memory has that (``register``), else in memory of this layer, which
@@ -76,14 +75,11 @@ class CheckedBackend(StorageBackend):
 
     def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None) -> None:
         self.rejected: Counter[str] = Counter() if rejected is None else rejected
-        self._store = store
+        super().__init__(store)
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
         self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
-
-    def __repr__(self) -> str:
-        return f"CheckedBackend({self._store!r})"
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
@@ -123,22 +119,6 @@ class CheckedBackend(StorageBackend):
     def unregister(self, address: int, nbytes: int) -> None:
         self._roomy.pop(address, None)
         self._store.unregister(address, nbytes)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._store.is_ready
-
-    def settle(self, seconds: float) -> bool:
-        return self._store.settle(seconds)
-
-    def health(self) -> Health:
-        return self._store.health()
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
-
-    def close(self) -> None:
-        self._store.close()
 
     @contextlib.contextmanager
     def _laid_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:

@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.layers.guarded import GuardedBackend
+from kvstore_backend.layers.layer import Layer
 from kvstore_backend.layers.write_behind import WriteBehindBackend
 
 __all__ = ["MeteredBackend", "StateCollector"]
@@ -19,7 +20,7 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _OPERATIONS = ("put", "get", "exists", "remove")
 
 
-class MeteredBackend(StorageBackend):
+class MeteredBackend(Layer):
     """Counts what goes through to ``store``.
 
     Args:
@@ -28,7 +29,7 @@ class MeteredBackend(StorageBackend):
     """
 
     def __init__(self, store: StorageBackend, registry: CollectorRegistry) -> None:
-        self._store = store
+        super().__init__(store)
         calls = Counter("kvstore_calls", "Batch calls to the pool", ["operation"], registry=registry)
         blocks = Counter("kvstore_blocks", "Blocks, by answer", ["operation", "status"], registry=registry)
         nbytes = Counter("kvstore_bytes", "Payload bytes stored or read", ["operation"], registry=registry)
@@ -43,9 +44,6 @@ class MeteredBackend(StorageBackend):
             for operation in _OPERATIONS
         }
 
-    def __repr__(self) -> str:
-        return f"MeteredBackend({self._store!r})"
-
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return self._moved("put", values, lambda: self._store.put(keys, values))
 
@@ -57,28 +55,6 @@ class MeteredBackend(StorageBackend):
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return self._counted("remove", lambda: self._store.remove(keys, force=force))
-
-    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        self._store.register(address, nbytes, headroom=headroom)
-
-    def unregister(self, address: int, nbytes: int) -> None:
-        self._store.unregister(address, nbytes)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._store.is_ready
-
-    def settle(self, seconds: float) -> bool:
-        return self._store.settle(seconds)
-
-    def health(self) -> Health:
-        return self._store.health()
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
-
-    def close(self) -> None:
-        self._store.close()
 
     def _moved(self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]) -> list[Status]:
         statuses = self._counted(operation, call)

@@ -26,15 +26,14 @@ from numpy.typing import NDArray
 
 from kvstore_backend.backend import (
     HEADROOM_BYTES,
-    Health,
     Span,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
     check_keys,
     check_values,
 )
+from kvstore_backend.layers.layer import Layer
 
 __all__ = ["WriteBehindBackend"]
 
@@ -58,7 +57,7 @@ class _Block:
         self.is_sending = False
 
 
-class WriteBehindBackend(StorageBackend):
+class WriteBehindBackend(Layer):
     """Writes to ``store`` in the background.
 
     A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.
@@ -87,7 +86,7 @@ class WriteBehindBackend(StorageBackend):
         if arena_bytes <= 0 or batch_bytes <= 0:
             raise ValueError(f"arena_bytes is {arena_bytes} and batch_bytes {batch_bytes}; both must be positive")
         self.dropped: Counter[str] = Counter()
-        self._store = store
+        super().__init__(store)
         self._batch_bytes = batch_bytes
         self._retry_seconds = retry_seconds
         self._flush_seconds = flush_seconds
@@ -160,25 +159,6 @@ class WriteBehindBackend(StorageBackend):
         with self._changed:
             last = next(reversed(self._blocks.values()), None)
             return last is None or self._changed.wait_for(lambda: last not in self._blocks.values(), seconds)
-
-    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        self._store.register(address, nbytes, headroom=headroom)
-
-    def unregister(self, address: int, nbytes: int) -> None:
-        self._store.unregister(address, nbytes)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._store.is_ready
-
-    def settle(self, seconds: float) -> bool:
-        return self._store.settle(seconds)
-
-    def health(self) -> Health:
-        return self._store.health()
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
 
     def close(self) -> None:
         """Write for ``flush_seconds`` more what was accepted, drop the rest, close the store."""
