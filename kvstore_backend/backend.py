@@ -115,6 +115,9 @@ class StorageBackend(abc.ABC):
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         """Store ``values[i]`` under ``keys[i]``; ``OK`` means it is readable now.
 
+        The exception is Mooncake, which says so of a key that another client has only begun to write: it is readable
+        in a moment, or, if that client dies, not at all.
+
         Raises:
             ValueError: lengths differ, an empty key, an empty value or a negative size.
         """

@@ -9,8 +9,9 @@ import pytest
 
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.pool import open_store
-from tests.conformance.suite import StorageBackendContract
+from tests.conformance.suite import StorageBackendContract, got
 from tests.support.mooncake import MooncakeMaster
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +28,7 @@ class TestMooncakeStore(StorageBackendContract):
         if not clients or not clients[-1].health().ok:
             clients.append(open_store(mooncake_master.config()))
         return clients[-1]
+
+    def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
+        """A put is answered 0 when another writer has only begun with the same key: it is there in a moment."""
+        wait_until(lambda: got(backend, key, len(content)) == content, f"{key} to be readable")
