@@ -6,14 +6,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-__all__ = ["Candidate", "Decision", "Policy", "RequestFeatures", "Turns"]
+__all__ = ["Candidate", "Decision", "Outcome", "Policy", "PolicyBase", "PolicyOptions", "RequestFeatures", "Turns"]
 
 
-class RequestFeatures(NamedTuple):
-    """What a policy may know of a request."""
+class RequestFeatures:
+    """What a policy may know of a request; its prefix is hashed only for a policy that asks."""
 
-    prompt_tokens: int
-    """Tokens of its prompt, estimated."""
+    __slots__ = ("_chunks", "_prefix", "key", "prompt_tokens", "tokens_per_chunk")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        prefix: Callable[[], Sequence[int]] | None = None,
+        *,
+        tokens_per_chunk: int = 0,
+        key: str = "",
+    ) -> None:
+        """
+        Args:
+            prompt_tokens: tokens of its prompt, estimated.
+            prefix: gives the chained hashes of the prompt's whole chunks, first to last.
+            tokens_per_chunk: how many tokens one of those chunks stands for, estimated.
+            key: the session or user it belongs to; ``""`` where it names none.
+        """
+        self.prompt_tokens = prompt_tokens
+        self.tokens_per_chunk = tokens_per_chunk
+        self.key = key
+        self._prefix = prefix
+        self._chunks: Sequence[int] | None = None
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The chained hashes of the prompt's whole chunks: equal first hashes mean an equal beginning."""
+        if self._chunks is None:
+            self._chunks = self._prefix() if self._prefix is not None else ()
+        return self._chunks
 
 
 @dataclass(slots=True)
@@ -23,9 +50,15 @@ class Candidate:
     key: str
     """``host:port``."""
     requests: int = 0
-    """Requests sent to it and not yet answered."""
+    """Requests sent to it and not yet answered to the end."""
     tokens: int = 0
     """Prompt tokens of those requests."""
+    queued: float = 0.0
+    """Work of those requests that have no first token yet: the sum of their decisions' ``work``."""
+    running: int | None = None
+    """Requests running there by its own account, from all routers; None where that is not known."""
+    waiting: int | None = None
+    """Requests waiting there by its own account; None where that is not known."""
 
 
 class Decision(NamedTuple):
@@ -33,6 +66,37 @@ class Decision(NamedTuple):
 
     key: str
     reasons: Mapping[str, float | str]
+    work: float
+    """What its prefill will cost, in tokens' worth of computing: the prompt's tokens, less what is cached."""
+    cached_tokens: int = 0
+    """How many of the prompt's tokens the policy expects not to be computed."""
+
+
+class Outcome(NamedTuple):
+    """What became of a request that a policy placed."""
+
+    key: str
+    """The instance."""
+    queued: float
+    """Its ``Candidate.queued`` when the request was sent there, without the request's own work."""
+    ttft: float | None
+    """Seconds from sending to the first token; None where no single moment shows it."""
+    prompt_tokens: int | None
+    """As the engine counted; None where it did not say."""
+    cached_tokens: int | None
+    """Prompt tokens that the engine did not compute; None where it did not say."""
+
+
+class PolicyOptions(NamedTuple):
+    """What can be set about policies; names and defaults are those of FastDeploy's Go router."""
+
+    cache_block_size: int = 4
+    eviction_duration_mins: float = 30.0
+    balance_abs_threshold: float = 1.0
+    balance_rel_threshold: float = 0.2
+    hit_ratio_weight: float = 1.0
+    load_balance_weight: float = 0.05
+    waiting_weight: float = 10.0
 
 
 class Policy(Protocol):
@@ -40,6 +104,22 @@ class Policy(Protocol):
 
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """One of ``candidates``, of which there is at least one."""
+
+    def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
+        """Learn from a request that was placed by ``decision`` and has been answered."""
+
+    def forget(self, key: str) -> None:
+        """The instance of this key has restarted or is gone: what was known of its cache is void."""
+
+
+class PolicyBase:
+    """A policy that learns nothing and remembers no instance."""
+
+    def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
+        """See ``Policy.observe``."""
+
+    def forget(self, key: str) -> None:
+        """See ``Policy.forget``."""
 
 
 @dataclass(slots=True)
@@ -54,7 +134,7 @@ class Turns:
         self.taken += 1
         return chosen
 
-    def least(self, candidates: Sequence[Candidate], load: Callable[[Candidate], int]) -> Candidate:
+    def least(self, candidates: Sequence[Candidate], load: Callable[[Candidate], float]) -> Candidate:
         """The candidate with the least ``load``; among equals, the one whose turn comes first."""
         start = self.taken % len(candidates)
         self.taken += 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, RequestFeatures, Turns
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures, Turns
 
 __all__ = ["ProcessTokens"]
 
 
-class ProcessTokens:
+class ProcessTokens(PolicyBase):
     """The instance with the fewest prompt tokens to process."""
 
     def __init__(self) -> None:
@@ -18,4 +18,4 @@ class ProcessTokens:
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
         chosen = self._turns.least(candidates, lambda candidate: candidate.tokens)
-        return Decision(chosen.key, {"policy": "process_tokens", "tokens": chosen.tokens})
+        return Decision(chosen.key, {"policy": "process_tokens", "tokens": chosen.tokens}, request.prompt_tokens)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, RequestFeatures
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
 
 __all__ = ["Random"]
 
 
-class Random:
+class Random(PolicyBase):
     """Any instance, each as likely as the others."""
 
     def __init__(self, seed: int | None = None) -> None:
@@ -19,4 +19,4 @@ class Random:
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
         chosen = self._random.choice(candidates)
-        return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)})
+        return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)}, request.prompt_tokens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, RequestFeatures, Turns
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures, Turns
 
 __all__ = ["RequestNum"]
 
 
-class RequestNum:
+class RequestNum(PolicyBase):
     """The instance with the fewest requests running."""
 
     def __init__(self) -> None:
@@ -18,4 +18,4 @@ class RequestNum:
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
         chosen = self._turns.least(candidates, lambda candidate: candidate.requests)
-        return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests})
+        return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests}, request.prompt_tokens)

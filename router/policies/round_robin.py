@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, RequestFeatures, Turns
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures, Turns
 
 __all__ = ["RoundRobin"]
 
 
-class RoundRobin:
+class RoundRobin(PolicyBase):
     """One instance after another."""
 
     def __init__(self) -> None:
@@ -19,4 +19,4 @@ class RoundRobin:
         """See ``Policy.choose``."""
         turn = self._turns.taken
         chosen = self._turns.next(candidates)
-        return Decision(chosen.key, {"policy": "round_robin", "turn": turn})
+        return Decision(chosen.key, {"policy": "round_robin", "turn": turn}, request.prompt_tokens)
