@@ -1,0 +1,512 @@
+"""What the router costs: ours with all features on, against sglang-router, vllm-router and no router, in one run.
+
+    python benchmarks/router_overhead.py --peers-venv /tmp/peers [--quick] [--json FILE]
+    python benchmarks/router_overhead.py --only ours --mode pd --case small --connections 32 --seconds 5
+
+All systems stand before the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and under
+the same load (``native/load.c``) over keep-alive connections; both are compiled at the start. A case is measured for
+all systems in turn, several rounds of that; figures are medians. "Direct" is the load at the instances that give the
+answer (in P/D mode the decode ones).
+
+Fairness. Ours runs with its defaults: both legs supervised, health probes, metrics, load-aware policies, heartbeats
+every 5 s. The peers get the flags that make them fastest: round_robin in both modes (their default, cache_aware,
+keeps a tree over prompts), only errors logged, no retries, no circuit breaker. sglang-router sends both legs at once,
+as ours does; vllm-router's P/D waits for the prefill leg's answer before it asks the decode leg. Nothing is pinned to
+a core. Router, instances and load share the machine's cores, so requests per second are what is left after all three;
+CPU per request (user and system time of all the router's threads and processes, from /proc) is the steadier figure.
+What load and instances took is in the table: where they take most of a core, they limit too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NATIVE = Path(__file__).with_name("native")
+PEERS = ("sglang-router", "vllm-router")
+ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4}
+MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances"}
+EVENTS = 256
+PACED_EVENTS = 50
+PACE_MS = 20
+HEARTBEAT_S = 5.0
+READY_S = 60.0
+WARM_UP_S = 0.3
+STALL_BAR_MS = 10.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+Figures = dict[str, float]
+
+
+class Unable(Exception):
+    """A system cannot serve a case; the text says why, for the table."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of load. ``events`` of 0: answers that are not streams; ``pace_ms`` lies between two events."""
+
+    kind: str
+    connections: int
+    prompt_bytes: int = 64
+    events: int = 0
+    pace_ms: int = 0
+
+    @property
+    def title(self) -> str:
+        what = {
+            "small": "small bodies",
+            "large": "128 KB prompts",
+            "burst": f"streams of {EVENTS} events at once",
+            "paced": f"streams of an event every {PACE_MS} ms",
+        }[self.kind]
+        return f"{what}, {self.connections} connection{'s' if self.connections > 1 else ''}"
+
+    def body(self) -> bytes:
+        """The request, in fields of the OpenAI API only (native/worker.c says how it reads them)."""
+        messages = [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": ("What does a router cost? " * 6000)[: self.prompt_bytes]},
+        ]
+        body: dict[str, Any] = {"model": "mock", "messages": messages, "max_tokens": self.events or 16}
+        if self.events:
+            body |= {"stream": True, "seed": self.pace_ms}
+        return json.dumps(body).encode()
+
+
+CASES = (
+    *(Case("small", connections) for connections in (1, 32, 256)),
+    *(Case("large", connections, prompt_bytes=128_000) for connections in (1, 32, 256)),
+    Case("burst", 32, events=EVENTS),
+    Case("paced", 128, events=PACED_EVENTS, pace_ms=PACE_MS),
+)
+QUICK_CASES = tuple(case for case in CASES if case.events or case.connections == 32)
+
+
+@dataclass
+class System:
+    """What a load is sent to: its ports, and the process whose CPU is counted (0: there is no router)."""
+
+    ports: Sequence[int]
+    pid: int = 0
+
+
+class Cell(NamedTuple):
+    mode: str
+    case: Case
+    system: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    cases = [
+        case
+        for case in (QUICK_CASES if args.quick else CASES)
+        if args.case in (None, case.kind) and args.connections in (None, case.connections)
+    ]
+    if not cases:
+        sys.exit(f"no {args.case or 'case'} is run at {args.connections} connections")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), args.only or ("direct", "ours", *PEERS), args.peers_venv)
+        for mode in [args.mode] if args.mode else ROLES:
+            bench.run(
+                mode, cases, args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
+            )
+    show(bench.medians(), bench.unable)
+    if args.json:
+        args.json.write_text(json.dumps(_for_machines(bench), indent=2) + "\n")
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What the router costs, against other routers and none.")
+    parser.add_argument(
+        "--peers-venv", type=Path, metavar="DIR", help="virtual environment of the peers; made if absent"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about a minute and a half")
+    parser.add_argument("--only", action="append", choices=("direct", "ours", *PEERS), help="may be repeated")
+    parser.add_argument("--mode", choices=tuple(ROLES))
+    parser.add_argument("--case", choices=sorted({case.kind for case in CASES}))
+    parser.add_argument("--connections", type=int, help="only the cases with so many")
+    parser.add_argument("--seconds", type=float, help="that one measurement takes (default 2, quick 1)")
+    parser.add_argument("--rounds", type=int, help="measurements of each case and system (default 3, quick 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args(argv)
+
+
+class Bench:
+    """Starts everything, measures, and keeps each measurement."""
+
+    def __init__(self, folder: Path, systems: Sequence[str], peers_venv: Path | None) -> None:
+        self.folder = folder
+        self.systems = systems
+        self.measured: dict[Cell, list[Figures]] = {}
+        self.unable: dict[Cell, str] = {}
+        self.worker, self.load = (_compiled(name, folder) for name in ("worker", "load"))
+        self.peers = _peers(peers_venv or folder / "peers") if set(systems) & set(PEERS) else None
+
+    def run(self, mode: str, cases: Sequence[Case], seconds: float, rounds: int) -> None:
+        """Measure ``cases`` on every system in turn, ``rounds`` times."""
+        with contextlib.ExitStack() as running:
+            workers = running.enter_context(self._workers(mode))
+            systems: dict[str, System] = {}
+            for name in self.systems:
+                try:
+                    systems[name] = running.enter_context(self._system(name, mode, workers.ports))
+                except Unable as exc:
+                    self.unable |= {Cell(mode, case, name): str(exc) for case in cases}
+            for number in range(rounds):
+                for case in cases:
+                    print(f"{mode}, round {number + 1} of {rounds}: {case.title}", file=sys.stderr)
+                    for name, system in systems.items():
+                        self._measure(Cell(mode, case, name), system, workers, seconds)
+
+    def medians(self) -> dict[Cell, Figures]:
+        """The median of each figure of each cell that every round could measure."""
+        return {
+            cell: {figure: statistics.median(each[figure] for each in rounds) for figure in rounds[0]}
+            for cell, rounds in self.measured.items()
+            if cell not in self.unable
+        }
+
+    def _measure(self, cell: Cell, system: System, workers: System, seconds: float) -> None:
+        if cell in self.unable:
+            return
+        try:
+            self._run_load(cell.case, system, WARM_UP_S)
+            before = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
+            figures = self._run_load(cell.case, system, seconds)
+            after = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
+        except Unable as exc:
+            self.unable[cell] = str(exc)
+            return
+        router, worker, wall = (late - early for early, late in zip(before, after, strict=True))
+        figures["router_us"] = 1e6 * router / (figures["events"] or figures["answers"])
+        figures["router_cores"] = router / wall
+        figures["worker_cores"] = worker / wall
+        figures["load_cores"] = figures.pop("cpu_s") / wall
+        self.measured.setdefault(cell, []).append(figures)
+
+    def _run_load(self, case: Case, system: System, seconds: float) -> Figures:
+        body = self.folder / f"{case.kind}.json"
+        body.write_bytes(case.body())
+        options = {
+            "ports": ",".join(map(str, system.ports)),
+            "connections": case.connections,
+            "seconds": seconds,
+            "body": body,
+            "events": case.events and case.events + 1,  # [DONE] is one more
+            "stagger-ms": case.pace_ms,
+        }
+        argv = [str(self.load), *(f"--{name}={value}" for name, value in options.items())]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 60)
+        why = done.stderr.strip().splitlines()
+        if done.returncode:
+            raise Unable(why[-1] if why else f"the load ended with status {done.returncode}")
+        figures: Figures = json.loads(done.stdout)
+        if figures["errors"] or not figures["answers"]:
+            raise Unable(f"{figures['errors']:g} errors and {figures['answers']:g} answers: {' '.join(why[:1])}")
+        return figures
+
+    @contextlib.contextmanager
+    def _workers(self, mode: str) -> Iterator[System]:
+        with subprocess.Popen([self.worker, *ROLES[mode]], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                yield System([int(port) for port in process.stdout.readline().split()], process.pid)
+            finally:
+                process.kill()
+
+    @contextlib.contextmanager
+    def _system(self, name: str, mode: str, workers: Sequence[int]) -> Iterator[System]:
+        """Start one system, warm and ready.
+
+        Raises:
+            Unable: it does not come to answer.
+        """
+        if name == "direct":
+            answering = [port for role, port in zip(ROLES[mode], workers, strict=True) if role != "prefill"]
+            yield System(answering)
+            return
+        port = _free_port()
+        if name == "ours":
+            command = _ours(mode, port)
+        elif self.peers is None or not (self.peers / "bin" / "python").exists():
+            raise Unable("not installed")
+        else:
+            command = _peer(name, mode, port, workers, self.peers)
+        with (self.folder / f"{name}-{mode}.log").open("w+") as log, contextlib.ExitStack() as running:
+            process = running.enter_context(_running(command, log))
+            if name == "ours":
+                running.enter_context(_heartbeats(port, mode, workers))
+            probe = CASES[0].body()
+            deadline = time.monotonic() + READY_S
+            while (status := _post(port, "/v1/chat/completions", probe)) != 200:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    last = (log.read().strip().splitlines() or ["it logged nothing"])[-1]
+                    raise Unable(f"does not start (answers {status}): {last[-200:]}")
+                time.sleep(0.2)
+            yield System([port], process.pid)
+
+
+def _ours(mode: str, port: int) -> list[str]:
+    splitwise = ["--splitwise"] if mode == "pd" else []
+    return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *splitwise]
+
+
+def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -> list[str]:
+    urls = [f"http://127.0.0.1:{worker}" for worker in workers]
+    if mode == "mixed":
+        instances = ["--worker-urls", *urls]
+    else:
+        # Both take a bootstrap port beside a prefill instance's URL; the mock instances never open it.
+        prefill = [
+            arg for url, worker in zip(urls[:2], workers, strict=False) for arg in ("--prefill", url, str(worker))
+        ]
+        decode = [arg for url in urls[2:] for arg in ("--decode", url)]
+        instances = [f"--{'vllm-' if name == 'vllm-router' else ''}pd-disaggregation", *prefill, *decode]
+    return [
+        *(str(venv / "bin" / "python"), "-m", f"{name.replace('-', '_')}.launch_router"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
+        *("--policy", "round_robin", "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
+        *("--worker-startup-check-interval", "1"),
+        *instances,
+    ]
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and, when it is ended, whatever it started."""
+    with subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _heartbeats(port: int, mode: str, workers: Sequence[int]) -> Iterator[None]:
+    """Register the instances at our router every 5 s, as instances do."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            taken = [
+                _post(port, "/register", json.dumps(_registration(role, worker)).encode())
+                for role, worker in zip(ROLES[mode], workers, strict=True)
+            ]
+            ended.wait(HEARTBEAT_S if set(taken) == {200} else 0.1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _registration(role: str, port: int) -> dict[str, Any]:
+    return {
+        "role": role,
+        "host_ip": "127.0.0.1",
+        "port": port,
+        "metrics_port": port,
+        "connector_port": port,
+        "engine_worker_queue_port": port,
+        "rdma_ports": ["7100"],
+        "device_ids": [0],
+        "transfer_protocol": ["ipc", "rdma"],
+        "tp_size": 1,
+        "is_paused": False,
+        "version": None,
+        "connected_decodes": [],
+    }
+
+
+def _post(port: int, path: str, body: bytes) -> int:
+    """The status of the answer; 0 if there is none."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data=body, headers={"content-type": "application/json"}
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=5) as answer:
+            answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as exc:
+        return exc.code
+    except OSError:
+        return 0
+
+
+def _compiled(name: str, folder: Path) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        sys.exit("a C compiler is needed for the mock instances and the load: install gcc")
+    program = folder / name
+    subprocess.run([compiler, "-O2", "-o", program, NATIVE / f"{name}.c"], check=True)
+    return program
+
+
+def _peers(venv: Path) -> Path:
+    """The peers' environment, made if it is not there."""
+    if not (venv / "bin" / "python").exists():
+        print(f"installing {' and '.join(PEERS)} in {venv}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "-q", *PEERS], check=True)
+    return venv
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its descendants, ended ones included; 0 for pid 0."""
+    if not pid:
+        return 0.0
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    tree = {pid}
+    while more := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return sum(ticks[each] for each in tree) / TICKS_PER_S
+
+
+class Bar(NamedTuple):
+    """What is promised of a figure, and what it is."""
+
+    what: str
+    value: float
+    bar: str
+    is_met: bool
+
+
+def bars(figures: dict[Cell, Figures]) -> list[Bar]:
+    """The promises that these figures can be held to."""
+    found = []
+
+    def ratio(mode: str, case: Case, figure: str, peer: str) -> float | None:
+        ours, theirs = figures.get(Cell(mode, case, "ours")), figures.get(Cell(mode, case, peer))
+        return ours[figure] / theirs[figure] if ours and theirs else None
+
+    for mode, least in (("pd", 1.3), ("mixed", 1.0)):
+        value = ratio(mode, Case("small", 32), "per_s", "sglang-router")
+        if value is not None:
+            found.append(Bar(f"{mode}, small, 32: req/s, ours / sglang-router", value, f">= {least}", value >= least))
+    for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in figures if cell.case.events):
+        value = ratio(mode, case, "router_us", "vllm-router")
+        if value is not None:
+            what = f"{mode}, {case.kind}: CPU per event, ours / vllm-router"
+            found.append(Bar(what, value, "<= 1.0", value <= 1.0))
+        ours, direct = (figures.get(Cell(mode, case, name)) for name in ("ours", "direct"))
+        if ours and direct:
+            stall = (ours["stall_p99_us"] - direct["stall_p99_us"]) / 1e3
+            what = f"{mode}, {case.kind}: stall at a stream's end, p99, ms more than direct"
+            found.append(Bar(what, stall, f"< {STALL_BAR_MS:g}", stall < STALL_BAR_MS))
+    return found
+
+
+Column = tuple[str, Callable[[Figures, Figures], float], str]
+
+
+def _plain(figure: str, scale: float = 1.0) -> Callable[[Figures, Figures], float]:
+    return lambda own, direct: own[figure] * scale
+
+
+def _added(figure: str) -> Callable[[Figures, Figures], float]:
+    return lambda own, direct: (own[figure] - direct[figure]) / 1e3 if direct else own[figure] / 1e3
+
+
+SHARED: tuple[Column, ...] = (
+    ("router", _plain("router_cores"), ".2f"),
+    ("inst.", _plain("worker_cores"), ".2f"),
+    ("load", _plain("load_cores"), ".2f"),
+)
+ANSWERS: tuple[Column, ...] = (
+    ("req/s", _plain("per_s"), ",.0f"),
+    ("CPU us/req", _plain("router_us"), ".1f"),
+    ("p50 ms", _plain("latency_p50_us", 1e-3), ".2f"),
+    ("p99 ms", _plain("latency_p99_us", 1e-3), ".2f"),
+    ("+p50 ms", _added("latency_p50_us"), ".2f"),
+    ("+p99 ms", _added("latency_p99_us"), ".2f"),
+    *SHARED,
+)
+STREAMS: tuple[Column, ...] = (
+    ("streams/s", _plain("per_s"), ",.0f"),
+    ("CPU us/event", _plain("router_us"), ".2f"),
+    ("+first p50", _added("first_event_p50_us"), ".2f"),
+    ("+first p99", _added("first_event_p99_us"), ".2f"),
+    ("gap p99 ms", _plain("gap_p99_us", 1e-3), ".2f"),
+    ("stall p99 ms", _plain("stall_p99_us", 1e-3), ".2f"),
+    *SHARED,
+)
+
+
+def show(figures: dict[Cell, Figures], unable: dict[Cell, str]) -> None:
+    """The tables, for people."""
+    print(f"{os.cpu_count()} cores, shared by router, instances and load; the last three columns are cores in use")
+    for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in (*figures, *unable)):
+        columns = STREAMS if case.events else ANSWERS
+        print(f"\n{MODES[mode]}; {case.title}")
+        print(f"  {'':<14}" + "".join(f"{name:>14}" for name, _, _ in columns))
+        direct = figures.get(Cell(mode, case, "direct"), {})
+        for cell, own in figures.items():
+            if (cell.mode, cell.case) == (mode, case):
+                cells = "".join(f"{value(own, direct):>14{form}}" for _, value, form in columns)
+                print(f"  {cell.system:<14}{cells}")
+        for cell, why in unable.items():
+            if (cell.mode, cell.case) == (mode, case):
+                print(f"  {cell.system:<14}  {why}")
+    print()
+    for bar in bars(figures):
+        print(f"{bar.what:<70}{bar.value:>8.2f}{bar.bar:>10}  {'met' if bar.is_met else 'MISSED'}")
+
+
+def _for_machines(bench: Bench) -> dict[str, Any]:
+    figures = bench.medians()
+    return {
+        "figures": [
+            {
+                "mode": cell.mode,
+                "case": cell.case.kind,
+                "connections": cell.case.connections,
+                "system": cell.system,
+                **own,
+            }
+            for cell, own in figures.items()
+        ],
+        "unable": [[cell.mode, cell.case.title, cell.system, why] for cell, why in bench.unable.items()],
+        "bars": [bar._asdict() for bar in bars(figures)],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
