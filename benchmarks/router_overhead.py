@@ -6,7 +6,8 @@
 All systems stand before the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and under
 the same load (``native/load.c``) over keep-alive connections; both are compiled at the start. A case is measured for
 all systems in turn, several rounds of that; figures are medians. "Direct" is the load at the instances that give the
-answer (in P/D mode the decode ones).
+answer (in P/D mode the decode ones); "+" is what a system adds to it. "Stall" lies between a stream's last event and
+the end of its answer: Nagle's algorithm against delayed acknowledgements shows there as 40 ms.
 
 Fairness. Ours runs with its defaults: both legs supervised, health probes, metrics, load-aware policies, heartbeats
 every 5 s. The peers get the flags that make them fastest: round_robin in both modes (their default, cache_aware,
@@ -35,7 +36,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ PEERS = ("sglang-router", "vllm-router")
 ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4}
 MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances"}
 EVENTS = 256
-PACED_EVENTS = 50
+PACED_EVENTS = 100
 PACE_MS = 20
 HEARTBEAT_S = 5.0
 READY_S = 60.0
@@ -160,7 +161,9 @@ class Bench:
         self.measured: dict[Cell, list[Figures]] = {}
         self.unable: dict[Cell, str] = {}
         self.worker, self.load = (_compiled(name, folder) for name in ("worker", "load"))
-        self.peers = _peers(peers_venv or folder / "peers") if set(systems) & set(PEERS) else None
+        self.peers = peers_venv or folder / "peers"
+        if set(systems) & set(PEERS):
+            _install_peers(self.peers)
 
     def run(self, mode: str, cases: Sequence[Case], seconds: float, rounds: int) -> None:
         """Measure ``cases`` on every system in turn, ``rounds`` times."""
@@ -190,7 +193,7 @@ class Bench:
         if cell in self.unable:
             return
         try:
-            self._run_load(cell.case, system, WARM_UP_S)
+            self._run_load(replace(cell.case, pace_ms=0), system, WARM_UP_S)
             before = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
             figures = self._run_load(cell.case, system, seconds)
             after = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
@@ -246,12 +249,7 @@ class Bench:
             yield System(answering)
             return
         port = _free_port()
-        if name == "ours":
-            command = _ours(mode, port)
-        elif self.peers is None or not (self.peers / "bin" / "python").exists():
-            raise Unable("not installed")
-        else:
-            command = _peer(name, mode, port, workers, self.peers)
+        command = _ours(mode, port) if name == "ours" else _peer(name, mode, port, workers, self.peers)
         with (self.folder / f"{name}-{mode}.log").open("w+") as log, contextlib.ExitStack() as running:
             process = running.enter_context(_running(command, log))
             if name == "ours":
@@ -369,13 +367,18 @@ def _compiled(name: str, folder: Path) -> Path:
     return program
 
 
-def _peers(venv: Path) -> Path:
-    """The peers' environment, made if it is not there."""
-    if not (venv / "bin" / "python").exists():
+def _install_peers(venv: Path) -> None:
+    """Make the peers' environment, if it is not there, and print which peers it holds."""
+    python = venv / "bin" / "python"
+    if not python.exists():
         print(f"installing {' and '.join(PEERS)} in {venv}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-        subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "-q", *PEERS], check=True)
-    return venv
+        try:
+            subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", *PEERS], check=True)
+        except subprocess.CalledProcessError:
+            sys.exit(f"the peers cannot be installed in {venv}; give --only ours, or another --peers-venv")
+    versions = f"from importlib.metadata import version as v; print(*(p + ' ' + v(p) for p in {PEERS!r}), sep=', ')"
+    subprocess.run([python, "-c", versions], check=False)
 
 
 def _free_port() -> int:
@@ -459,22 +462,31 @@ ANSWERS: tuple[Column, ...] = (
     ("+p99 ms", _added("latency_p99_us"), ".2f"),
     *SHARED,
 )
-STREAMS: tuple[Column, ...] = (
+BURSTS: tuple[Column, ...] = (
     ("streams/s", _plain("per_s"), ",.0f"),
     ("CPU us/event", _plain("router_us"), ".2f"),
-    ("+first p50", _added("first_event_p50_us"), ".2f"),
-    ("+first p99", _added("first_event_p99_us"), ".2f"),
+    ("p50 ms", _plain("latency_p50_us", 1e-3), ".2f"),
+    ("p99 ms", _plain("latency_p99_us", 1e-3), ".2f"),
+    ("stall p99 ms", _plain("stall_p99_us", 1e-3), ".2f"),
+    *SHARED,
+)
+PACED: tuple[Column, ...] = (
+    ("events/s", _plain("events_per_s"), ",.0f"),
+    ("CPU us/event", _plain("router_us"), ".2f"),
+    ("+first p50 ms", _added("first_event_p50_us"), ".2f"),
+    ("+first p99 ms", _added("first_event_p99_us"), ".2f"),
     ("gap p99 ms", _plain("gap_p99_us", 1e-3), ".2f"),
     ("stall p99 ms", _plain("stall_p99_us", 1e-3), ".2f"),
     *SHARED,
 )
+COLUMNS = {"small": ANSWERS, "large": ANSWERS, "burst": BURSTS, "paced": PACED}
 
 
 def show(figures: dict[Cell, Figures], unable: dict[Cell, str]) -> None:
     """The tables, for people."""
     print(f"{os.cpu_count()} cores, shared by router, instances and load; the last three columns are cores in use")
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in (*figures, *unable)):
-        columns = STREAMS if case.events else ANSWERS
+        columns = COLUMNS[case.kind]
         print(f"\n{MODES[mode]}; {case.title}")
         print(f"  {'':<14}" + "".join(f"{name:>14}" for name, _, _ in columns))
         direct = figures.get(Cell(mode, case, "direct"), {})

@@ -49,7 +49,7 @@ static char *request;
 static size_t request_size;
 static int64_t deadline;
 static struct series latency, first_event, gap, stall;
-static long answers, answers_in_time, events, errors;
+static long answers, answers_in_time, events, events_in_time, errors;
 static int running;
 
 static void add(struct series *s, int64_t ns) {
@@ -107,6 +107,7 @@ static void note_events(struct connection *c, const char *data, size_t size, int
         c->last_event = now;
         c->events++;
         events++;
+        events_in_time += now <= deadline;
     }
     c->previous = end[-1];
 }
@@ -271,8 +272,8 @@ int main(int argc, char **argv) {
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
     double cpu = used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) / 1e6;
-    printf("{\"answers\": %ld, \"per_s\": %.1f, \"events\": %ld, \"errors\": %ld, \"cpu_s\": %.4f", answers,
-           answers_in_time / options.seconds, events, errors, cpu);
+    printf("{\"answers\": %ld, \"per_s\": %.1f, \"events\": %ld, \"events_per_s\": %.1f, \"errors\": %ld, \"cpu_s\": %.4f",
+           answers, answers_in_time / options.seconds, events, events_in_time / options.seconds, errors, cpu);
     print_series("latency", &latency);
     print_series("first_event", &first_event);
     print_series("gap", &gap);
