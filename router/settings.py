@@ -51,6 +51,9 @@ class RouterSettings:
         "process_tokens", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES
     )
     decode_policy: str = _setting("request_num", "scheduler.decode-policy", "how a decode instance is chosen", POLICIES)
+    stats_interval_secs: float = _setting(
+        5.0, "scheduler.stats-interval-secs", "seconds between two looks at instances' own figures, by remote policies"
+    )
     health_check_endpoint: str = _setting(
         "/health", "manager.health-check-endpoint", "path that a healthy instance answers with 200"
     )
@@ -70,10 +73,41 @@ class RouterSettings:
         30.0, "manager.heartbeat-expiry-secs", "seconds without a registration after which an instance is forgotten"
     )
     log_level: str = _setting("info", "log.level", "what is logged to stderr", _LOG_LEVELS)
+    access_log: str = _setting(
+        "stderr", "log.access-log", "where one line for each request goes: stderr, off, or a file to append to"
+    )
+    max_concurrent_requests: int = _setting(
+        0, "server.max-concurrent-requests", "requests that are served at once; others wait in line; 0 is no limit"
+    )
+    max_concurrent_requests_per_key: int = _setting(
+        0, "server.max-concurrent-requests-per-key", "the same for the holder of each API key; 0 is no limit"
+    )
+    max_queued_requests: int = _setting(
+        1000, "server.max-queued-requests", "requests that may wait in line; one too many is answered with 429"
+    )
+    queue_timeout_secs: float = _setting(
+        60.0, "server.queue-timeout-secs", "seconds after which a request that waits in line is answered with 429"
+    )
+    api_keys_file: str = _setting(
+        "",
+        "server.api-keys-file",
+        "file with the API keys that clients must send, as lines 'name: key' or one key a line; none lets everyone in",
+    )
+    admin_token_file: str = _setting(
+        "",
+        "server.admin-token-file",
+        "file with the token that /register, /registered and /admin ask for, as 'Authorization: Bearer TOKEN'; "
+        "FastDeploy's instances send none: list them in a register file then; no file leaves all of these open",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
+        if self.max_concurrent_requests_per_key and not self.api_keys_file:
+            raise SettingsError(
+                f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
+                "keys to tell clients apart; name them with server.api-keys-file"
+            )
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RouterSettings:
@@ -129,7 +163,7 @@ def _parser() -> _Parser:
         flag = "--" + field.name.replace("_", "-")
         choices = field.metadata["choices"]
         about = f"{field.metadata['help']}{': ' + ', '.join(choices) if choices else ''} " \
-                f"(default {field.default}) [{field.metadata['key']}]"  # fmt: skip
+                f"(default {field.default if field.default != '' else 'none'}) [{field.metadata['key']}]"  # fmt: skip
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_const", const=True, help=about)
         else:
@@ -210,6 +244,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value}; a port is at most 65535")
     if isinstance(value, float) and not 0 < value < float("inf"):
         raise SettingsError(f"{name} is {value:g}; it must be more than 0 seconds")
+    if field.name.startswith("max_") and value < 0:
+        raise SettingsError(f"{name} is {value}; it must be at least 0")
     if field.name.endswith("_threshold") and value < 1:
         raise SettingsError(f"{name} is {value}; it must be at least 1")
     if field.name == "health_check_endpoint" and not value.startswith("/"):

@@ -103,6 +103,9 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--request-timeout-secs", "0"], "server.request-timeout-secs is 0; it must be more than 0 seconds"),
         (["--health-failure-threshold", "0"], "manager.health-failure-threshold is 0; it must be at least 1"),
         (["--health-check-endpoint", "health"], "'health'; a path begins with '/'"),
+        (["--max-queued-requests", "-1"], "server.max-queued-requests is -1; it must be at least 0"),
+        (["--queue-timeout-secs", "0"], "server.queue-timeout-secs is 0; it must be more than 0 seconds"),
+        (["--max-concurrent-requests-per-key", "4"], "there are no keys to tell clients apart"),
         (["--config-path", "/no/such/file"], "--config_path /no/such/file: No such file or directory"),
     ],
 )
