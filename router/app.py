@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
 
 from router.aborts import Aborter
 from router.body import BadBody, parse_object
@@ -17,7 +18,7 @@ from router.errors import ApiError
 from router.health import HealthMonitor
 from router.instances import Instance, Registration, RegistrationError, Registry, Role
 from router.metrics import CONTENT_TYPE, RouterMetrics
-from router.proxy import Proxy, Receive, Scope, Send
+from router.proxy import Proxy
 from router.selection import Selector
 from router.settings import RouterSettings
 from router.tasks import Tasks
@@ -50,25 +51,21 @@ class RouterApp:
             self.health,
             self.aborter,
             self.metrics,
-            self.tasks,
         )
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Requests under /v1 go to the data plane, except those that concern all instances at once."""
-        path = scope.get("path", "")
-        if path.startswith("/v1/") and path not in ("/v1/models", "/v1/abort_requests"):
-            await self.proxy(scope, receive, send)
-        else:
-            await self.control(scope, receive, send)
+        """The control plane; ``RouterProtocol`` gives the data plane's requests to ``proxy``."""
+        await self.control(scope, receive, send)
 
 
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        probing = asyncio.ensure_future(router.health.run())
+        running = [asyncio.ensure_future(work) for work in (router.health.run(), router.proxy.watch_the_clock())]
         yield
-        probing.cancel()
+        for task in running:
+            task.cancel()
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
 

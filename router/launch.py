@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from router.app import RouterApp
+from router.server import RouterProtocol
 from router.settings import RouterSettings, SettingsError, load_settings
 
 __all__ = ["main"]
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = _Server(
         uvicorn.Config(
             router,
-            http="httptools",
+            http=RouterProtocol,
             ws="none",
             log_config=None,
             access_log=False,

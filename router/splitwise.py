@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from router.aborts import Aborter
 from router.instances import Instance, Registration
-from router.tasks import Tasks
 from router.upstream import Answer, Exchange, Headers, StaleConnection, UpstreamError
 
-__all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
+__all__ = ["Attempt", "HandOverFailed", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
 _log = logging.getLogger("router.splitwise")
 
 # An answer that is not a stream is held until it is whole, so that a leg dying half-way can still be made good.
 HOLD_BYTES = 1024 * 1024
 ERROR_BYTES = 1024 * 1024
+PD_ERROR = b"PD Error"
 # Prefill's last bytes may come after decode's when the answer is short; after this long it is aborted.
 PREFILL_GRACE_SECONDS = 5.0
 
@@ -71,27 +72,57 @@ class LegFailed(Exception):
         return self.answer is None or self.answer.status == 429 or self.answer.status >= 500
 
 
+class HandOverFailed(LegFailed):
+    """Prefill and decode did not come together; which of them is to blame is not known."""
+
+    @property
+    def another_may_serve(self) -> bool:
+        """Another pair may."""
+        return True
+
+
 class Leg:
     """A request at one instance; the instance's load counts it until ``finish``."""
 
-    def __init__(self, instance: Instance, exchange: Exchange, tokens: int) -> None:
+    __slots__ = ("_tokens", "_work", "exchange", "finished", "instance", "queued")
+
+    def __init__(self, instance: Instance, exchange: Exchange, tokens: int, work: float) -> None:
+        """
+        Args:
+            tokens: the prompt's.
+            work: what its prefill will cost, counted until ``prefilled``.
+        """
         self.instance = instance
         self.exchange = exchange
         self.finished = False
         self._tokens = tokens
-        instance.begin(tokens)
+        self._work = work
+        candidate = instance.candidate
+        self.queued = candidate.queued
+        """The instance's ``Candidate.queued`` before this leg."""
+        candidate.requests += 1
+        candidate.tokens += tokens
+        candidate.queued += work
 
     @property
     def runs_at_engine(self) -> bool:
         """Whether the instance may still be working on it."""
         return self.exchange.sent and not self.exchange.complete
 
+    def prefilled(self) -> None:
+        """The first token is there."""
+        candidate = self.instance.candidate
+        candidate.tokens -= self._tokens
+        candidate.queued -= self._work
+        self._tokens, self._work = 0, 0.0
+
     def finish(self) -> None:
         """Close the exchange and stop counting the request; a second call does nothing."""
         if not self.finished:
             self.finished = True
             self.exchange.close()
-            self.instance.end(self._tokens)
+            self.prefilled()
+            self.instance.candidate.requests -= 1
 
 
 class Attempt:
@@ -102,6 +133,19 @@ class Attempt:
     says, once it has begun, whether the answer is server-sent events.
     """
 
+    __slots__ = (
+        "_aborter",
+        "_begun",
+        "_engine_ids",
+        "_grace",
+        "_on_trouble",
+        "answering",
+        "is_event_stream",
+        "prefill",
+        "prefilled_at",
+        "sent_at",
+    )
+
     def __init__(
         self,
         answering: Leg,
@@ -109,14 +153,15 @@ class Attempt:
         engine_ids: Sequence[str],
         *,
         aborter: Aborter,
-        tasks: Tasks,
-        on_trouble: Callable[[Instance, UpstreamError], None],
+        on_trouble: Callable[[Instance, Exception], None],
     ) -> None:
         self.answering = answering
         self.prefill = prefill
+        self.sent_at = 0.0
+        self.prefilled_at = 0.0
+        """When the first token was there, on ``time.perf_counter``; 0 until then."""
         self._engine_ids = engine_ids
         self._aborter = aborter
-        self._tasks = tasks
         self._on_trouble = on_trouble
         self.is_event_stream = False
         self._begun = False
@@ -129,8 +174,9 @@ class Attempt:
             LegFailed: a leg failed.
             Exception: whatever ``fail`` was given.
         """
+        self.sent_at = time.perf_counter()
         if self.prefill is not None:
-            self._tasks.start(self._drain(self.prefill))
+            self.prefill.exchange.drain(self._prefill_ended)
         exchange = self.answering.exchange
         try:
             status = await exchange.head()
@@ -141,6 +187,9 @@ class Attempt:
         except UpstreamError as exc:
             raise self._broken(self.answering, exc) from exc
         self._begun = True
+        if self.prefill is None:
+            self.prefilled_at = time.perf_counter() if self.is_event_stream else 0.0
+            self.answering.prefilled()
         return first
 
     async def more(self) -> bytes:
@@ -165,11 +214,7 @@ class Attempt:
         """The client has the whole answer; prefill gets a moment to end its own."""
         self.answering.finish()
         prefill = self.prefill
-        if prefill is None:
-            return
-        if prefill.exchange.complete:
-            prefill.finish()
-        else:
+        if prefill is not None and not prefill.finished:
             loop = asyncio.get_running_loop()
             self._grace = loop.call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
 
@@ -182,31 +227,38 @@ class Attempt:
     def _give_up_leg(self, leg: Leg, culprit: Instance | None = None) -> None:
         if leg.finished:
             return
-        if leg.runs_at_engine and leg.instance is not culprit and self._engine_ids:
-            self._aborter.abort_soon(leg.instance, self._engine_ids)
+        runs = leg.runs_at_engine
         leg.finish()
+        if runs and leg.instance is not culprit and self._engine_ids:
+            self._aborter.abort_soon(leg.instance, self._engine_ids)
 
-    async def _drain(self, leg: Leg) -> None:
-        """Read prefill's answer to its end; tell the answering leg if prefill failed."""
-        failure: LegFailed | None = None
-        try:
-            status = await leg.exchange.head()
-            if not 200 <= status < 300:
-                failure = await _refusal(leg)
-            while await leg.exchange.chunk():
-                pass
-        except UpstreamError as exc:
-            if not leg.finished:
-                failure = self._broken(leg, exc)
+    def _prefill_ended(self) -> None:
+        """Prefill's answer was read to its end, or failed: tell the answering leg if prefill did."""
+        leg = self.prefill
+        assert leg is not None
+        if leg.finished:
+            return
+        failure = self._prefill_failure(leg)
         leg.finish()
         if self._grace is not None:
             self._grace.cancel()
         if failure is None:
-            return
-        if self._begun:
+            self.prefilled_at = time.perf_counter()
+        elif self._begun:
             _log.info("prefill failed after decode had begun to answer, which does no harm: %s", failure)
         else:
             self.answering.exchange.fail(failure)
+
+    def _prefill_failure(self, leg: Leg) -> LegFailed | None:
+        exchange = leg.exchange
+        if isinstance(exchange.error, UpstreamError):
+            return self._broken(leg, exchange.error)
+        if not 200 <= exchange.status < 300:
+            return _refused(leg, exchange.drained)
+        # FastDeploy's prefill says so to its own client alone, in an answer of status 200.
+        if PD_ERROR in exchange.drained:
+            return HandOverFailed(leg.instance, f"{leg.instance.key} could not hand over to decode")
+        return None
 
     def _broken(self, leg: Leg, error: UpstreamError) -> LegFailed:
         self._on_trouble(leg.instance, error)
@@ -220,6 +272,10 @@ def _is_event_stream(headers: Headers) -> bool:
 
 
 async def _refusal(leg: Leg) -> LegFailed:
-    exchange = leg.exchange
-    answer = Answer(exchange.status, exchange.headers, await exchange.read(ERROR_BYTES))
-    return LegFailed(leg.instance, f"{leg.instance.key} answered with {answer.status}", answer)
+    return _refused(leg, await leg.exchange.read(ERROR_BYTES))
+
+
+def _refused(leg: Leg, body: bytes) -> LegFailed:
+    answer = Answer(leg.exchange.status, leg.exchange.headers, body)
+    kind = HandOverFailed if PD_ERROR in body else LegFailed
+    return kind(leg.instance, f"{leg.instance.key} answered with {answer.status}", answer)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import httptools
@@ -32,10 +32,12 @@ __all__ = [
     "ConnectionLost",
     "Exchange",
     "Headers",
+    "PreparedHead",
     "StaleConnection",
     "TimedOut",
     "Upstream",
     "UpstreamError",
+    "prepare_head",
 ]
 
 Headers = list[tuple[bytes, bytes]]
@@ -46,6 +48,10 @@ IDLE_SECONDS = 4.0
 IDLE_CONNECTIONS = 256
 # A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
 HIGH_WATER = 256 * 1024
+# Up to here, one copy of a body is cheaper than one more piece to write.
+JOINED_BYTES = 16 * 1024
+# Of a response that is drained, this much is kept: enough for an error, or for usage figures.
+DRAINED_BYTES = 64 * 1024
 # An answer to a probe or a listing is not read further than this.
 FETCH_BYTES = 16 * 1024 * 1024
 # A dead host, which sends no FIN, is noticed after about half a minute.
@@ -86,6 +92,26 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class PreparedHead(NamedTuple):
+    """Request line and headers, as far as they do not depend on the instance."""
+
+    start: bytes
+    needs_length: bool
+    bodiless: bool
+
+
+def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> PreparedHead:
+    """The head of a request.
+
+    Args:
+        target: path and query as they stand in the request line.
+        headers: without ``host``, ``connection`` and ``content-length``, which are added later.
+    """
+    parts = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
+    parts += [b"%s: %s\r\n" % header for header in headers]
+    return PreparedHead(b"".join(parts), method not in ("GET", "HEAD"), method == "HEAD")
+
+
 class Answer(NamedTuple):
     """A whole response, read to its end."""
 
@@ -98,22 +124,46 @@ class Exchange:
     """One request to one instance and its response.
 
     ``await head()`` sends the request and fills ``status`` and ``headers``; then ``await chunk()`` gives what has
-    come of the body since the last call, ``b""`` at its end. Whoever made an exchange closes it.
+    come of the body since the last call, ``b""`` at its end. Or ``drain`` sends it and calls back at its end, which
+    needs no task. Whoever made an exchange closes it.
     """
 
+    __slots__ = (
+        "_bodiless",
+        "_buffered",
+        "_chunks",
+        "_complete",
+        "_connecting",
+        "_connection",
+        "_error",
+        "_fresh",
+        "_may_be_stale",
+        "_on_end",
+        "_request",
+        "_upstream",
+        "_waiter",
+        "address",
+        "headers",
+        "last_heard",
+        "sent",
+        "status",
+    )
+
     def __init__(
-        self, upstream: Upstream, address: Address, request: tuple[bytes, ...], *, bodiless: bool, fresh: bool
+        self, upstream: Upstream, address: Address, request: Sequence[bytes], *, bodiless: bool, fresh: bool
     ) -> None:
         self.address = address
         self.status = 0
         self.headers: Headers = []
         self.sent = False
+        self.last_heard = 0.0
         self._upstream = upstream
         self._request = request
         self._bodiless = bodiless
         self._fresh = fresh
         self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[_Connection] | None = None
+        self._connecting: asyncio.Future[Any] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
@@ -129,6 +179,11 @@ class Exchange:
     def complete(self) -> bool:
         """Whether the whole response has arrived (it may not all have been taken yet)."""
         return self._complete
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended it early, if anything did."""
+        return self._error
 
     @property
     def ended(self) -> bool:
@@ -148,6 +203,24 @@ class Exchange:
             await self._wait()
         self._check()
         return self.status
+
+    def drain(self, on_end: Callable[[], None]) -> None:
+        """Send the request now, and call ``on_end`` once, when the response is complete or the exchange has failed.
+
+        Of the body, ``drained`` keeps the beginning.
+        """
+        self._on_end = on_end
+        pooled = None if self._fresh else self._upstream.take(self.address)
+        if pooled is not None:
+            self._may_be_stale = True
+            self._start(pooled)
+        else:
+            self._connecting = asyncio.ensure_future(self._connect_and_start())
+
+    @property
+    def drained(self) -> bytes:
+        """The first bytes of the body of an exchange that was drained."""
+        return b"".join(self._chunks)
 
     async def chunk(self) -> bytes:
         """What has arrived of the body and was not taken yet, waiting for at least one byte; ``b""`` at the end.
@@ -203,9 +276,13 @@ class Exchange:
 
     def received_body(self, data: bytes) -> bool:
         """Keep ``data``; answer whether there is now too much of it."""
+        if self._on_end is not None and self._buffered > DRAINED_BYTES:
+            return False
         self._chunks.append(data)
         self._buffered += len(data)
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
         return self._buffered > HIGH_WATER
 
     def received_all(self) -> None:
@@ -234,6 +311,19 @@ class Exchange:
         connection.start(self, self._request)
         self._request = ()  # it may be large, and the response may take long
         self.sent = True
+
+    async def _connect_and_start(self) -> None:
+        try:
+            connection = await self._upstream.connect(self.address)
+        except UpstreamError as exc:
+            self._connecting = None
+            self.fail(exc)
+            return
+        self._connecting = None
+        if self._error is None:
+            self._start(connection)
+        else:
+            connection.abort()
 
     async def _connect(self) -> _Connection:
         self._check()
@@ -267,6 +357,9 @@ class Exchange:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._on_end is not None and (self._complete or self._error is not None):
+            on_end, self._on_end = self._on_end, None
+            on_end()
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
@@ -280,6 +373,7 @@ class Upstream:
     def __init__(self) -> None:
         self._idle: dict[Address, deque[tuple[float, _Connection]]] = {}
         self._open: set[_Connection] = set()
+        self._hosts: dict[Address, bytes] = {}
 
     def __repr__(self) -> str:
         idle = sum(map(len, self._idle.values()))
@@ -302,14 +396,21 @@ class Upstream:
             headers: without ``host``, ``connection`` and ``content-length``, which are added here.
             fresh: use a connection of its own, closed afterwards.
         """
-        lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode(), target, str(address).encode())]
-        lines += [b"%s: %s\r\n" % header for header in headers]
-        if body or method not in ("GET", "HEAD"):
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
-        head = b"".join(lines)
-        request = (head, body) if body else (head,)
-        return Exchange(self, address, request, bodiless=method == "HEAD", fresh=fresh)
+        return self.send_prepared(address, prepare_head(method, target, headers), body, fresh=fresh)
+
+    def send_prepared(self, address: Address, head: PreparedHead, body: bytes, *, fresh: bool = False) -> Exchange:
+        """As ``exchange``, with a head that several requests share."""
+        host = self._hosts.get(address)
+        if host is None:
+            host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
+        parts = [head.start, host]
+        if body or head.needs_length:
+            parts.append(b"content-length: %d\r\n" % len(body))
+        parts.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
+        parts.append(body)
+        if len(body) < JOINED_BYTES:
+            parts = [b"".join(parts)]
+        return Exchange(self, address, parts, bodiless=head.bodiless, fresh=fresh)
 
     async def fetch(
         self,
@@ -402,7 +503,7 @@ class _Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._dropped and not self._transport.is_closing()
 
-    def start(self, exchange: Exchange, request: tuple[bytes, ...]) -> None:
+    def start(self, exchange: Exchange, request: Sequence[bytes]) -> None:
         self._exchange = exchange
         if self.usable:
             self._transport.writelines(request)

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from router.app import RouterApp
+from router.server import RouterProtocol
 from router.settings import RouterSettings
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
@@ -29,7 +30,7 @@ class RouterUnderTest:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, http="httptools", ws="none", log_config=None, access_log=False)
+        config = uvicorn.Config(self.app, http=RouterProtocol, ws="none", log_config=None, access_log=False)
         config.server_header = config.date_header = False
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Future[None] | None = None
