@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import orjson
 
-__all__ = ["ApiError"]
+__all__ = ["ApiError", "Refused"]
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    429: "rate_limit_error",
     502: "upstream_error",
     503: "service_unavailable",
     504: "timeout",
@@ -39,3 +41,24 @@ class ApiError(NamedTuple):
     def sse(self) -> bytes:
         """The end of an event stream that has already begun: the error as an event, then ``[DONE]``."""
         return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
+
+
+class Refused(Exception):
+    """A client may not have what it asked for: who it is does not allow it, or it has to wait its turn elsewhere."""
+
+    def __init__(self, error: ApiError, retry_after: int = 0) -> None:
+        """
+        Args:
+            error: the answer to the client, 401 or 429.
+            retry_after: seconds after which it is worth another try; 0 where trying again is of no use.
+        """
+        super().__init__(error.message)
+        self.error = error
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer must have beside its body: ``Retry-After``, or how to say who one is (RFC 9110)."""
+        if self.retry_after:
+            return [(b"retry-after", b"%d" % self.retry_after)]
+        return [(b"www-authenticate", b"Bearer")]
