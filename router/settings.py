@@ -1,7 +1,9 @@
 """RouterSettings: flags > YAML > environment > defaults, each setting declared once.
 
-The YAML keys are those of FastDeploy's Go router. An environment variable is ``KVROUTER__`` and the field's name in
-capitals, with two underscores because Kubernetes itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``.
+The YAML keys are those of FastDeploy's Go router, all of them, so that its files are read unchanged; of those that mean
+nothing here the operator is told (``RouterSettings.without_effect``). An environment variable is ``KVROUTER__`` and the
+field's name in capitals, with two underscores because Kubernetes itself sets ``KVROUTER_PORT`` beside a service named
+``kvrouter``.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +20,29 @@ from typing import Any, NoReturn
 
 import yaml
 
-from router.policies import POLICIES
+from router.policies import POLICIES, PolicyOptions
 
 __all__ = ["RouterSettings", "SettingsError", "load_settings"]
 
 _ENV_PREFIX = "KVROUTER__"
 _LOG_LEVELS = ("debug", "info", "warn", "error")
+_LOG_OUTPUTS = ("stderr", "stdout", "file")
+
+_AT_LEAST_1 = (
+    *("health_failure_threshold", "health_success_threshold"),
+    *("max_body_bytes", "cache_block_size", "log_max_total_size_mb"),
+)
+
+# Settings of FastDeploy's Go router that have nothing to set here, and why.
+_WITHOUT_EFFECT = {
+    "server.name": "nothing shows the router's name",
+    "server.mode": "the router runs in one mode; what it logs is set by log.level",
+    "scheduler.tokenizer-url": "prompts are compared as text, so no tokenizer is asked",
+    "scheduler.tokenizer-timeout-secs": "prompts are compared as text, so no tokenizer is asked",
+    "scheduler.eviction-interval-secs": "what is stale is forgotten as requests come, not in rounds",
+    "log.max-age-days": "log files are bounded by log.max-total-size-mb alone",
+    "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
+}
 
 
 class SettingsError(ValueError):
@@ -46,6 +66,13 @@ class RouterSettings:
     request_timeout_secs: float = _setting(
         1800.0, "server.request-timeout-secs", "seconds after which a request is given up"
     )
+    max_body_bytes: int = _setting(64 * 1024 * 1024, "server.max-body-bytes", "bytes that a request's body may have")
+    preempt_retry_count: int = _setting(
+        3, "server.preempt-retry-count", "times that a request is continued after decode instances preempted it"
+    )
+    preempt_retry_exclude_decode: bool = _setting(
+        False, "server.preempt-retry-exclude-decode", "continue it at another decode instance, if there is one"
+    )
     policy: str = _setting("request_num", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
     prefill_policy: str = _setting(
         "process_tokens", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES
@@ -53,6 +80,32 @@ class RouterSettings:
     decode_policy: str = _setting("request_num", "scheduler.decode-policy", "how a decode instance is chosen", POLICIES)
     stats_interval_secs: float = _setting(
         5.0, "scheduler.stats-interval-secs", "seconds between two looks at instances' own figures, by remote policies"
+    )
+    eviction_duration_mins: float = _setting(
+        30.0, "scheduler.eviction-duration-mins", "minutes after which a prefix that nobody used is forgotten"
+    )
+    cache_block_size: int = _setting(4, "scheduler.cache-block-size", "tokens in a block of an instance's cache")
+    balance_abs_threshold: float = _setting(
+        1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware looks at caches first"
+    )
+    balance_rel_threshold: float = _setting(
+        0.2, "scheduler.balance-rel-threshold", "the same as a part of the lowest load; both must be exceeded"
+    )
+    hit_ratio_weight: float = _setting(
+        1.0, "scheduler.hit-ratio-weight", "what the cached part of a prompt counts in cache_aware"
+    )
+    load_balance_weight: float = _setting(
+        0.05, "scheduler.load-balance-weight", "what an instance's load counts in cache_aware"
+    )
+    waiting_weight: float = _setting(
+        10.0, "scheduler.waiting-weight", "what a waiting request counts in fd_metrics_score; a running one counts 1"
+    )
+    register_path: str = _setting("", "manager.register-path", "YAML file of instances that do not register themselves")
+    snapshot_path: str = _setting(
+        "", "manager.snapshot-path", "file that keeps instances and prefixes for the next start"
+    )
+    snapshot_interval_secs: float = _setting(
+        10.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
     )
     health_check_endpoint: str = _setting(
         "/health", "manager.health-check-endpoint", "path that a healthy instance answers with 200"
@@ -72,7 +125,9 @@ class RouterSettings:
     heartbeat_expiry_secs: float = _setting(
         30.0, "manager.heartbeat-expiry-secs", "seconds without a registration after which an instance is forgotten"
     )
-    log_level: str = _setting("info", "log.level", "what is logged to stderr", _LOG_LEVELS)
+    log_level: str = _setting("info", "log.level", "what is logged", _LOG_LEVELS)
+    log_output: str = _setting("stderr", "log.output", "where it is logged; file is logs/router.log", _LOG_OUTPUTS)
+    log_max_total_size_mb: int = _setting(500, "log.max-total-size-mb", "megabytes that log files may have in all")
     access_log: str = _setting(
         "stderr", "log.access-log", "where one line for each request goes: stderr, off, or a file to append to"
     )
@@ -100,14 +155,26 @@ class RouterSettings:
         "FastDeploy's instances send none: list them in a register file then; no file leaves all of these open",
     )
 
+    without_effect: tuple[str, ...] = ()
+    """One sentence for each setting that was given and means nothing here."""
+
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in _SETTINGS:
             _check(field, getattr(self, field.name))
         if self.max_concurrent_requests_per_key and not self.api_keys_file:
             raise SettingsError(
                 f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
                 "keys to tell clients apart; name them with server.api-keys-file"
             )
+
+    @property
+    def policy_options(self) -> PolicyOptions:
+        """What is set about policies."""
+        return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields})
+
+
+# Every field but without_effect.
+_SETTINGS = tuple(field for field in dataclasses.fields(RouterSettings) if "key" in field.metadata)
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RouterSettings:
@@ -119,7 +186,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
 
     Raises:
         SettingsError: an unknown name or an impossible value, wherever it stands.
-        SystemExit: ``--help``.
+        SystemExit: ``--help`` and ``--version``.
     """
     flags = vars(_parser().parse_args([_dashes(arg) for arg in argv]))
     config_path = flags.pop("config_path")
@@ -128,7 +195,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
         values |= _from_yaml(Path(config_path))
     values |= {
         field.name: _convert(flags[field.name], field, f"--{field.name.replace('_', '-')}")
-        for field in dataclasses.fields(RouterSettings)
+        for field in _SETTINGS
         if flags[field.name] is not None
     }
     return RouterSettings(**values)
@@ -158,21 +225,26 @@ def _parser() -> _Parser:
         f"{_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
         allow_abbrev=False,
     )
+    version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
+    parser.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
     parser.add_argument("--config-path", metavar="FILE", help="YAML file, as of FastDeploy's Go router")
-    for field in dataclasses.fields(RouterSettings):
+    for field in _SETTINGS:
         flag = "--" + field.name.replace("_", "-")
         choices = field.metadata["choices"]
         about = f"{field.metadata['help']}{': ' + ', '.join(choices) if choices else ''} " \
                 f"(default {field.default if field.default != '' else 'none'}) [{field.metadata['key']}]"  # fmt: skip
         if isinstance(field.default, bool):
-            parser.add_argument(flag, action="store_const", const=True, help=about)
+            parser.add_argument(flag, nargs="?", const=True, metavar="true|false", help=about)
         else:
             parser.add_argument(flag, metavar=field.name.split("_")[-1].upper(), help=about)
     return parser
 
 
 def _dashes(arg: str) -> str:
-    # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path.
+    # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path; that
+    # of its Go router takes -port for --port.
+    if len(arg) > 2 and arg[0] == "-" and arg[1].isalpha():
+        arg = f"-{arg}"
     if not arg.startswith("--"):
         return arg
     name, equals, value = arg.partition("=")
@@ -180,7 +252,7 @@ def _dashes(arg: str) -> str:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    names = {_ENV_PREFIX + field.name.upper(): field for field in dataclasses.fields(RouterSettings)}
+    names = {_ENV_PREFIX + field.name.upper(): field for field in _SETTINGS}
     values = {}
     for name in sorted(environ):
         if name.startswith(_ENV_PREFIX):
@@ -201,9 +273,10 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(document, dict):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
-    fields = {field.metadata["key"]: field for field in dataclasses.fields(RouterSettings)}
+    fields = {field.metadata["key"]: field for field in _SETTINGS}
     sections = {key.split(".")[0]: None for key in fields}
-    values = {}
+    values: dict[str, Any] = {}
+    without_effect = []
     for section, entries in document.items():
         if section not in sections:
             raise SettingsError(f"{path}: {section!r} is not a section of settings{_nearest(str(section), sections)}")
@@ -211,10 +284,13 @@ def _from_yaml(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
         for name, value in (entries or {}).items():
             key = f"{section}.{name}"
-            if key not in fields:
+            if key in _WITHOUT_EFFECT:
+                without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+            elif key in fields:
+                values[fields[key].name] = _convert(value, fields[key], f"{path}: {key}")
+            else:
                 raise SettingsError(f"{path}: {key} is not a setting of the router{_nearest(key, fields)}")
-            values[fields[key].name] = _convert(value, fields[key], f"{path}: {key}")
-    return values
+    return values | {"without_effect": tuple(without_effect)}
 
 
 def _convert(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
@@ -242,12 +318,14 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{_nearest(value, choices)}")
     if field.name == "port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; a port is at most 65535")
-    if isinstance(value, float) and not 0 < value < float("inf"):
-        raise SettingsError(f"{name} is {value:g}; it must be more than 0 seconds")
-    if field.name.startswith("max_") and value < 0:
-        raise SettingsError(f"{name} is {value}; it must be at least 0")
-    if field.name.endswith("_threshold") and value < 1:
-        raise SettingsError(f"{name} is {value}; it must be at least 1")
+    if field.name.endswith(("_secs", "_mins")) and not 0 < value < float("inf"):
+        unit = "seconds" if field.name.endswith("_secs") else "minutes"
+        raise SettingsError(f"{name} is {value:g}; it must be more than 0 {unit}")
+    if isinstance(value, float) and not 0 <= value < float("inf"):
+        raise SettingsError(f"{name} is {value:g}; it must be a number from 0 on")
+    least = 1 if field.name in _AT_LEAST_1 else 0
+    if type(value) is int and value < least:
+        raise SettingsError(f"{name} is {value}; it must be at least {least}")
     if field.name == "health_check_endpoint" and not value.startswith("/"):
         raise SettingsError(f"{name} is {value!r}; a path begins with '/'")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from router.policies import PolicyOptions
 from router.settings import RouterSettings, SettingsError, load_settings
 
 
@@ -75,6 +76,91 @@ log: {level: warn}
     )
 
 
+# What FastDeploy's own example of a configuration has, in docs and in golang_router/examples.
+GO_ROUTERS_EXAMPLE = """
+server: {port: "8080", host: "0.0.0.0", mode: "debug", splitwise: true}
+scheduler:
+  policy: "random"
+  prefill-policy: "process_tokens"
+  decode-policy: "request_num"
+  eviction-interval-secs: 60
+  eviction-duration-mins: 20
+  balance-abs-threshold: 2
+  balance-rel-threshold: 0.3
+  hit-ratio-weight: 0.5
+  load-balance-weight: 0.1
+  cache-block-size: 64
+  tokenizer-url: "http://127.0.0.1:8099"
+  tokenizer-timeout-secs: 2
+  waiting-weight: 5
+  stats-interval-secs: 4
+manager:
+  health-failure-threshold: 3
+  health-success-threshold: 2
+  health-check-timeout-secs: 5
+  health-check-interval-secs: 5
+  health-check-endpoint: /health
+  register-path: "config/register.yaml"
+log: {level: "info", output: "file", max-age-days: 7, max-total-size-mb: 100, cleanup-interval-secs: 3600}
+"""
+
+
+def test_every_key_of_the_go_routers_example_is_taken(tmp_path: Path) -> None:
+    settings = load_settings(["--config_path", write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)], {})
+    assert (settings.register_path, settings.log_output, settings.log_max_total_size_mb) == (
+        "config/register.yaml",
+        "file",
+        100,
+    )
+    assert settings.stats_interval_secs == 4
+    assert settings.policy_options == PolicyOptions(
+        cache_block_size=64,
+        eviction_duration_mins=20,
+        balance_abs_threshold=2,
+        balance_rel_threshold=0.3,
+        hit_ratio_weight=0.5,
+        load_balance_weight=0.1,
+        waiting_weight=5,
+    )
+
+
+def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)
+    told = load_settings(["--config_path", path], {}).without_effect
+    assert [sentence.split(" has no effect: ")[0].removeprefix(f"{path}: ") for sentence in told] == [
+        "server.mode",
+        "scheduler.eviction-interval-secs",
+        "scheduler.tokenizer-url",
+        "scheduler.tokenizer-timeout-secs",
+        "log.max-age-days",
+        "log.cleanup-interval-secs",
+    ]
+
+
+def test_the_defaults_of_policies_are_the_options_own() -> None:
+    assert RouterSettings().policy_options == PolicyOptions()
+
+
+def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {host: 127.0.0.1}")
+    python = load_settings(["--splitwise", "--preempt-retry-count", "5", "--preempt-retry-exclude-decode"], {})
+    assert (python.preempt_retry_count, python.preempt_retry_exclude_decode) == (5, True)
+    go = load_settings(["-port", "8080", "-splitwise=true", f"-config_path={path}"], {})
+    assert (go.port, go.splitwise, go.host) == (8080, True, "127.0.0.1")
+
+
+def test_a_preempted_request_is_continued_three_times_by_default() -> None:
+    assert (RouterSettings().preempt_retry_count, RouterSettings().preempt_retry_exclude_decode) == (3, False)
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings([flag], {})
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvrouter ")
+
+
 def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {port: 2, host: 127.0.0.2}")
     environ = {"KVROUTER__PORT": "1", "KVROUTER__HOST": "127.0.0.1", "KVROUTER__SPLITWISE": "true"}
@@ -102,6 +188,12 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--policy", "round_robbin"], "did you mean round_robin?"),
         (["--request-timeout-secs", "0"], "server.request-timeout-secs is 0; it must be more than 0 seconds"),
         (["--health-failure-threshold", "0"], "manager.health-failure-threshold is 0; it must be at least 1"),
+        (["--preempt-retry-count", "-1"], "server.preempt-retry-count is -1; it must be at least 0"),
+        (["--waiting-weight", "-1"], "scheduler.waiting-weight is -1; it must be a number from 0 on"),
+        (["--eviction-duration-mins", "0"], "scheduler.eviction-duration-mins is 0; it must be more than 0 minutes"),
+        (["--max-body-bytes", "0"], "server.max-body-bytes is 0; it must be at least 1"),
+        (["--log-output", "syslog"], "log.output is 'syslog'; it must be one of stderr, stdout, file"),
+        (["--splitwise=perhaps"], "--splitwise is 'perhaps'; it must be true or false"),
         (["--health-check-endpoint", "health"], "'health'; a path begins with '/'"),
         (["--max-queued-requests", "-1"], "server.max-queued-requests is -1; it must be at least 0"),
         (["--queue-timeout-secs", "0"], "server.queue-timeout-secs is 0; it must be more than 0 seconds"),
