@@ -71,6 +71,25 @@ def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: l
     assert len(ended.stderr.splitlines()) == 1
 
 
+def test_the_version_is_one_line() -> None:
+    ended = launch("--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.fullmatch(r"kvrouter \d+\.\d+\.\d+\n", ended.stdout)
+
+
+def test_the_log_goes_to_the_go_routers_file_and_names_settings_without_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("server: {host: 127.0.0.1, mode: debug}\nlog: {output: file}\n")
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "logs" / "router.log"
+    with child([*LAUNCH, "--port", "0", "--config_path", str(config)], tmp_path / "output") as process:
+        process.wait_for(lambda: log.exists() and "router listens at" in log.read_text(), "the startup line")
+    assert "server.mode has no effect" in log.read_text()
+    assert process.output == ""
+
+
 def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
