@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -26,6 +28,9 @@ _log = logging.getLogger("router.launch")
 GRACE_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
+# As of FastDeploy's Go router: under the folder it is started in.
+LOG_FILE = Path("logs/router.log")
+LOG_FILES_KEPT = 4
 
 
 class _Server(uvicorn.Server):
@@ -46,16 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until SIGTERM or SIGINT; return the exit status."""
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv)
+        handler = _log_handler(settings)
         listener = _listen(settings.host, settings.port)
+        settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+        router = RouterApp(settings)
     except SettingsError as exc:
         print(f"router: {exc}", file=sys.stderr)
         return 2
-    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
     logging.basicConfig(
-        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=settings.log_level.upper(), handlers=[handler], format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    router = RouterApp(settings)
+    for sentence in settings.without_effect:
+        _log.warning("%s", sentence)
     server = _Server(
         uvicorn.Config(
             router,
@@ -82,6 +90,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     uvloop.run(server.serve(sockets=[listener]))
     _log.info("the router has stopped")
     return 0
+
+
+def _log_handler(settings: RouterSettings) -> logging.Handler:
+    """Where the log goes.
+
+    Raises:
+        SettingsError: the log file cannot be written.
+    """
+    if settings.log_output != "file":
+        return logging.StreamHandler(sys.stderr if settings.log_output == "stderr" else sys.stdout)
+    try:
+        LOG_FILE.parent.mkdir(exist_ok=True)
+        # The file and its predecessors share the space that logs may take.
+        size = settings.log_max_total_size_mb * 1_000_000 // (LOG_FILES_KEPT + 1)
+        return RotatingFileHandler(LOG_FILE, maxBytes=size, backupCount=LOG_FILES_KEPT)
+    except OSError as exc:
+        raise SettingsError(f"log.output is 'file', but {LOG_FILE} cannot be written: {exc.strerror}") from exc
 
 
 def _listen(host: str, port: int) -> socket.socket:
