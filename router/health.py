@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from router.instances import Instance, Registration, RegistrationError, Registry
 from router.settings import RouterSettings
@@ -26,15 +27,14 @@ class HealthMonitor:
         self._suspects: set[str] = set()
 
     async def run(self) -> None:
-        """Probe all instances, one round every ``health_check_interval_secs``, until cancelled."""
-        loop = asyncio.get_running_loop()
+        """Probe all instances, now and every ``health_check_interval_secs``, until cancelled."""
         while True:
-            await asyncio.sleep(self._settings.health_check_interval_secs)
             try:
                 await self.check_all()
-                self._registry.forget_silent(loop.time(), self._settings.heartbeat_expiry_secs)
+                self._registry.forget_silent(time.monotonic(), self._settings.heartbeat_expiry_secs)
             except Exception:
                 _log.exception("a round of probes failed; the next one follows")
+            await asyncio.sleep(self._settings.health_check_interval_secs)
 
     async def register(self, registration: Registration) -> Instance:
         """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.
@@ -48,7 +48,7 @@ class HealthMonitor:
             trouble = await self._probe(registration.address)
             if trouble:
                 raise RegistrationError(f"instance {registration.key} is not healthy: {trouble}")
-        return self._registry.register(registration, asyncio.get_running_loop().time())
+        return self._registry.register(registration, time.monotonic())
 
     async def check_all(self) -> dict[str, str]:
         """Probe all instances at once; return what is wrong with each, ``""`` where nothing is."""
@@ -73,7 +73,7 @@ class HealthMonitor:
         if trouble:
             instance.probe_failed(trouble, self._settings.health_failure_threshold)
         else:
-            now = asyncio.get_running_loop().time()
+            now = time.monotonic()
             instance.probe_passed(now, self._settings.health_success_threshold)
         return trouble
 

@@ -131,7 +131,7 @@ def test_registering_again_updates_in_place_and_keeps_the_load() -> None:
 def test_a_paused_instance_is_not_available() -> None:
     registry = Registry(splitwise=True)
     registry.register(registration(is_paused=True), now=0.0)
-    assert registry.available(Role.DECODE) == []
+    assert not registry.register(registration(is_paused=True), now=1.0).available
 
 
 def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
