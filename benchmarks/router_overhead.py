@@ -13,9 +13,10 @@ Fairness. Ours runs with its defaults: both legs supervised, health probes, metr
 every 5 s. The peers get the flags that make them fastest: round_robin in both modes (their default, cache_aware,
 keeps a tree over prompts), only errors logged, no retries, no circuit breaker. sglang-router sends both legs at once,
 as ours does; vllm-router's P/D waits for the prefill leg's answer before it asks the decode leg. Nothing is pinned to
-a core. Router, instances and load share the machine's cores, so requests per second are what is left after all three;
+a core. Router, instances and load share the cores, so requests per second are what is left after all three;
 CPU per request (user and system time of all the router's threads and processes, from /proc) is the steadier figure.
-What load and instances took is in the table: where they take most of a core, they limit too.
+What load and instances took is in the table: where they take most of a core, they limit too. "Others" are other
+processes, the kernel's own work and what the host of a virtual machine took away: where it is large, measure again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NATIVE = Path(__file__).with_name("native")
+ROOT = NATIVE.parent.parent
 PEERS = ("sglang-router", "vllm-router")
 ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4}
 MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances"}
@@ -125,12 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cases:
         sys.exit(f"no {args.case or 'case'} is run at {args.connections} connections")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), args.only or ("direct", "ours", *PEERS), args.peers_venv)
+        peers_venv = args.peers_venv.absolute() if args.peers_venv else Path(folder) / "peers"
+        bench = Bench(Path(folder), args.only or ("direct", "ours", *PEERS), peers_venv)
         for mode in [args.mode] if args.mode else ROLES:
             bench.run(
                 mode, cases, args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
             )
-    show(bench.medians(), bench.unable)
+    show(bench)
     if args.json:
         args.json.write_text(json.dumps(_for_machines(bench), indent=2) + "\n")
     return 0
@@ -155,13 +158,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 class Bench:
     """Starts everything, measures, and keeps each measurement."""
 
-    def __init__(self, folder: Path, systems: Sequence[str], peers_venv: Path | None) -> None:
+    def __init__(self, folder: Path, systems: Sequence[str], peers_venv: Path) -> None:
         self.folder = folder
         self.systems = systems
         self.measured: dict[Cell, list[Figures]] = {}
         self.unable: dict[Cell, str] = {}
         self.worker, self.load = (_compiled(name, folder) for name in ("worker", "load"))
-        self.peers = peers_venv or folder / "peers"
+        self.peers = peers_venv
         if set(systems) & set(PEERS):
             _install_peers(self.peers)
 
@@ -182,11 +185,10 @@ class Bench:
                         self._measure(Cell(mode, case, name), system, workers, seconds)
 
     def medians(self) -> dict[Cell, Figures]:
-        """The median of each figure of each cell that every round could measure."""
+        """The median of each figure of each cell."""
         return {
             cell: {figure: statistics.median(each[figure] for each in rounds) for figure in rounds[0]}
             for cell, rounds in self.measured.items()
-            if cell not in self.unable
         }
 
     def _measure(self, cell: Cell, system: System, workers: System, seconds: float) -> None:
@@ -194,17 +196,20 @@ class Bench:
             return
         try:
             self._run_load(replace(cell.case, pace_ms=0), system, WARM_UP_S)
-            before = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
+            before = _times(system.pid, workers.pid)
             figures = self._run_load(cell.case, system, seconds)
-            after = _cpu_seconds(system.pid), _cpu_seconds(workers.pid), time.monotonic()
+            after = _times(system.pid, workers.pid)
         except Unable as exc:
             self.unable[cell] = str(exc)
+            self.measured.pop(cell, None)
             return
-        router, worker, wall = (late - early for early, late in zip(before, after, strict=True))
+        wall, busy, router, worker = (late - early for early, late in zip(before, after, strict=True))
+        load = figures.pop("cpu_s")
         figures["router_us"] = 1e6 * router / (figures["events"] or figures["answers"])
         figures["router_cores"] = router / wall
         figures["worker_cores"] = worker / wall
-        figures["load_cores"] = figures.pop("cpu_s") / wall
+        figures["load_cores"] = load / wall
+        figures["other_cores"] = (busy - router - worker - load) / wall
         self.measured.setdefault(cell, []).append(figures)
 
     def _run_load(self, case: Case, system: System, seconds: float) -> Figures:
@@ -293,8 +298,8 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process and, when it is ended, whatever it started."""
-    with subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process:
+    """A process and, when it is ended, whatever it started; our router is the one that lies beside this program."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as process:
         try:
             yield process
         finally:
@@ -386,6 +391,13 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _times(router: int, workers: int) -> tuple[float, float, float, float]:
+    """Seconds of the clock, of all cores' work and of what the host took from them, of the router, of the instances."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy = (user + nice + system + irq + softirq + steal) / TICKS_PER_S
+    return time.monotonic(), busy, _cpu_seconds(router), _cpu_seconds(workers)
+
+
 def _cpu_seconds(pid: int) -> float:
     """User and system time of a process and all its descendants, ended ones included; 0 for pid 0."""
     if not pid:
@@ -412,26 +424,28 @@ class Bar(NamedTuple):
     is_met: bool
 
 
-def bars(figures: dict[Cell, Figures]) -> list[Bar]:
-    """The promises that these figures can be held to."""
+def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
+    """The promises that these measurements can be held to; each is the median of what the single rounds say."""
     found = []
 
-    def ratio(mode: str, case: Case, figure: str, peer: str) -> float | None:
-        ours, theirs = figures.get(Cell(mode, case, "ours")), figures.get(Cell(mode, case, peer))
-        return ours[figure] / theirs[figure] if ours and theirs else None
+    def compare(mode: str, case: Case, other: str, compared: Callable[[Figures, Figures], float]) -> list[float]:
+        rounds = zip(
+            measured.get(Cell(mode, case, "ours"), ()), measured.get(Cell(mode, case, other), ()), strict=False
+        )
+        return [compared(ours, theirs) for ours, theirs in rounds]
 
     for mode, least in (("pd", 1.3), ("mixed", 1.0)):
-        value = ratio(mode, Case("small", 32), "per_s", "sglang-router")
-        if value is not None:
-            found.append(Bar(f"{mode}, small, 32: req/s, ours / sglang-router", value, f">= {least}", value >= least))
-    for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in figures if cell.case.events):
-        value = ratio(mode, case, "router_us", "vllm-router")
-        if value is not None:
-            what = f"{mode}, {case.kind}: CPU per event, ours / vllm-router"
-            found.append(Bar(what, value, "<= 1.0", value <= 1.0))
-        ours, direct = (figures.get(Cell(mode, case, name)) for name in ("ours", "direct"))
-        if ours and direct:
-            stall = (ours["stall_p99_us"] - direct["stall_p99_us"]) / 1e3
+        if ratios := compare(
+            mode, Case("small", 32), "sglang-router", lambda ours, peer: ours["per_s"] / peer["per_s"]
+        ):
+            ratio = statistics.median(ratios)
+            found.append(Bar(f"{mode}, small, 32: req/s, ours / sglang-router", ratio, f">= {least}", ratio >= least))
+    for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in measured if cell.case.events):
+        if ratios := compare(mode, case, "vllm-router", lambda ours, peer: ours["router_us"] / peer["router_us"]):
+            ratio = statistics.median(ratios)
+            found.append(Bar(f"{mode}, {case.kind}: CPU per event, ours / vllm-router", ratio, "<= 1.0", ratio <= 1.0))
+        if stalls := compare(mode, case, "direct", lambda own, direct: own["stall_p99_us"] - direct["stall_p99_us"]):
+            stall = statistics.median(stalls) / 1e3
             what = f"{mode}, {case.kind}: stall at a stream's end, p99, ms more than direct"
             found.append(Bar(what, stall, f"< {STALL_BAR_MS:g}", stall < STALL_BAR_MS))
     return found
@@ -452,6 +466,7 @@ SHARED: tuple[Column, ...] = (
     ("router", _plain("router_cores"), ".2f"),
     ("inst.", _plain("worker_cores"), ".2f"),
     ("load", _plain("load_cores"), ".2f"),
+    ("others", _plain("other_cores"), ".2f"),
 )
 ANSWERS: tuple[Column, ...] = (
     ("req/s", _plain("per_s"), ",.0f"),
@@ -482,9 +497,10 @@ PACED: tuple[Column, ...] = (
 COLUMNS = {"small": ANSWERS, "large": ANSWERS, "burst": BURSTS, "paced": PACED}
 
 
-def show(figures: dict[Cell, Figures], unable: dict[Cell, str]) -> None:
+def show(bench: Bench) -> None:
     """The tables, for people."""
-    print(f"{os.cpu_count()} cores, shared by router, instances and load; the last three columns are cores in use")
+    figures, unable = bench.medians(), bench.unable
+    print(f"{os.cpu_count()} cores, shared by router, instances and load; the last columns are cores in use")
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in (*figures, *unable)):
         columns = COLUMNS[case.kind]
         print(f"\n{MODES[mode]}; {case.title}")
@@ -498,12 +514,11 @@ def show(figures: dict[Cell, Figures], unable: dict[Cell, str]) -> None:
             if (cell.mode, cell.case) == (mode, case):
                 print(f"  {cell.system:<14}  {why}")
     print()
-    for bar in bars(figures):
+    for bar in bars(bench.measured):
         print(f"{bar.what:<70}{bar.value:>8.2f}{bar.bar:>10}  {'met' if bar.is_met else 'MISSED'}")
 
 
 def _for_machines(bench: Bench) -> dict[str, Any]:
-    figures = bench.medians()
     return {
         "figures": [
             {
@@ -513,10 +528,10 @@ def _for_machines(bench: Bench) -> dict[str, Any]:
                 "system": cell.system,
                 **own,
             }
-            for cell, own in figures.items()
+            for cell, own in bench.medians().items()
         ],
         "unable": [[cell.mode, cell.case.title, cell.system, why] for cell, why in bench.unable.items()],
-        "bars": [bar._asdict() for bar in bars(figures)],
+        "bars": [bar._asdict() for bar in bars(bench.measured)],
     }
 
 

@@ -22,7 +22,7 @@ enum part { HEAD, BODY, CHUNK_SIZE, CHUNK_DATA, CHUNK_END, LAST_LINE };
 
 struct connection {
     int fd, port;
-    int64_t starts; /* when the first request is sent; 0 afterwards */
+    int64_t starts; /* when the first request is sent */
     bool busy;
     size_t sent;
     enum part part;
@@ -90,7 +90,6 @@ static bool send_more(struct connection *c) {
 static void ask(struct connection *c) {
     int64_t now = now_ns();
     if (now >= deadline) return;
-    c->starts = 0;
     c->busy = true;
     running++;
     c->asked = now;

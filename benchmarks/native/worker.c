@@ -31,7 +31,7 @@
 enum role { MIXED, PREFILL, DECODE };
 
 struct connection {
-    int fd; /* -1 marks a listener's epoll entry as not a connection */
+    int fd;
     enum role role;
     bool writable_wanted;
     char *in, *out;
