@@ -13,16 +13,20 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from router.aborts import Aborter
+from router.admission import Admission
+from router.audit import KEPT_RECORDS, Audit
+from router.auth import Auth
 from router.body import BadBody, parse_object
-from router.errors import ApiError
+from router.errors import ApiError, Refused
 from router.health import HealthMonitor
 from router.instances import Instance, Registration, RegistrationError, Registry, Role
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.proxy import Proxy
+from router.scrape import Scraper
 from router.selection import Selector
 from router.settings import RouterSettings
 from router.tasks import Tasks
-from router.upstream import Upstream, UpstreamError
+from router.upstream import Headers, Upstream, UpstreamError
 
 __all__ = ["RouterApp"]
 
@@ -32,18 +36,30 @@ MODELS_SECONDS = 5.0
 # What the router still has to tell engines when it stops (aborts) gets this long.
 CLOSING_SECONDS = 0.5
 
+# What changes the instances, or tells where they are, is for who holds the admin token. The rest of the control plane
+# is for probes and figures, or, under /v1, for clients.
+_GUARDED = frozenset({"/register", "/registered"})
+
 
 class RouterApp:
     """The whole router as one ASGI application, built from its settings."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        """
+        Raises:
+            SettingsError: a file that the settings name cannot be used.
+        """
         self.settings = settings
+        self.auth = Auth(settings)
+        self.admission = Admission(settings)
+        self.audit = Audit(settings)
         self.registry = Registry(settings.splitwise)
         self.upstream = Upstream()
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.aborter = Aborter(self.upstream, self.tasks)
-        self.metrics = RouterMetrics(self.registry)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
             settings,
             Selector(settings, self.registry),
@@ -56,18 +72,37 @@ class RouterApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The control plane; ``RouterProtocol`` gives the data plane's requests to ``proxy``."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], scope["headers"])
+            except Refused as refused:
+                answer = _error(refused.error)
+                answer.raw_headers += refused.headers
+                await answer(scope, receive, send)
+                return
         await self.control(scope, receive, send)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """Raise ``Refused`` if whoever sent this may not ask for ``path``."""
+        if path in _GUARDED or path.startswith("/admin/"):
+            self.auth.check_admin(headers)
+        elif path.startswith("/v1/"):
+            self.auth.client(headers)
 
 
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        running = [asyncio.ensure_future(work) for work in (router.health.run(), router.proxy.watch_the_clock())]
+        running = [
+            asyncio.ensure_future(work)
+            for work in (router.health.run(), router.proxy.watch_the_clock(), router.scraper.run())
+        ]
         yield
         for task in running:
             task.cancel()
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
+        router.audit.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan)
 
@@ -110,6 +145,14 @@ def _control_plane(router: RouterApp) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(router.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/admin/explain/{request_id:path}")
+    async def explain(request_id: str) -> Response:
+        explanation = router.audit.explain(request_id)
+        if explanation is None:
+            message = f"request {request_id!r} is none of the last {KEPT_RECORDS} that have ended"
+            return _error(ApiError(404, message, "unknown_request"))
+        return _json(200, explanation)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -129,7 +129,9 @@ class RouterSettings:
     log_output: str = _setting("stderr", "log.output", "where it is logged; file is logs/router.log", _LOG_OUTPUTS)
     log_max_total_size_mb: int = _setting(500, "log.max-total-size-mb", "megabytes that log files may have in all")
     access_log: str = _setting(
-        "stderr", "log.access-log", "where one line for each request goes: stderr, off, or a file to append to"
+        "stderr",
+        "log.access-log",
+        "where one line of JSON for each request goes: stderr, stdout, off, or a file to append to",
     )
     max_concurrent_requests: int = _setting(
         0, "server.max-concurrent-requests", "requests that are served at once; others wait in line; 0 is no limit"
