@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -459,7 +460,7 @@ def _plain(figure: str, scale: float = 1.0) -> Callable[[Figures, Figures], floa
 
 
 def _added(figure: str) -> Callable[[Figures, Figures], float]:
-    return lambda own, direct: (own[figure] - direct[figure]) / 1e3 if direct else own[figure] / 1e3
+    return lambda own, direct: (own[figure] - direct[figure]) / 1e3 if direct else math.nan
 
 
 SHARED: tuple[Column, ...] = (
