@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["BadBody", "InferenceBody", "estimate_tokens", "parse_inference", "parse_object", "splice"]
+__all__ = ["BadBody", "InferenceBody", "encode_member", "estimate_tokens", "parse_inference", "parse_object", "splice"]
 
 # A string, or a character that opens, closes or separates; unrolled so that a long string is one step.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
@@ -82,15 +82,23 @@ def estimate_tokens(data: bytes) -> int:
     return len(data) // _BYTES_PER_TOKEN
 
 
-def splice(body: InferenceBody, added: Mapping[str, Any]) -> bytes:
-    """The body with the members of ``added`` set; all other members keep every byte, and their order.
+def encode_member(name: str, value: Any) -> bytes:
+    """A member of an object, as ``splice`` takes it."""
+    return orjson.dumps({name: value})[1:-1]
+
+
+def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
+    """The body with members set; all other members keep every byte, and their order.
 
     Members of the same name that the client sent are taken out, so that no reader can prefer them.
+
+    Args:
+        added: by name, each as ``encode_member`` made it.
     """
     data = body.data
-    opening = data.index(b"{") + 1
-    new = orjson.dumps(added)[1:-1]
+    new = b",".join(added.values())
     if added.keys().isdisjoint(body.members):
+        opening = data.index(b"{") + 1
         return b"".join((data[:opening], new, b"," if body.members else b"", data[opening:]))
     kept = [data[start:end] for key, start, end in _members(data) if key not in added]
     return b"{" + b",".join([new, *kept]) + b"}"

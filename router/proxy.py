@@ -10,13 +10,12 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any
 
 from router.aborts import Aborter
-from router.body import BadBody, InferenceBody, estimate_tokens, parse_inference, splice
+from router.body import BadBody, InferenceBody, encode_member, estimate_tokens, parse_inference, splice
 from router.errors import ApiError
 from router.health import HealthMonitor
-from router.instances import Instance, Role
+from router.instances import Instance, Registration, Role
 from router.metrics import RouterMetrics
 from router.policies import RequestFeatures
 from router.selection import NoInstance, Selection, Selector
@@ -35,6 +34,8 @@ ATTEMPTS = 6
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
 CLIENT_LEFT = 499
+# Pairs of instances whose ``disaggregate_info`` is kept encoded.
+MOST_PAIRS = 10_000
 # An event longer than this is not waited for, but relayed in pieces.
 EVENT_BYTES = 1024 * 1024
 
@@ -80,6 +81,7 @@ class Proxy:
         self._aborter = aborter
         self._metrics = metrics
         self._journeys: set[_Journey] = set()
+        self._pairs: dict[tuple[str, str], tuple[Registration, Registration, bytes]] = {}
 
     def takes(self, path: bytes) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances at once."""
@@ -169,8 +171,7 @@ class Proxy:
     def _attempt(self, journey: _Journey, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet."""
         answering, prefill = selection.answering, selection.prefill
-        info = disaggregate_info(prefill.registration, answering.registration) if prefill else None
-        data, engine_ids = journey.next_attempt(info)
+        data, engine_ids = journey.next_attempt(self._pair_info(prefill, answering) if prefill else b"")
         decisions = selection.decisions
         journey.selection = selection
         journey.attempt = Attempt(
@@ -181,6 +182,18 @@ class Proxy:
             on_trouble=self._note_trouble,
         )
         return journey.attempt
+
+    def _pair_info(self, prefill: Instance, decode: Instance) -> bytes:
+        """The member ``disaggregate_info``, encoded once for each pair."""
+        pair = (prefill.registration, decode.registration)
+        known = self._pairs.get((prefill.key, decode.key))
+        if known is not None and known[0] is pair[0] and known[1] is pair[1]:
+            return known[2]
+        info = encode_member("disaggregate_info", disaggregate_info(*pair))
+        if len(self._pairs) >= MOST_PAIRS:
+            self._pairs.clear()
+        self._pairs[prefill.key, decode.key] = (*pair, info)
+        return info
 
     def _leg(self, journey: _Journey, instance: Instance, data: bytes, work: float) -> Leg:
         fresh = instance.key in journey.gone_stale
@@ -291,8 +304,11 @@ class _Journey:
             self.request_id = self.body.request_id or _new_request_id()
         self.head = prepare_head(self.method, request.target, _end_to_end(request.headers, _NOT_FORWARDED))
 
-    def next_attempt(self, info: dict[str, Any] | None) -> tuple[bytes, list[str]]:
+    def next_attempt(self, info: bytes) -> tuple[bytes, list[str]]:
         """The body to send to instances, and the ids that their engines will give the request's sequences.
+
+        Args:
+            info: the encoded member ``disaggregate_info``; empty for an instance alone.
 
         Each attempt has a request id of its own, because an engine may still know the one before. A request that
         is no completion is sent as it is.
@@ -302,8 +318,8 @@ class _Journey:
         if self.body is None:
             return self._request.body, []
         request_id = f"{self.request_id}-retry{number}" if number else self.request_id
-        added: dict[str, Any] = {"request_id": request_id}
-        if info is not None:
+        added = {"request_id": encode_member("request_id", request_id)}
+        if info:
             added["disaggregate_info"] = info
         prefix = _ID_PREFIXES[self.path]
         full_id = request_id if request_id.startswith(prefix) else prefix + request_id

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.body import BadBody, parse_inference, parse_object, splice
+from router.body import BadBody, encode_member, parse_inference, parse_object, splice
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
+ENCODED = {name: encode_member(name, value) for name, value in ADDED.items()}
 
 _json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -40,14 +41,14 @@ def _written_objects(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
 @given(_written_objects())
 def test_splicing_sets_the_added_members_and_keeps_all_others(written: tuple[bytes, list[tuple[str, str]]]) -> None:
     data, _ = written
-    spliced = json.loads(splice(parse_inference(data), ADDED).decode("utf-8", "surrogatepass"))
+    spliced = json.loads(splice(parse_inference(data), ENCODED).decode("utf-8", "surrogatepass"))
     assert spliced == {**json.loads(data.decode("utf-8", "surrogatepass")), **ADDED}
 
 
 @given(_written_objects())
 def test_splicing_keeps_every_byte_of_the_other_members(written: tuple[bytes, list[tuple[str, str]]]) -> None:
     data, members = written
-    spliced = splice(parse_inference(data), ADDED)
+    spliced = splice(parse_inference(data), ENCODED)
     position = 0
     for name, text in members:
         if name not in ADDED:
@@ -57,7 +58,7 @@ def test_splicing_keeps_every_byte_of_the_other_members(written: tuple[bytes, li
 @given(_written_objects())
 def test_an_added_name_stands_once_in_the_result(written: tuple[bytes, list[tuple[str, str]]]) -> None:
     pairs: list[list[tuple[str, Any]]] = []
-    spliced = splice(parse_inference(written[0]), ADDED)
+    spliced = splice(parse_inference(written[0]), ENCODED)
     json.loads(spliced.decode("utf-8", "surrogatepass"), object_pairs_hook=lambda found: pairs.append(found) or {})
     names = [name for name, _ in pairs[-1]]
     assert [names.count(name) for name in ADDED] == [1, 1]
@@ -80,16 +81,16 @@ def test_an_added_name_stands_once_in_the_result(written: tuple[bytes, list[tupl
 )
 def test_odd_ways_to_write_a_value_survive(value: str) -> None:
     data = f'{{"odd": {value}}}'.encode()
-    assert f'"odd": {value}}}'.encode() in splice(parse_inference(data), ADDED)
+    assert f'"odd": {value}}}'.encode() in splice(parse_inference(data), ENCODED)
 
 
 def test_a_name_written_with_escapes_is_the_same_name() -> None:
     data = rb'{"request\u005fid": "theirs", "a": 1.0}'
-    assert splice(parse_inference(data), {"request_id": "ours"}) == b'{"request_id":"ours", "a": 1.0}'
+    assert splice(parse_inference(data), {"request_id": encode_member("request_id", "ours")}) == b'{"request_id":"ours", "a": 1.0}'
 
 
 def test_an_empty_object_is_extended() -> None:
-    assert json.loads(splice(parse_inference(b" { } "), ADDED)) == ADDED
+    assert json.loads(splice(parse_inference(b" { } "), ENCODED)) == ADDED
 
 
 @pytest.mark.parametrize(
