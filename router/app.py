@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -22,9 +24,11 @@ from router.health import HealthMonitor
 from router.instances import Instance, Registration, RegistrationError, Registry, Role
 from router.metrics import CONTENT_TYPE, RouterMetrics
 from router.proxy import Proxy
+from router.register_file import expect_registered
 from router.scrape import Scraper
 from router.selection import Selector
 from router.settings import RouterSettings
+from router.snapshot import Snapshot
 from router.tasks import Tasks
 from router.upstream import Headers, Upstream, UpstreamError
 
@@ -38,7 +42,7 @@ CLOSING_SECONDS = 0.5
 
 # What changes the instances, or tells where they are, is for who holds the admin token. The rest of the control plane
 # is for probes and figures, or, under /v1, for clients.
-_GUARDED = frozenset({"/register", "/registered"})
+_GUARDED = frozenset({"/register", "/registered", "/decode_instances"})
 
 
 class RouterApp:
@@ -60,9 +64,17 @@ class RouterApp:
         self.aborter = Aborter(self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
         self.scraper = Scraper(settings, self.registry, self.upstream)
+        self.selector = Selector(settings, self.registry)
+        self.snapshot = (
+            Snapshot(Path(settings.snapshot_path), self.registry, self.selector.policies)
+            if settings.snapshot_path
+            else None
+        )
+        if settings.register_path:
+            expect_registered(self.registry, Path(settings.register_path), time.monotonic())
         self.proxy = Proxy(
             settings,
-            Selector(settings, self.registry),
+            self.selector,
             self.upstream,
             self.health,
             self.aborter,
@@ -93,13 +105,16 @@ class RouterApp:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        running = [
-            asyncio.ensure_future(work)
-            for work in (router.health.run(), router.proxy.watch_the_clock(), router.scraper.run())
-        ]
+        work = [router.health.run(), router.proxy.watch_the_clock(), router.scraper.run()]
+        if router.snapshot:
+            router.snapshot.restore(time.monotonic())
+            work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
+        running = [asyncio.ensure_future(each) for each in work]
         yield
         for task in running:
             task.cancel()
+        if router.snapshot:
+            router.snapshot.save()
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
@@ -130,6 +145,13 @@ def _control_plane(router: RouterApp) -> FastAPI:
             numbers[instance.role.value] += instance.healthy
         return _json(200, numbers)
 
+    @app.get("/decode_instances")
+    async def decode_instances(version: str | None = None) -> Response:
+        # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep what they get.
+        decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
+        wanted = [_in_fastdeploys_form(decode) for decode in decodes if version in (None, decode.version)]
+        return _json(200, wanted)
+
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200)
@@ -145,6 +167,10 @@ def _control_plane(router: RouterApp) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(router.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.post("/admin/drain")
+    async def drain(request: Request) -> Response:
+        return _drain(router.registry, await request.body())
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain(request_id: str) -> Response:
@@ -209,18 +235,70 @@ async def _abort_requests(router: RouterApp, body: bytes) -> Response:
     )
 
 
+def _drain(registry: Registry, body: bytes) -> Response:
+    """Let an instance take no new requests, or, with ``undrain``, take them again."""
+    try:
+        members = parse_object(body)
+    except BadBody as exc:
+        return _error(ApiError(400, str(exc), "invalid_body"))
+    key, undrain = members.get("instance"), members.get("undrain", False)
+    if not isinstance(key, str):
+        return _error(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
+    if not isinstance(undrain, bool):
+        return _error(ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain"))
+    instance = registry.get(key)
+    if instance is None:
+        known = ", ".join(each.key for each in registry) or "none"
+        return _error(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
+    instance.drain(not undrain)
+    state, running = instance.state, instance.candidate.requests
+    return _json(200, {"instance": key, "state": state, "running_requests": running})
+
+
+def _in_fastdeploys_form(registration: Registration) -> dict[str, Any]:
+    """All that the instance sent, with role, ports and ids as FastDeploy's Python router gives them back."""
+    fields = registration.fields
+    return {
+        **fields,
+        "role": registration.role.name,
+        "host_ip": registration.address.host,
+        "port": str(registration.address.port),
+        "metrics_port": str(registration.metrics_port),
+        "connector_port": registration.connector_port,
+        "engine_worker_queue_port": _text(fields.get("engine_worker_queue_port")),
+        "transfer_protocol": registration.transfer_protocol,
+        "rdma_ports": registration.rdma_ports,
+        "device_ids": registration.device_ids,
+        "tp_size": registration.tp_size,
+        "is_paused": registration.is_paused,
+        "version": registration.version,
+    }
+
+
 def _describe(instance: Instance) -> dict[str, Any]:
+    """What FastDeploy's Go router tells of an instance, all that the instance sent, and how it does."""
     registration = instance.registration
     return {
-        **registration.fields,
+        **_in_fastdeploys_form(registration),
         "role": registration.role.value,
+        "connector_port": registration.connector_port or "",
+        "engine_worker_queue_port": _text(registration.fields.get("engine_worker_queue_port")) or "",
         "url": f"http://{instance.key}",
         "worker_type": registration.role.value,
         "state": instance.state,
         "trouble": instance.trouble,
+        "breaker": instance.breaker.state,
+        "failed_requests_in_a_row": instance.breaker.failures,
+        "weight": round(instance.weight(time.monotonic()), 2),
         "running_requests": instance.candidate.requests,
         "running_tokens": instance.candidate.tokens,
     }
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return None if value is None else str(value)
 
 
 def _json(status: int, value: Any) -> Response:
