@@ -1,0 +1,107 @@
+"""Prefixes: a prompt as a chain of chunk hashes, so that two prompts that begin alike have equal first hashes.
+
+No tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids
+where the client sent those. What is rendered first comes first, and the whole conversation counts: a conversation's
+next turn, which appends messages, shares all whole chunks of the turn before.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+import xxhash
+
+from router.policies import RequestFeatures
+
+__all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "request_features", "session_key"]
+
+TOKENS_PER_CHUNK = 128
+"""Tokens that one chunk stands for: exact for token ids, about right for text."""
+
+# Both kinds of chunk are as long: 128 tokens at about four bytes of text each, or at four bytes of token id.
+_CHUNK_BYTES = 4 * TOKENS_PER_CHUNK
+# Equal text under another of these has other KV.
+_SALTS = ("model", "cache_salt", "lora_path", "lora_request")
+# What chat templates render before the messages.
+_RENDERED_FIRST = ("chat_template", "tools", "documents")
+
+
+def request_features(
+    members: Mapping[str, Any], prompt_tokens: int, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> RequestFeatures:
+    """What a policy may know of the request with this body and these headers (ASGI's); hashes nothing yet."""
+    return RequestFeatures(
+        prompt_tokens,
+        partial(chunk_hashes, members),
+        tokens_per_chunk=TOKENS_PER_CHUNK,
+        key=session_key(members, headers),
+    )
+
+
+def session_key(members: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
+    """The session or user that a request belongs to: header x-session-id, else ``session_id``, else ``user``."""
+    for name, value in headers:
+        if name == b"x-session-id" and value:
+            return value.decode("latin-1")
+    for member in ("session_id", "user"):
+        key = members.get(member)
+        if isinstance(key, str) and key:
+            return key
+    return ""
+
+
+def chunk_hashes(members: Mapping[str, Any]) -> list[int]:
+    """The chained 64-bit hashes of the prompt's whole chunks, first to last; none where there is no prompt.
+
+    Each hash is ``xxh3_64(chunk, seed=the one before)``; the first seed is made of the model and of whatever else
+    keeps equal text from having equal KV.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    data = _canonical(members)
+    seed = digest(_dump([members.get(name) for name in _SALTS]))
+    hashes = []
+    for start in range(0, len(data) - _CHUNK_BYTES + 1, _CHUNK_BYTES):
+        seed = digest(data[start : start + _CHUNK_BYTES], seed)
+        hashes.append(seed)
+    return hashes
+
+
+def _canonical(members: Mapping[str, Any]) -> bytes:
+    token_ids = members.get("prompt_token_ids")
+    if token_ids:
+        return _sequence(token_ids)
+    messages = members.get("messages")
+    if messages:
+        first = [members[name] for name in _RENDERED_FIRST if name in members]
+        return (_dump(first) if first else b"") + _sequence(messages)
+    return _sequence(members.get("prompt"))
+
+
+def _sequence(prompt: Any) -> bytes:
+    """Bytes that begin alike for prompts that begin alike: no closing bracket or quote ends them."""
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass")
+    if not isinstance(prompt, list):
+        return b""
+    if prompt and isinstance(prompt[0], int):
+        try:
+            return array("I", prompt).tobytes()
+        except (TypeError, OverflowError):
+            pass  # no token ids, whatever else it is
+    return _dump(prompt)[:-1]
+
+
+def _dump(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        pass  # half a surrogate pair, an integer of more than 64 bits, or nested more than 254 deep
+    try:
+        return json.dumps(value).encode()
+    except RecursionError:
+        return b""
