@@ -7,9 +7,11 @@ the log's reader has stopped reading, lines are dropped (and counted) rather tha
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import select
+import stat
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +33,9 @@ FLUSH_SECONDS = 0.2
 BATCH_RECORDS = 150
 # Lines that a slow reader has not taken yet are held up to here.
 BACKLOG_LINES = 10_000
+FILE_BYTES = 65536
+# Cut to this, so that a line fits into PIPE_BUF even if every character is escaped.
+_PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
 
 class AttemptRecord(NamedTuple):
@@ -89,6 +94,8 @@ class Audit:
             SettingsError: the access log's file cannot be written.
         """
         self._records: deque[RequestRecord] = deque(maxlen=KEPT_RECORDS)
+        self.lost_lines = 0
+        """Lines of the access log that could not be written."""
         self._output = _open(settings.access_log)
         self._pending: list[RequestRecord] = []
         self._flushing: asyncio.TimerHandle | None = None
@@ -97,11 +104,6 @@ class Audit:
     def records(self) -> Sequence[RequestRecord]:
         """The last requests, oldest first."""
         return self._records
-
-    @property
-    def lost_lines(self) -> int:
-        """Lines of the access log that could not be written."""
-        return self._output.lost if self._output else 0
 
     def write(self, record: RequestRecord) -> None:
         """Keep the record of a request that has ended, and write its line soon."""
@@ -119,7 +121,7 @@ class Audit:
         """Write what is left, and close the file."""
         if self._output is not None:
             self._write_lines(self._output)
-            self._output.close()
+            self.lost_lines += self._output.close()
             self._output = None
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -142,17 +144,19 @@ class Audit:
             self._flushing.cancel()
             self._flushing = None
         pending, self._pending = self._pending, []
-        output.write([_line(record) for record in pending])
+        self.lost_lines += output.write([_line(record) for record in pending])
 
 
 class _Output:
     """A file or stream of lines that is never waited for."""
 
     def __init__(self, descriptor: int, *, owned: bool) -> None:
-        self.lost = 0
+        self._failed = False
         self._descriptor = descriptor
         self._owned = owned
         self._backlog: deque[bytes] = deque()
+        # A pipe that is ready for writing has room for PIPE_BUF bytes; more might block.
+        self._piece_bytes = FILE_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
@@ -161,36 +165,44 @@ class _Output:
         """Whether there are lines that the reader has not taken yet."""
         return bool(self._backlog)
 
-    def write(self, lines: list[bytes]) -> None:
-        """Write lines; what the reader does not take now is kept for the next time, up to a limit."""
+    def write(self, lines: list[bytes]) -> int:
+        """Write lines; what the reader does not take now is kept for the next time, up to a limit.
+
+        Returns how many were lost.
+        """
         room = BACKLOG_LINES - len(self._backlog)
         self._backlog.extend(lines[:room])
-        lost = max(0, len(lines) - room)
+        lost = len(lines) - min(room, len(lines))
         try:
             while self._backlog and self._poll.poll(0):
                 self._write_piece()
         except OSError as exc:
             lost += len(self._backlog)
             self._backlog.clear()
-            if not self.lost:
+            if not self._failed:
+                self._failed = True
                 _log.warning("the access log cannot be written: %s; its lines are lost", exc.strerror)
-        self.lost += lost
+        return lost
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """Close it if it is a file of ours; return how many lines its reader has not taken."""
         if self._owned:
             os.close(self._descriptor)
+        return len(self._backlog)
 
     def _write_piece(self) -> None:
-        # A pipe that is ready for writing has room for PIPE_BUF bytes; more would block.
-        piece = self._backlog[0]
-        taken = 1
-        while taken < len(self._backlog) and len(piece) + len(self._backlog[taken]) <= select.PIPE_BUF:
-            piece += self._backlog[taken]
-            taken += 1
-        while piece:
-            piece = piece[os.write(self._descriptor, piece) :]
-        for _ in range(taken):
-            self._backlog.popleft()
+        backlog, size = self._backlog, 0
+        piece: list[bytes] = []
+        for line in backlog:
+            size += len(line)
+            if piece and size > self._piece_bytes:
+                break
+            piece.append(line)
+        data = b"".join(piece)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        for _ in piece:
+            backlog.popleft()
 
 
 def _open(destination: str) -> _Output | None:
@@ -200,7 +212,9 @@ def _open(destination: str) -> _Output | None:
         stream = sys.__stdout__ if destination == "stdout" else sys.__stderr__
         return None if stream is None else _Output(stream.fileno(), owned=False)
     try:
-        descriptor = os.open(destination, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        # Opening a pipe that nobody reads would wait; with O_NONBLOCK it fails.
+        descriptor = os.open(destination, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
+        os.set_blocking(descriptor, True)
     except OSError as exc:
         raise SettingsError(
             f"log.access-log {destination}: {exc.strerror}; name a file, stderr, stdout or off"
@@ -209,35 +223,36 @@ def _open(destination: str) -> _Output | None:
 
 
 def _line(record: RequestRecord) -> bytes:
-    return orjson.dumps(
-        {
-            "time": round(record.started_unix, 3),
-            "method": record.method,
-            "path": record.path,
-            "status": record.status,
-            "error": record.error,
-            "request_id": record.request_id,
-            "client": record.client,
-            "trace_id": record.trace_id,
-            "mixed": record.mixed,
-            "prefill": record.prefill,
-            "decode": record.decode,
-            "attempts": len(record.attempts),
-            "first_byte_ms": round(record.first_byte_ms, 2),
-            "total_ms": round(record.total_ms, 2),
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.completion_tokens,
-            "cached_tokens": record.cached_tokens,
-            "predicted_cached_tokens": record.predicted_cached_tokens,
-            "bytes_sent": record.bytes_sent,
-        },
-        option=orjson.OPT_APPEND_NEWLINE,
-    )
+    fields = {
+        "time": round(record.started_unix, 3),
+        "method": record.method,
+        "path": record.path[:_PATH_CHARACTERS],
+        "status": record.status,
+        "error": record.error,
+        "request_id": record.request_id[:_ID_CHARACTERS],
+        "client": record.client,
+        "trace_id": record.trace_id,
+        "mixed": record.mixed,
+        "prefill": record.prefill,
+        "decode": record.decode,
+        "attempts": len(record.attempts),
+        "first_byte_ms": round(record.first_byte_ms, 2),
+        "total_ms": round(record.total_ms, 2),
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cached_tokens": record.cached_tokens,
+        "predicted_cached_tokens": record.predicted_cached_tokens,
+        "bytes_sent": record.bytes_sent,
+    }
+    try:
+        return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # an engine may count more tokens than 64 bits hold, and an id may be no valid Unicode
+        return json.dumps(fields).encode() + b"\n"
 
 
 def _explanation(record: RequestRecord) -> dict[str, Any]:
     return {
-        **orjson.loads(_line(record)),
+        **json.loads(_line(record)),
         "attempts": [
             {
                 "decisions": [

@@ -13,11 +13,12 @@ from router.instances import Instance, Registry
 from router.settings import RouterSettings
 from router.upstream import Address, Upstream, UpstreamError
 
-__all__ = ["Scraper"]
+__all__ = ["WANTED_BY", "Scraper"]
 
 _log = logging.getLogger("router.scrape")
 
-_WANTED_BY = frozenset({"fd_remote_metrics_score", "remote_cache_aware"})
+WANTED_BY = frozenset({"fd_remote_metrics_score", "remote_cache_aware"})
+"""The policies that look at instances' own figures."""
 
 # One line of Prometheus's text format; FastDeploy's names, which are our engine's too, and vLLM's. An instance may say
 # a figure several times, for each model or data-parallel rank.
@@ -29,7 +30,7 @@ class Scraper:
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
-        self.wanted = not _WANTED_BY.isdisjoint(policies)
+        self.wanted = not WANTED_BY.isdisjoint(policies)
         """Whether a policy in use looks at the figures."""
         self._interval = settings.stats_interval_secs
         self._registry = registry
