@@ -10,14 +10,14 @@ seen nothing of it; a stream that has shown text and cannot go on exactly is giv
 
 What a router without a tokenizer cannot see, and what therefore may differ from an undisturbed run of a stream: a stop
 string whose first part was shown before the seam is not recognised by the engine after it; presence and frequency
-penalties, and a seed, start anew at the seam; and where an engine gives several tokens in one event, the last of
-which is the beginning of a character, that character is lost.
+penalties, and a seed, start anew at the seam; and a character that begins in an event which shows other text as well
+(engines hold a whole token back, but one event may bring several) is lost if the seam comes before its end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -37,12 +37,13 @@ _MEMBER = (
     rb'|(?:prompt_tokens|completion_tokens|text_after_process|raw_prediction)"\s*:\s*'
     rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"|null))'
 )
-_MEMBERS = re.compile(rb"(?:(\{)|,)\s*" + _MEMBER + rb"(?:\s*,\s*" + _MEMBER + rb")*(?(1)\s*,?)", re.DOTALL)
+# Two patterns, because each alone begins with a constant, for which the search is ten times as fast.
+_LATER_MEMBER = re.compile(rb",\s*" + _MEMBER, re.DOTALL)
+_FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?", re.DOTALL)
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
 # Every event that has one of the members has one whose name ends so.
 _IDS_MARK = b'token_ids"'
 
-_EVENT = re.compile(rb".*?(?:\r?\n\r?\n|\Z)", re.DOTALL)
 _DATA = re.compile(rb"^data: ?(.*?)\s*$", re.MULTILINE)
 _DONE = b"data: [DONE]\n\n"
 # Events are kept as they came, in case they are needed, up to this size; then only their ids are.
@@ -62,7 +63,7 @@ _MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
 
 def strip_token_ids(events: bytes) -> bytes:
     """The events without the members that ``return_token_ids`` adds; every other byte as it was."""
-    return _MEMBERS.sub(rb"\1", events)
+    return _FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", events))
 
 
 class StreamStitcher:
@@ -373,7 +374,7 @@ class AnswerStitcher:
             return None
         key = "content" if "message" in choice else "text"
         said[key] = self._text + (said.get(key) or "")
-        for place in (answer, choice, said):
+        for place in (answer, choice) if said is choice else (answer, choice, said):
             for name in ("completion_token_ids", "token_ids"):
                 if isinstance(place.get(name), list):
                     place[name] = [*self._ids, *place[name]]
@@ -470,12 +471,17 @@ def _length(array: bytes) -> int:
     return array.count(b",") + 1 if len(array.strip(b"[] \t\r\n")) else 0
 
 
-def _split(events: bytes) -> Iterator[bytes]:
-    return (found.group() for found in _EVENT.finditer(events) if found.group())
+def _split(events: bytes) -> list[bytes]:
+    """The single events; their ends, of which an engine writes one kind, stay with them."""
+    end = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
+    *whole, rest = events.split(end)
+    return [event + end for event in whole] + ([rest] if rest else [])
 
 
 def _parse(event: bytes) -> dict[str, Any] | None:
     """The object that an event carries; None if it carries none, as [DONE] and comments do."""
+    if event.startswith(b"data: {"):
+        return _loads(event[6:])  # orjson takes the line's end for white space
     return _loads(b"\n".join(_DATA.findall(event)))
 
 
