@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from router.aborts import Aborter
+from router.aborts import ABORT_PATH, Aborter
 from router.admission import Admission
 from router.audit import KEPT_RECORDS, Audit
 from router.auth import Auth
@@ -54,16 +54,7 @@ class RouterApp:
             SettingsError: a file that the settings name cannot be used.
         """
         self.settings = settings
-        self.auth = Auth(settings)
-        self.admission = Admission(settings)
-        self.audit = Audit(settings)
         self.registry = Registry(settings.splitwise)
-        self.upstream = Upstream()
-        self.tasks = Tasks()
-        self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
-        self.aborter = Aborter(self.upstream, self.tasks)
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
-        self.scraper = Scraper(settings, self.registry, self.upstream)
         self.selector = Selector(settings, self.registry)
         self.snapshot = (
             Snapshot(Path(settings.snapshot_path), self.registry, self.selector.policies)
@@ -72,6 +63,15 @@ class RouterApp:
         )
         if settings.register_path:
             expect_registered(self.registry, Path(settings.register_path), time.monotonic())
+        self.auth = Auth(settings)
+        self.admission = Admission(settings)
+        self.audit = Audit(settings)
+        self.upstream = Upstream()
+        self.tasks = Tasks()
+        self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
+        self.aborter = Aborter(self.upstream, self.tasks)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
             settings,
             self.selector,
@@ -88,9 +88,7 @@ class RouterApp:
             try:
                 self._check(scope["path"], scope["headers"])
             except Refused as refused:
-                answer = _error(refused.error)
-                answer.raw_headers += refused.headers
-                await answer(scope, receive, send)
+                await _refusal(refused)(scope, receive, send)
                 return
         await self.control(scope, receive, send)
 
@@ -98,7 +96,7 @@ class RouterApp:
         """Raise ``Refused`` if whoever sent this may not ask for ``path``."""
         if path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
-        elif path.startswith("/v1/"):
+        elif path.startswith("/v1/") and path != ABORT_PATH:  # who may abort depends on what
             self.auth.client(headers)
 
 
@@ -184,9 +182,12 @@ def _control_plane(router: RouterApp) -> FastAPI:
     async def models(request: Request) -> Response:
         return await _models(router, request)
 
-    @app.post("/v1/abort_requests")
+    @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
-        return await _abort_requests(router, await request.body())
+        try:
+            return await _abort_requests(router, request.headers.raw, await request.body())
+        except Refused as refused:
+            return _refusal(refused)
 
     return app
 
@@ -214,8 +215,12 @@ async def _models(router: RouterApp, request: Request) -> Response:
     return _json(200, {"object": "list", "data": list(models.values())})
 
 
-async def _abort_requests(router: RouterApp, body: bytes) -> Response:
-    """Pass an abort on to every instance, and say what they aborted."""
+async def _abort_requests(router: RouterApp, headers: Headers, body: bytes) -> Response:
+    """Pass an abort on to every instance, and say what they aborted.
+
+    Raises:
+        Refused: who asks is no client; or wants to abort everybody's requests, and is not who holds the admin token.
+    """
     try:
         members = parse_object(body)
     except BadBody as exc:
@@ -224,6 +229,10 @@ async def _abort_requests(router: RouterApp, body: bytes) -> Response:
     if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
         message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
         return _error(ApiError(400, message, "invalid_body", "req_ids"))
+    if members.get("abort_all") and router.auth.has_admin_token:
+        router.auth.check_admin(headers)
+    else:
+        router.auth.client(headers)
     outcome = await router.aborter.abort_everywhere(router.registry, body)
     return _json(
         200,
@@ -307,3 +316,9 @@ def _json(status: int, value: Any) -> Response:
 
 def _error(error: ApiError) -> Response:
     return Response(error.body(), status_code=error.status, media_type="application/json")
+
+
+def _refusal(refused: Refused) -> Response:
+    answer = _error(refused.error)
+    answer.raw_headers += refused.headers
+    return answer

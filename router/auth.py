@@ -51,6 +51,11 @@ class Auth:
     def __repr__(self) -> str:
         return f"<Auth {len(self._clients)} clients, admin {'by token' if self._admin else 'open'}>"
 
+    @property
+    def has_admin_token(self) -> bool:
+        """Whether there is an admin token, so that not everyone may change the instances."""
+        return self._admin is not None
+
     def client(self, headers: Headers) -> str:
         """The name of the client that holds the key sent; ``""`` for everyone where there are no keys.
 

@@ -135,3 +135,16 @@ def test_with_keys_only_their_holders_list_models_and_abort(tmp_path: Path, make
     assert client.get("/v1/models").status_code == 401
     assert client.post("/v1/abort_requests", json={"abort_all": True}).status_code == 401
     assert client.get("/v1/models", headers={"authorization": "Bearer sk-1"}).status_code == 200
+
+
+def test_only_the_admin_aborts_everybodys_requests(tmp_path: Path, make_router: MakeRouter) -> None:
+    files = {"admin_token_file": written(tmp_path / "token", "s3cret")}
+    client = make_router(**files, api_keys_file=written(tmp_path / "keys", "alice: sk-1")).client
+
+    def abort(secret: str, **body: object) -> int:
+        headers = {"authorization": f"Bearer {secret}"}
+        return client.post("/v1/abort_requests", json=body, headers=headers).status_code
+
+    assert abort("sk-1", req_ids=["chatcmpl-1_0"]) == 200
+    assert abort("sk-1", abort_all=True) == 401
+    assert abort("s3cret", abort_all=True) == 200
