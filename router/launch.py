@@ -54,14 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         handler = _log_handler(settings)
         listener = _listen(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            handlers=[handler],
+            format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        )
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         router = RouterApp(settings)
     except SettingsError as exc:
         print(f"router: {exc}", file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=settings.log_level.upper(), handlers=[handler], format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for sentence in settings.without_effect:
         _log.warning("%s", sentence)
     server = _Server(

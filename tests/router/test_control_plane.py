@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import LoopThread, StandIn, answers
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -76,6 +79,120 @@ def test_registered_lists_instances_by_role_with_all_they_sent(make_router: Make
     (entry,) = listed["prefill"]
     assert (entry["url"], entry["worker_type"], entry["gpu"]) == (prefill.url, "prefill", "H800")
     assert (entry["state"], entry["running_requests"]) == ("healthy", 0)
+
+
+def test_registered_tells_all_that_the_go_router_tells_in_its_form(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router, decode = make_router(splitwise=True), stand_in("decode")
+    decode.register(router.url, connector_port=8002, engine_worker_queue_port=[8003], device_ids="0,1")
+    (entry,) = router.client.get("/registered").json()["decode"]
+    assert {
+        "url": decode.url,
+        "worker_type": "decode",
+        "connector_port": "8002",
+        "engine_worker_queue_port": "8003",
+        "transfer_protocol": ["ipc", "rdma"],
+        "rdma_ports": ["7100"],
+        "device_ids": ["0", "1"],
+        "metrics_port": str(decode.port),
+    }.items() <= entry.items()
+
+
+def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    (registered,) = router.app.registry
+    for _ in range(FAILURES):
+        registered.failed(0.0, "it answered with 500")
+    (entry,) = router.client.get("/registered").json()["mixed"]
+    assert (entry["breaker"], entry["failed_requests_in_a_row"], entry["weight"]) == ("open", FAILURES, 1.0)
+
+
+class TestDecodeInstances:
+    """``GET /decode_instances``, by which FastDeploy's prefill instances find whom to connect to ahead."""
+
+    def test_lists_healthy_decode_instances_in_fastdeploys_form(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
+        prefill, decode, dead = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+        router = make_router(prefill, decode, dead, splitwise=True)
+        for instance in router.app.registry:
+            if instance.key == dead.key:
+                instance.mark_unhealthy("it refused a connection")
+        (entry,) = router.client.get("/decode_instances").json()
+        assert (entry["role"], entry["host_ip"], entry["port"]) == ("DECODE", "127.0.0.1", str(decode.port))
+        assert (entry["rdma_ports"], entry["device_ids"], entry["tp_size"]) == (["7100"], ["0"], 1)
+        assert "rdma" in entry["transfer_protocol"]
+
+    @pytest.mark.parametrize(("query", "listed"), [("", 3), ("?version=a", 1), ("?version=c", 0)])
+    def test_lists_one_version_if_asked(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, query: str, listed: int
+    ) -> None:
+        router = make_router(splitwise=True)
+        for version in ("a", "b", None):
+            stand_in("decode").register(router.url, version=version)
+        assert len(router.client.get(f"/decode_instances{query}").json()) == listed
+
+    def test_its_entries_are_taken_as_connected_decodes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        prefill, connected, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+        router = make_router(connected, splitwise=True)
+        listed = router.client.get("/decode_instances").json()
+        other.register(router.url)
+        assert prefill.register(router.url, connected_decodes=listed).status_code == 200
+        assert [router.chat().status_code for _ in range(4)] == [200] * 4
+        assert (len(connected.received), len(other.received)) == (4, 0)
+
+
+class TestDraining:
+    """``POST /admin/drain``."""
+
+    def test_what_runs_ends_well_and_nothing_new_comes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        go_on = threading.Event()
+
+        async def slow(request: Received, respond: Responder) -> None:
+            await respond.start_stream()
+            await respond.event("1")
+            await asyncio.to_thread(go_on.wait, 20)
+            await respond.event("[DONE]")
+            await respond.end_stream()
+
+        draining, other = stand_in("mixed", slow), stand_in()
+        router = make_router(draining)
+        with router.stream() as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            answer = router.client.post("/admin/drain", json={"instance": draining.key})
+            assert answer.json() == {"instance": draining.key, "state": "draining", "running_requests": 1}
+            assert draining.register(router.url).status_code == 200
+            assert router.chat().status_code == 503
+            other.register(router.url)
+            assert router.chat().status_code == 200
+            go_on.set()
+            assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+        assert [entry["state"] for entry in router.client.get("/registered").json()["mixed"]] == ["draining", "healthy"]
+        assert len(draining.received) == 1
+
+    def test_it_can_be_taken_back(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        instance = stand_in()
+        router = make_router(instance)
+        for undrain, state, status in ((False, "draining", 503), (True, "healthy", 200)):
+            answer = router.client.post("/admin/drain", json={"instance": instance.key, "undrain": undrain})
+            assert (answer.json()["state"], router.chat().status_code) == (state, status)
+
+    @pytest.mark.parametrize(
+        ("body", "status", "said"),
+        [
+            (b"", 400, "JSON"),
+            (b"{}", 400, "instance is None; it must be 'host:port'"),
+            (b'{"instance": "a:1", "undrain": 1}', 400, "undrain is 1; it must be true or false"),
+            (b'{"instance": "a:1"}', 404, "no instance 'a:1' is registered; known are: none"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, make_router: MakeRouter, body: bytes, status: int, said: str) -> None:
+        answer = make_router().client.post("/admin/drain", content=body)
+        assert answer.status_code == status
+        assert said in answer.json()["error"]["message"]
 
 
 def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

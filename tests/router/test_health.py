@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from router.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
@@ -119,3 +120,15 @@ def test_an_instance_whose_heartbeat_stopped_is_forgotten(make_router: MakeRoute
     wait_until(lambda: states(router) == [], "the router to forget it")
     assert instance.register(router.url).status_code == 200
     assert router.chat().status_code == 200
+
+
+def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    (registered,) = router.app.registry
+    for _ in range(FAILURES):
+        registered.failed(0.0, "it answered with 500")
+    router.thread.run(router.app.health.check_all())
+    assert (registered.state, registered.breaker.state) == ("healthy", "open")

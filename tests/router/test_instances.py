@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from router.breaker import FAILURES
 from router.instances import Registration, RegistrationError, Registry, Role
 from router.splitwise import can_decode_for, disaggregate_info
 
@@ -66,10 +67,20 @@ def test_unknown_fields_are_kept() -> None:
         ("role", "PREFILL", Role.PREFILL),
         ("role", 1, Role.PREFILL),
         ("version", 7, "7"),
+        ("version", None, None),
+        ("connector_port", "None", None),
+        ("metrics_port", 52501, 52501),
+        ("metrics_port", None, 52500),
+        ("metrics_port", 0, 52500),
+        ("connected_decodes", None, frozenset()),
+        ("connected_decodes", [{"host_ip": "10.0.0.2", "port": "1"}], frozenset({"10.0.0.2:1"})),
+        ("connected_decodes", ["10.0.0.2:1", "[::1]:2"], frozenset({"10.0.0.2:1", "[::1]:2"})),
+        ("host_ip", "http://10.0.0.1", "10.0.0.1"),
     ],
 )
 def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understood: Any) -> None:
-    assert getattr(registration(**{field: given}), field) == understood
+    parsed = registration(**{field: given})
+    assert (parsed.address.host if field == "host_ip" else getattr(parsed, field)) == understood
 
 
 @pytest.mark.parametrize(
@@ -80,6 +91,11 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"role": True}, "role is True"),
         ({"host_ip": ""}, "host_ip is ''"),
         ({"host_ip": 5}, "host_ip is 5"),
+        ({"host_ip": "https://10.0.0.1"}, "host_ip is 'https://10.0.0.1'"),
+        ({"metrics_port": "x"}, "metrics_port is 'x'"),
+        ({"connected_decodes": [5]}, "connected_decodes has 5; an entry must be 'host:port', or an object with"),
+        ({"connected_decodes": ["d"]}, "connected_decodes has"),
+        ({"connected_decodes": [{"host_ip": "a"}]}, "connected_decodes has {'host_ip': 'a'}"),
         ({"port": None}, "port is None; it must be a port, 1 to 65535"),
         ({"port": 0}, "port is 0"),
         ({"port": 65536}, "port is 65536"),
@@ -175,6 +191,39 @@ def test_an_instance_that_registered_once_stays_as_long_as_it_is_healthy() -> No
     instance.probe_passed(100.0, threshold=1)
     assert registry.forget_silent(now=120.0, expiry=30.0) == []
     assert registry.forget_silent(now=131.0, expiry=30.0) == [instance]
+
+
+def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
+    instance = Registry(splitwise=True).expect(registration(), now=0.0, permanent=False)
+    assert (instance.state, instance.available) == ("unhealthy", False)
+    instance.probe_passed(1.0, threshold=3)
+    assert (instance.state, instance.available) == ("healthy", True)
+
+
+def test_a_permanent_instance_is_never_forgotten() -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.expect(registration(), now=0.0, permanent=True)
+    registry.register(registration(), now=1.0)
+    assert registry.forget_silent(now=1e9, expiry=30.0) == []
+    assert list(registry) == [instance]
+
+
+def test_a_heartbeat_that_says_nothing_new_changes_nothing() -> None:
+    registry = Registry(splitwise=True)
+    registry.register(registration(), now=0.0)
+    before = registry.generation
+    registry.register(registration(), now=5.0)
+    assert registry.generation == before
+
+
+def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    for _ in range(FAILURES):
+        instance.failed(1.0, "it answered with 500")
+    assert "breaker=open" in repr(instance)
+    instance.mark_unhealthy("it refused a connection")
+    instance.mark_healthy(2.0)
+    assert instance.breaker.state == "closed"
 
 
 def test_repr_tells_an_operator_role_address_state_and_load() -> None:

@@ -61,6 +61,8 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--splitwize"], "did you mean --splitwise?"),
         (["--port", "x"], "--port is 'x'; it must be a whole number"),
         (["--config_path", "/no/such.yaml"], "No such file or directory"),
+        (["--register-path", "/no/such.yaml"], "manager.register-path /no/such.yaml: No such file or directory"),
+        (["--snapshot-path", "/no/such/file"], "there is no folder /no/such"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is not an address"),
     ],
 )
