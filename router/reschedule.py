@@ -236,7 +236,8 @@ class StreamStitcher:
                     place.pop("prompt_token_ids", None)
             logprobs = choice.get("logprobs")
             if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
-                logprobs["text_offset"] = [at + self._offset for at in logprobs["text_offset"]]
+                offsets = logprobs["text_offset"]
+                logprobs["text_offset"] = [at + self._offset for at in offsets if isinstance(at, int)]
         return _event(chunk)
 
 
@@ -248,7 +249,7 @@ class AnswerStitcher:
     ``complete``, ``finish_locally`` is the answer; otherwise ``resumption`` is added to the body of the next leg.
     """
 
-    __slots__ = ("_body", "_first", "_ids", "_last", "_restarts", "_text", "wants_detokenized")
+    __slots__ = ("_body", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "wants_detokenized")
 
     def __init__(self, body: InferenceBody) -> None:
         self.wants_detokenized: list[int] | None = None
@@ -258,6 +259,7 @@ class AnswerStitcher:
         self._ids: list[int] = []
         self._text = ""
         self._first: dict[str, Any] | None = None
+        self._resent = 0  # ids that the last preempted leg was given
         self._last: dict[str, Any] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
@@ -298,13 +300,12 @@ class AnswerStitcher:
         choice = _choices(answer)[0]
         choice["finish_reason"] = "length"
         said = _said(choice)
-        said["content" if "message" in choice else "text"] = self._text
+        said["text" if said is choice else "content"] = self._text
         for place in (choice, said):
             for name in ("completion_token_ids", "token_ids"):
                 if place.get(name) is not None:
                     place[name] = self._ids if self._body.members.get("return_token_ids") else None
-        generated = (answer.get("usage") or {}).get("completion_tokens") or 0
-        _stitch_usage(answer, len(self._ids) - generated)
+        _stitch_usage(answer, self._resent)
         return self._as_first_leg(answer)
 
     def _take(self, answer: dict[str, Any]) -> None:
@@ -322,6 +323,7 @@ class AnswerStitcher:
         ids = _ids(choices[0])
         if not ids:
             return
+        self._resent = len(self._ids)
         self._ids += ids
         text = _text(said)
         if not text:
@@ -357,7 +359,7 @@ class AnswerStitcher:
     def _rule_out_stops(self) -> None:
         """Begin again if a stop string may have begun before the seam: the next leg would not see it end."""
         stop = self._body.members.get("stop")
-        strings = [stop] if isinstance(stop, str) else stop or []
+        strings = stop if isinstance(stop, list) else [stop]
         if any(self._text.endswith(s[:length]) for s in strings if isinstance(s, str) for length in range(1, len(s))):
             self._begin_again()
 
@@ -372,8 +374,8 @@ class AnswerStitcher:
             self._restarts = True
             self._begin_again()
             return None
-        key = "content" if "message" in choice else "text"
-        said[key] = self._text + (said.get(key) or "")
+        key = "text" if said is choice else "content"
+        said[key] = self._text + _text(said)
         for place in (answer, choice) if said is choice else (answer, choice, said):
             for name in ("completion_token_ids", "token_ids"):
                 if isinstance(place.get(name), list):
@@ -393,7 +395,8 @@ class AnswerStitcher:
 
 
 def _resumption(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    added: dict[str, Any] = {"completion_token_ids": [*(members.get("completion_token_ids") or ()), *ids]}
+    sent = members.get("completion_token_ids")
+    added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
         if isinstance(members.get(name), int):
             added[name] = max(least, members[name] - len(ids))
@@ -415,14 +418,16 @@ def _follows_grammar(members: Mapping[str, Any]) -> bool:
 def _stitch_usage(answer: dict[str, Any], resent: int, reasoning: int = 0) -> None:
     """Count resent ids in the usage, if there is one, as what they are: completion, not prompt."""
     usage = answer.get("usage")
-    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+    if not isinstance(usage, dict):
         return
-    usage["prompt_tokens"] -= resent
-    usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + resent
-    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+    if not (isinstance(prompt, int) and isinstance(completion, int)):
+        return
+    prompt, completion = prompt - resent, completion + resent
+    usage.update(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
     prompt_details, details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    if isinstance(prompt_details, dict) and prompt_details.get("cached_tokens"):
-        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], usage["prompt_tokens"])
+    if isinstance(prompt_details, dict) and isinstance(prompt_details.get("cached_tokens"), int):
+        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], prompt)
     if isinstance(details, dict) and isinstance(details.get("reasoning_tokens"), int):
         details["reasoning_tokens"] += reasoning
 
@@ -458,7 +463,7 @@ def _text(said: dict[str, Any]) -> str:
 def _ids(choice: dict[str, Any]) -> list[int]:
     """The ids of a choice's tokens; FastDeploy's negative ones are signals to its own processes, not tokens."""
     ids = _said(choice).get("completion_token_ids") or choice.get("completion_token_ids") or choice.get("token_ids")
-    return [token for token in ids if token >= 0] if isinstance(ids, list) else []
+    return [token for token in ids if isinstance(token, int) and token >= 0] if isinstance(ids, list) else []
 
 
 def _says_something(choice: dict[str, Any]) -> bool:

@@ -401,3 +401,34 @@ def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> N
     assert stitcher.feed(200, orjson.dumps(last)) is None
     assert stitcher.resumption() == {}
     assert stitcher.feed(200, orjson.dumps(last)) == orjson.dumps(last)
+
+
+_odd = st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["a", "PD Error", "pd_reschedule"])
+_names = st.sampled_from(
+    [
+        *("choices", "delta", "message", "content", "text", "usage", "prompt_tokens", "completion_tokens", "stop"),
+        *("completion_token_ids", "token_ids", "finish_reason", "error", "max_tokens", "prompt_tokens_details"),
+        *("cached_tokens", "completion_tokens_details", "stream_options", "logprobs", "text_offset"),
+    ]
+)
+_odd_objects = st.dictionaries(
+    _names,
+    st.recursive(_odd, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_names, inner, max_size=3)),
+    max_size=4,
+)
+
+
+@given(_odd_objects, st.lists(_odd_objects, max_size=3))
+def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+    body = _body(**members)
+    streamed, whole = StreamStitcher(body), AnswerStitcher(body)
+    for answer in answers:
+        streamed.feed(b"data: " + orjson.dumps(answer) + b"\n\n")
+        streamed.resumption()
+        streamed.finish_locally()
+        streamed.next_leg()
+        whole.feed(200, orjson.dumps(answer))
+        whole.detokenized("a" if whole.wants_detokenized else None)
+        whole.resumption()
+        if whole.complete:
+            whole.finish_locally()
