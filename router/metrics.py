@@ -32,6 +32,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 _COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
+# More pairs than this are only kept of instances that are still there.
+WORKER_SERIES = 10_000
+
 # Those that the Go router computes, here over the last answers of each endpoint.
 _QUANTILES = (0.95, 0.99)
 _QUANTILE_WINDOW = 1024
@@ -55,6 +58,7 @@ class RouterMetrics(Collector):
         self._answers: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
+        self._room = WORKER_SERIES
         self._first_token = _Histogram(_FIRST_TOKEN_SECONDS)
         self._output_token = _Histogram(_OUTPUT_TOKEN_SECONDS)
         self._retries: dict[str, int] = {}
@@ -93,7 +97,10 @@ class RouterMetrics(Collector):
     def served(self, mixed: str, prefill: str, decode: str, status: int) -> None:
         """Count one completion request by the instances it went to last; ``""`` for a role it did not use."""
         workers = (mixed, prefill, decode, status)
-        self._inference[workers] = self._inference.get(workers, 0) + 1
+        count = self._inference.get(workers, 0)
+        if not count and len(self._inference) >= self._room:
+            self._forget_gone()
+        self._inference[workers] = count + 1
 
     def retried(self, instance: str) -> None:
         """Count one attempt that failed because of ``instance``."""
@@ -123,6 +130,12 @@ class RouterMetrics(Collector):
             "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
             self._audit.lost_lines,
         )  # fmt: skip
+
+    def _forget_gone(self) -> None:
+        """Drop what was counted of pairs with an instance that is gone, so that comings and goings fill no memory."""
+        known = {"", *(instance.key for instance in self._registry)}
+        self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
+        self._room = max(WORKER_SERIES, 2 * len(self._inference))
 
     def _time_tokens(self, record: RequestRecord) -> None:
         self._first_token.observe(record.first_byte_ms / 1e3)

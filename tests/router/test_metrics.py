@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router import metrics
 from router.admission import Admission
 from router.audit import AttemptRecord, Audit, RequestRecord
 from router.instances import Registration, Registry
@@ -145,3 +146,15 @@ def test_paths_that_nobody_knows_do_not_make_new_series() -> None:
     for number in range(3):
         counted.record(f"/v1/whatever/{number}")
     assert counted.value("http_requests_total", method="POST", endpoint="other", status_code="200") == 3
+
+
+def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "WORKER_SERIES", 100)
+    counted = Counted()
+    instance = counted.registry.register(Registration.parse({"role": "mixed", "host_ip": "h", "port": 1}), now=0.0)
+    for number in range(1000):
+        counted.record(mixed=instance.key)
+        counted.record(mixed=f"gone:{number}")
+    workers = {"mixed_worker": instance.key, "prefill_worker": "", "decode_worker": ""}
+    assert counted.value("inference_requests_total", **workers, status_code="200") == 1000
+    assert sum(name == "inference_requests_total" for name, _ in counted.samples()) <= 100
