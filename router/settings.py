@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import yaml
 
 from router.policies import POLICIES, PolicyOptions
+from router.prefix_index import DEFAULT_MAX_ENTRIES
 
 __all__ = ["RouterSettings", "SettingsError", "load_settings"]
 
@@ -28,15 +29,20 @@ _ENV_PREFIX = "KVROUTER__"
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 _LOG_OUTPUTS = ("stderr", "stdout", "file")
 
-_AT_LEAST_1 = (
-    *("health_failure_threshold", "health_success_threshold"),
-    *("max_body_bytes", "cache_block_size", "log_max_total_size_mb"),
-)
+# What a whole number is at least; 0 where it is not named.
+_LEAST = {
+    "health_failure_threshold": 1,
+    "health_success_threshold": 1,
+    "max_body_bytes": 1,
+    "log_max_total_size_mb": 1,
+    "prefix_index_entries": 2,
+}
 
 # Settings of FastDeploy's Go router that have nothing to set here, and why.
 _WITHOUT_EFFECT = {
     "server.name": "nothing shows the router's name",
     "server.mode": "the router runs in one mode; what it logs is set by log.level",
+    "scheduler.cache-block-size": "prefixes are compared in chunks of text, not in blocks of tokens",
     "scheduler.tokenizer-url": "prompts are compared as text, so no tokenizer is asked",
     "scheduler.tokenizer-timeout-secs": "prompts are compared as text, so no tokenizer is asked",
     "scheduler.eviction-interval-secs": "what is stale is forgotten as requests come, not in rounds",
@@ -84,7 +90,9 @@ class RouterSettings:
     eviction_duration_mins: float = _setting(
         30.0, "scheduler.eviction-duration-mins", "minutes after which a prefix that nobody used is forgotten"
     )
-    cache_block_size: int = _setting(4, "scheduler.cache-block-size", "tokens in a block of an instance's cache")
+    prefix_index_entries: int = _setting(
+        DEFAULT_MAX_ENTRIES, "scheduler.prefix-index-entries", "chunks of prompts that are remembered at most"
+    )
     balance_abs_threshold: float = _setting(
         1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware looks at caches first"
     )
@@ -172,7 +180,7 @@ class RouterSettings:
     @property
     def policy_options(self) -> PolicyOptions:
         """What is set about policies."""
-        return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields})
+        return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields if hasattr(self, name)})
 
 
 # Every field but without_effect.
@@ -325,7 +333,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value:g}; it must be more than 0 {unit}")
     if isinstance(value, float) and not 0 <= value < float("inf"):
         raise SettingsError(f"{name} is {value:g}; it must be a number from 0 on")
-    least = 1 if field.name in _AT_LEAST_1 else 0
+    least = _LEAST.get(field.name, 0)
     if type(value) is int and value < least:
         raise SettingsError(f"{name} is {value}; it must be at least {least}")
     if field.name == "health_check_endpoint" and not value.startswith("/"):

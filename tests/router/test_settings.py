@@ -114,7 +114,6 @@ def test_every_key_of_the_go_routers_example_is_taken(tmp_path: Path) -> None:
     )
     assert settings.stats_interval_secs == 4
     assert settings.policy_options == PolicyOptions(
-        cache_block_size=64,
         eviction_duration_mins=20,
         balance_abs_threshold=2,
         balance_rel_threshold=0.3,
@@ -130,6 +129,7 @@ def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: 
     assert [sentence.split(" has no effect: ")[0].removeprefix(f"{path}: ") for sentence in told] == [
         "server.mode",
         "scheduler.eviction-interval-secs",
+        "scheduler.cache-block-size",
         "scheduler.tokenizer-url",
         "scheduler.tokenizer-timeout-secs",
         "log.max-age-days",
@@ -189,6 +189,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--request-timeout-secs", "0"], "server.request-timeout-secs is 0; it must be more than 0 seconds"),
         (["--health-failure-threshold", "0"], "manager.health-failure-threshold is 0; it must be at least 1"),
         (["--preempt-retry-count", "-1"], "server.preempt-retry-count is -1; it must be at least 0"),
+        (["--prefix-index-entries", "1"], "scheduler.prefix-index-entries is 1; it must be at least 2"),
         (["--waiting-weight", "-1"], "scheduler.waiting-weight is -1; it must be a number from 0 on"),
         (["--eviction-duration-mins", "0"], "scheduler.eviction-duration-mins is 0; it must be more than 0 minutes"),
         (["--max-body-bytes", "0"], "server.max-body-bytes is 0; it must be at least 1"),
