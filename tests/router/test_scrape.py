@@ -6,6 +6,7 @@ import pytest
 
 from router import scrape
 from router.instances import Registry
+from router.policies import POLICIES
 from router.scrape import Scraper
 from router.settings import RouterSettings
 from router.upstream import Upstream
@@ -90,3 +91,7 @@ def test_figures_are_asked_for_at_the_metrics_port(make_router: MakeRouter, stan
 def test_only_a_policy_in_use_counts(monkeypatch: pytest.MonkeyPatch, settings: RouterSettings, wanted: bool) -> None:
     monkeypatch.setattr(scrape, "WANTED_BY", frozenset({"random"}))
     assert Scraper(settings, Registry(settings.splitwise), Upstream()).wanted is wanted
+
+
+def test_the_policies_that_want_figures_exist() -> None:
+    assert set(POLICIES) >= scrape.WANTED_BY
