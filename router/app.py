@@ -74,12 +74,16 @@ class RouterApp:
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
             settings,
-            self.selector,
-            self.upstream,
-            self.health,
-            self.aborter,
-            self.metrics,
+            auth=self.auth,
+            admission=self.admission,
+            selector=self.selector,
+            upstream=self.upstream,
+            health=self.health,
+            aborter=self.aborter,
+            metrics=self.metrics,
+            audit=self.audit,
         )
+        self.registry.on_failure(self.proxy.instance_failed)
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

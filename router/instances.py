@@ -189,16 +189,6 @@ class Instance:
             self.draining = draining
             self._registry.changed()
 
-    def begin(self, tokens: int) -> None:
-        """Count a request of ``tokens`` prompt tokens as running here."""
-        self.candidate.requests += 1
-        self.candidate.tokens += tokens
-
-    def end(self, tokens: int) -> None:
-        """Take back a ``begin``."""
-        self.candidate.requests -= 1
-        self.candidate.tokens -= tokens
-
     def succeeded(self, now: float) -> None:
         """A request to it got the first good byte of its answer."""
         if self.breaker.failures and self.breaker.succeeded():
@@ -242,6 +232,7 @@ class Instance:
             _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
             self.healthy = False
             self._registry.changed()
+            self._registry.failed(self)
 
     def probe_passed(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
@@ -267,6 +258,7 @@ class Registry:
         """Grows whenever who may be chosen, or be paired with whom, may have changed."""
         self._instances: dict[str, Instance] = {}
         self._on_lost_cache: list[Callable[[str], None]] = []
+        self._on_failure: list[Callable[[Instance], None]] = []
 
     def __repr__(self) -> str:
         return f"<Registry {list(self._instances.values())}>"
@@ -333,6 +325,15 @@ class Registry:
         """``instance`` has restarted or is gone."""
         for callback in self._on_lost_cache:
             callback(instance.key)
+
+    def on_failure(self, callback: Callable[[Instance], None]) -> None:
+        """Call ``callback`` with each instance that turns unhealthy."""
+        self._on_failure.append(callback)
+
+    def failed(self, instance: Instance) -> None:
+        """``instance`` has turned unhealthy."""
+        for callback in self._on_failure:
+            callback(instance)
 
     def _add(self, instance: Instance) -> Instance:
         self._instances[instance.key] = instance

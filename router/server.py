@@ -179,7 +179,8 @@ class RouterProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._data_plane: DataPlane = self.config.app.proxy  # type: ignore[union-attr]
+        application: Any = self.config.app
+        self._data_plane: DataPlane = application.proxy
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
@@ -224,7 +225,7 @@ class RouterProtocol(HttpToolsProtocol):
             request.body = request.parts[0] if len(request.parts) == 1 else b"".join(request.parts)
             request.parts = []
             if not self.pipeline or self.pipeline[0][0] is not request:
-                self._start_asgi_task(request, self._data_plane)  # type: ignore[arg-type]
+                self._start_asgi_task(request, self._data_plane)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from router.aborts import Aborter
 from router.instances import Instance, Registration
-from router.upstream import Answer, Exchange, Headers, StaleConnection, UpstreamError
+from router.upstream import Answer, Exchange, Headers, StaleConnection, TimedOut, UpstreamError
 
 __all__ = ["Attempt", "HandOverFailed", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
@@ -209,6 +209,17 @@ class Attempt:
         """Give up all legs now, and make ``begin`` or ``more`` raise ``error``."""
         self.answering.exchange.fail(error)
         self.give_up()
+
+    def instance_failed(self, instance: Instance, silence: float) -> None:
+        """``instance`` answers no probes: fail if it works on this attempt, and has been silent for so many seconds."""
+        leg = self.answering if self.answering.instance is instance else self.prefill
+        if leg is None or leg.finished or leg.instance is not instance:
+            return
+        message = f"{instance.key} stopped answering: {instance.trouble}"
+        if not self._begun:
+            self.answering.exchange.fail(LegFailed(instance, message))
+        elif leg is self.answering and time.monotonic() - leg.exchange.last_heard > silence:
+            leg.exchange.fail(TimedOut(message))
 
     def finish(self) -> None:
         """The client has the whole answer; prefill gets a moment to end its own."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -157,6 +158,7 @@ class Exchange:
         self.headers: Headers = []
         self.sent = False
         self.last_heard = 0.0
+        """When the last piece of the body came, on ``time.monotonic``."""
         self._upstream = upstream
         self._request = request
         self._bodiless = bodiless
@@ -280,6 +282,7 @@ class Exchange:
             return False
         self._chunks.append(data)
         self._buffered += len(data)
+        self.last_heard = time.monotonic()
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -327,9 +330,9 @@ class Exchange:
 
     async def _connect(self) -> _Connection:
         self._check()
-        self._connecting = asyncio.ensure_future(self._upstream.connect(self.address))
+        self._connecting = connecting = asyncio.ensure_future(self._upstream.connect(self.address))
         try:
-            connection = await self._connecting
+            connection = await connecting
         except asyncio.CancelledError:
             self._check()  # ``fail`` cancelled it, and not our own task's end
             raise

@@ -138,7 +138,7 @@ def test_each_mode_takes_its_roles(splitwise: bool, role: str, taken: bool) -> N
 def test_registering_again_updates_in_place_and_keeps_the_load() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
-    instance.begin(tokens=10)
+    instance.candidate.requests, instance.candidate.tokens = 1, 10
     again = registry.register(registration(version="v2", role="prefill"), now=5.0)
     assert again is instance
     assert (again.role, again.registration.version, again.candidate.requests) == (Role.PREFILL, "v2", 1)
@@ -228,7 +228,7 @@ def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
 
 def test_repr_tells_an_operator_role_address_state_and_load() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
-    instance.begin(tokens=10)
+    instance.candidate.requests, instance.candidate.tokens = 1, 10
     assert repr(instance) == "<Instance decode 10.0.0.1:52500 healthy requests=1 tokens=10>"
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy import _whole_events
+from router.journey import _whole_events
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.waiting import wait_until

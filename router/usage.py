@@ -1,0 +1,31 @@
+"""What an engine's answer says of tokens, read without parsing the answer."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["Usage", "read_usage"]
+
+_MARK = b'"usage"'
+_FIGURE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,15})\b')
+
+
+class Usage(NamedTuple):
+    """The figures of an answer's ``usage``, as far as it has them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+def read_usage(data: bytes) -> Usage | None:
+    """The usage that stands last in ``data``, an answer or the end of an event stream; None where there is none.
+
+    The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
+    """
+    start = data.rfind(_MARK)
+    if start < 0:
+        return None
+    found = {name.decode(): int(figure) for name, figure in _FIGURE.findall(data, start)}
+    return Usage(**found) if found else None
