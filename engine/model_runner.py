@@ -15,12 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
+from engine.packed_linear import pack_linears
 from engine.request import TokenLogprobs
 from engine.sampler import sample
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
 
-__all__ = ["KVShape", "ModelRunner", "choose_device", "choose_dtype", "load_model_config", "load_tokenizer"]
+__all__ = [
+    "KVShape",
+    "ModelRunner",
+    "check_length",
+    "choose_device",
+    "choose_dtype",
+    "load_model_config",
+    "load_tokenizer",
+]
 
 LAYOUT = "layer,kv,head,token,dim"
 
@@ -65,6 +74,27 @@ def load_model_config(folder: str) -> Any:
     return config
 
 
+def check_length(folder: str, config: Any, max_model_len: int) -> None:
+    """Sequences of ``max_model_len`` tokens must be within what the model knows, and its RoPE fixed within it.
+
+    transformers chooses the frequencies of "longrope" for a whole forward pass, by the furthest position in it: one
+    long sequence would turn the keys of all that run beside it. Up to the length the model was first trained for
+    nothing is chosen. ("dynamic" scaling begins where ``max_position_embeddings`` end, which are never exceeded.)
+
+    Raises:
+        ConfigError: they are not.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_model_len > longest:
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the {longest} positions of {folder}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: beyond {rope['original_max_position_embeddings']} tokens the longrope "
+            f"scaling of {folder} would depend on what else is in the batch; lower it to that"
+        )
+
+
 class ModelRunner:
     """Owns the weights and the KV memory; computes, samples, and knows where a block lies.
 
@@ -95,6 +125,8 @@ class ModelRunner:
             raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
         self.model.to(self.device).eval()
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        if self.device.type == "cpu":
+            pack_linears(self.model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.shape = KVShape(config.num_hidden_layers, kv_heads, block_size, head_dim, dtype)
