@@ -77,7 +77,7 @@ class Completions:
             raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send one each", param="prompt")
         if not prompt:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
-        tokens = self._encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._tokenizer)
 
     def _start(self, body: GenerationBody, tokens: list[int], param: str) -> Generation:
@@ -105,8 +105,9 @@ class Completions:
         if wrong is not None:
             raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
 
-    def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """``add_special_tokens``: such as Llama's first one; a chat template writes them itself."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
         return tokens

@@ -19,7 +19,8 @@ class Detokenizer:
     """Turns one sequence's tokens into text.
 
     A token's text can depend on the few before it (spaces, byte pieces of one character), so a short window of
-    tokens is decoded anew for each, and what of its text was not there before is new.
+    tokens is decoded anew for each, and what of its text was not there before is new. The window begins where a
+    character does: at the last but one border at which nothing was unfinished.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -31,7 +32,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._window = list(prompt_token_ids[-_CONTEXT:])
-        self._given = len(self._decode(self._window))  # characters of the window's text
+        while self._decode(self._window).startswith(_INCOMPLETE):  # it begins within a character
+            del self._window[0]
+        self._set_context()
         self._held = ""
         self.stopped = False
         """Whether a stop string was met; no text follows."""
@@ -48,13 +51,27 @@ class Detokenizer:
     def _decode_new(self, *, final: bool) -> str:
         text = self._decode(self._window)
         certain = len(text) if final else len(text) - _unfinished(text)
+        may_complete = certain < len(text) and len(self._window) - self._num_context <= _MAX_INCOMPLETE
+        if may_complete and not text.startswith(self._context):
+            # With byte fallback a run of bytes is broken from its first to its last while the last is unfinished.
+            return ""
         new = text[self._given : certain]
         self._given = max(self._given, certain)
-        if len(self._window) > 2 * _CONTEXT:
+        if new and certain == len(text):
+            del self._window[: self._num_context]
+            self._set_context()
+        elif len(self._window) > 2 * _CONTEXT:
             unfinished = len(text) - self._given
             del self._window[:-_CONTEXT]
-            self._given = len(self._decode(self._window)) - unfinished
+            self._set_context()
+            self._given -= unfinished
         return new
+
+    def _set_context(self) -> None:
+        """Take the window for what has been given out; only what comes after it is new."""
+        self._context = self._decode(self._window)
+        self._num_context = len(self._window)
+        self._given = len(self._context)  # characters of the window's text
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

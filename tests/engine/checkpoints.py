@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Ernie4_5Config, LlamaConfig, Qwen2Config, Qwen3Config
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-__all__ = ["CHECKPOINTS", "VOCAB_SIZE", "write_checkpoint"]
+__all__ = ["ARCHITECTURES", "CHECKPOINTS", "VOCAB_SIZE", "byte_fallback_tokenizer", "config_of", "write_checkpoint"]
 
 VOCAB_SIZE = 300
 
@@ -27,6 +35,20 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
     "dtype": "float32",
 }
+
+ARCHITECTURES: dict[str, Callable[..., Any]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "ernie4.5": Ernie4_5Config,
+}
+
+
+def config_of(architecture: str, **changes: Any) -> Any:
+    """A tiny configuration of an architecture; one KV head for two heads, untied, unless ``changes`` say otherwise."""
+    shape = {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": False, **changes}
+    return ARCHITECTURES[architecture](**shape)
+
 
 CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "qwen2-grouped-untied": lambda: Qwen2Config(**_SHAPE, num_key_value_heads=2, tie_word_embeddings=False),
@@ -47,3 +69,26 @@ def write_checkpoint(config: Any, folder: Path) -> Path:
                 parameter.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def byte_fallback_tokenizer(**settings: Any) -> Any:
+    """A tokenizer as SentencePiece models have it (Llama, ERNIE): a few words; all else as its UTF-8 bytes.
+
+    It puts ``<s>`` before a text. ``settings`` are more of ``PreTrainedTokenizerFast``'s.
+    """
+    letters = "\u2581abcdefghijklmnopqrstuvwxyz"
+    words = ["\u2581the", "\u2581river"]
+    parts = sorted({word[:end] for word in words for end in range(2, len(word) + 1)}, key=len)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *parts]
+    merges = [(piece[:-1], piece[-1]) for piece in parts]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
+    )

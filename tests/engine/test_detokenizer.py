@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer
+from tests.engine.checkpoints import byte_fallback_tokenizer
 
 BROKEN = "\ufffd"
 # Whole words (one token each), parts of words, and characters of one to four bytes (a token for each byte).
@@ -136,3 +137,36 @@ def test_after_a_stop_string_nothing_more_comes(word_tokenizer: Any) -> None:
     given_out = [detokenizer.add(token) for token in tokens_of(word_tokenizer, " the river rock road")]
     assert [*given_out, detokenizer.finish()] == [" the", "", "", "", ""]
     assert detokenizer.stopped
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer() -> Any:
+    """One that knows few words and spells all else in bytes, a run of which decodes as a whole or not at all."""
+    return byte_fallback_tokenizer()
+
+
+@given(text=TEXT, prompt=TEXT)
+@settings(deadline=None)
+def test_byte_fallback_makes_up_the_whole_text_without_broken_characters(
+    fallback_tokenizer: Any, text: str, prompt: str
+) -> None:
+    before, both = (tokens_of(fallback_tokenizer, part) for part in (prompt, prompt + text))
+    given_out = pieces(fallback_tokenizer, both[len(before) :], prompt=before)
+    assert not any(BROKEN in piece for piece in given_out)
+    if both[: len(before)] == before:
+        assert fallback_tokenizer.decode(before) + "".join(given_out) == fallback_tokenizer.decode(both)
+
+
+def test_byte_fallback_gives_each_character_out_with_its_last_byte(fallback_tokenizer: Any) -> None:
+    tokens = tokens_of(fallback_tokenizer, "深圳é😀€")[1:]  # without the space that it puts before a text
+    expected = ["", "", "深", "", "", "圳", "", "é", "", "", "", "😀", "", "", "€", ""]
+    assert pieces(fallback_tokenizer, tokens, prompt=tokens * 3) == expected
+
+
+def test_byte_fallback_goes_on_after_bytes_that_are_no_character(fallback_tokenizer: Any) -> None:
+    euro, the = (tokens_of(fallback_tokenizer, text)[1:] for text in ("€", "  the"))
+    for count in range(1, 30):
+        given_out = "".join(pieces(fallback_tokenizer, [*euro, *euro[-1:] * count, *the, *euro]))
+        assert given_out.startswith("€")
+        assert given_out.endswith(" the€")
+        assert given_out.count(BROKEN) >= count
