@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -36,12 +36,18 @@ class AbortOutcome(NamedTuple):
 class Aborter:
     """Sends ``POST /v1/abort_requests`` to instances."""
 
-    def __init__(self, upstream: Upstream, tasks: Tasks) -> None:
+    def __init__(self, upstream: Upstream, tasks: Tasks, count: Callable[[str], None]) -> None:
+        """
+        Args:
+            count: called with the key of each instance that is told to stop a request nobody waits for.
+        """
         self._upstream = upstream
         self._tasks = tasks
+        self._count = count
 
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
         """Abort requests at one instance, in the background; a failure is logged and otherwise ignored."""
+        self._count(instance.key)
         self._tasks.start(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:

@@ -69,8 +69,8 @@ class RouterApp:
         self.upstream = Upstream()
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
-        self.aborter = Aborter(self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.aborter = Aborter(self.upstream, self.tasks, self.metrics.aborted)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
             settings,
