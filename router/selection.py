@@ -75,7 +75,9 @@ class Selector:
             Role.PREFILL: settings.prefill_policy,
             Role.DECODE: settings.decode_policy,
         }
-        self.policies: Mapping[Role, Policy] = {role: POLICIES[names[role]]() for role in registry.roles}
+        self.policies: Mapping[Role, Policy] = {
+            role: POLICIES[names[role]](settings.policy_options, clock) for role in registry.roles
+        }
         """The policy of each role that the router's mode takes."""
         for policy in self.policies.values():
             registry.on_lost_cache(policy.forget)

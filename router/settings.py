@@ -79,9 +79,9 @@ class RouterSettings:
     preempt_retry_exclude_decode: bool = _setting(
         False, "server.preempt-retry-exclude-decode", "continue it at another decode instance, if there is one"
     )
-    policy: str = _setting("request_num", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
+    policy: str = _setting("pool_aware", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
     prefill_policy: str = _setting(
-        "process_tokens", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES
+        "pool_aware", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES
     )
     decode_policy: str = _setting("request_num", "scheduler.decode-policy", "how a decode instance is chosen", POLICIES)
     stats_interval_secs: float = _setting(
@@ -91,13 +91,15 @@ class RouterSettings:
         30.0, "scheduler.eviction-duration-mins", "minutes after which a prefix that nobody used is forgotten"
     )
     prefix_index_entries: int = _setting(
-        DEFAULT_MAX_ENTRIES, "scheduler.prefix-index-entries", "chunks of prompts that are remembered at most"
+        DEFAULT_MAX_ENTRIES,
+        "scheduler.prefix-index-entries",
+        "chunks of prompts (128 tokens, 110 bytes each) that are remembered at most",
     )
     balance_abs_threshold: float = _setting(
         1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware looks at caches first"
     )
     balance_rel_threshold: float = _setting(
-        0.2, "scheduler.balance-rel-threshold", "the same as a part of the lowest load; both must be exceeded"
+        0.2, "scheduler.balance-rel-threshold", "the same as a part of the highest load; both must be exceeded"
     )
     hit_ratio_weight: float = _setting(
         1.0, "scheduler.hit-ratio-weight", "what the cached part of a prompt counts in cache_aware"
@@ -180,7 +182,7 @@ class RouterSettings:
     @property
     def policy_options(self) -> PolicyOptions:
         """What is set about policies."""
-        return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields if hasattr(self, name)})
+        return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields})
 
 
 # Every field but without_effect.

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Candidate", "Decision", "Outcome", "Policy", "PolicyBase", "PolicyOptions", "RequestFeatures", "Turns"]
+from router.prefix_index import DEFAULT_MAX_ENTRIES
+
+__all__ = [
+    "DEFAULTS",
+    "Candidate",
+    "Decision",
+    "Outcome",
+    "Policy",
+    "PolicyBase",
+    "PolicyOptions",
+    "RequestFeatures",
+    "Turns",
+]
 
 
 class RequestFeatures:
@@ -88,15 +101,15 @@ class Outcome(NamedTuple):
 
 
 class PolicyOptions(NamedTuple):
-    """What can be set about policies; names and defaults are those of FastDeploy's Go router."""
+    """What can be set about policies; most names and defaults are those of FastDeploy's Go router."""
 
-    cache_block_size: int = 4
     eviction_duration_mins: float = 30.0
     balance_abs_threshold: float = 1.0
     balance_rel_threshold: float = 0.2
     hit_ratio_weight: float = 1.0
     load_balance_weight: float = 0.05
     waiting_weight: float = 10.0
+    prefix_index_entries: int = DEFAULT_MAX_ENTRIES
 
 
 class Policy(Protocol):
@@ -112,8 +125,20 @@ class Policy(Protocol):
         """The instance of this key has restarted or is gone: what was known of its cache is void."""
 
 
+DEFAULTS = PolicyOptions()
+
+
 class PolicyBase:
     """A policy that learns nothing and remembers no instance."""
+
+    def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            clock: gives the time in seconds; a simulator's is its own.
+        """
+        self._options = options
+        self._clock = clock
+        self._turns = Turns()
 
     def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
         """See ``Policy.observe``."""
@@ -134,8 +159,8 @@ class Turns:
         self.taken += 1
         return chosen
 
-    def least(self, candidates: Sequence[Candidate], load: Callable[[Candidate], float]) -> Candidate:
-        """The candidate with the least ``load``; among equals, the one whose turn comes first."""
+    def least(self, candidates: Sequence[Candidate], load: Callable[[Candidate], Any]) -> Candidate:
+        """The candidate with the least ``load``, which is anything that compares; equals take turns."""
         start = self.taken % len(candidates)
         self.taken += 1
         return min([*candidates[start:], *candidates[:start]], key=load)

@@ -13,10 +13,7 @@ __all__ = ["Random"]
 class Random(PolicyBase):
     """Any instance, each as likely as the others."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = random.Random(seed)
-
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
-        chosen = self._random.choice(candidates)
+        chosen = random.choice(candidates)
         return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)}, request.prompt_tokens)

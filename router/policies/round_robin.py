@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures, Turns
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
 
 __all__ = ["RoundRobin"]
 
 
 class RoundRobin(PolicyBase):
     """One instance after another."""
-
-    def __init__(self) -> None:
-        self._turns = Turns()
 
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""

@@ -104,7 +104,7 @@ def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_pat
     flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
     with child([*LAUNCH, *flags], tmp_path / "router.log") as process:
         process.wait_for(lambda: "router listens at" in process.output, "the startup line")
-        assert "prefill by process_tokens, decode by random" in process.output
+        assert "prefill by pool_aware, decode by random" in process.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

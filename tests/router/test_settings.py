@@ -20,8 +20,8 @@ def test_defaults_are_fastdeploys() -> None:
     assert (settings.host, settings.port, settings.splitwise) == ("0.0.0.0", 9000, False)
     assert settings.request_timeout_secs == 1800
     assert (settings.policy, settings.prefill_policy, settings.decode_policy) == (
-        "request_num",
-        "process_tokens",
+        "pool_aware",
+        "pool_aware",
         "request_num",
     )
 

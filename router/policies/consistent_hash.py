@@ -1,0 +1,50 @@
+"""The same instance for the same session or user, for as long as it is there and not overloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
+
+__all__ = ["ConsistentHash"]
+
+# An instance may have this many times the average number of requests ("Consistent Hashing with Bounded Loads",
+# Mirrokni, Thorup and Zadimoghaddam, 2016); what is beyond goes to the key's next choice.
+_BOUND = 1.25
+# Without a key, prompts that agree up to here (about 512 tokens) are taken for one session's.
+_FIRST_CHUNKS = 4
+
+
+class ConsistentHash(PolicyBase):
+    """Rendezvous hashing with bounded loads: each key ranks the instances in an order of its own.
+
+    An instance that leaves moves only its own keys, one that comes takes only those that rank it first. A request
+    without a key goes by the beginning of its prompt, and a short one to the instance with the fewest requests.
+    """
+
+    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
+        """See ``Policy.choose``."""
+        if request.key:
+            seed, by = xxhash.xxh3_64_intdigest(request.key.encode(errors="surrogatepass")), "key"
+        elif request.chunks:
+            seed, by = request.chunks[:_FIRST_CHUNKS][-1], "prefix"
+        else:
+            chosen = self._turns.least(candidates, lambda candidate: candidate.requests)
+            return Decision(
+                chosen.key,
+                {"policy": "consistent_hash", "by": "requests", "requests": chosen.requests},
+                request.prompt_tokens,
+            )
+        most = _BOUND * (sum(candidate.requests for candidate in candidates) + 1) / len(candidates)
+        # This request is counted too, so some candidate is always within the bound.
+        allowed = [candidate for candidate in candidates if candidate.requests < most]
+        chosen = max(allowed, key=lambda candidate: xxhash.xxh3_64_intdigest(candidate.key.encode(), seed))
+        reasons: dict[str, float | str] = {
+            "policy": "consistent_hash",
+            "by": by,
+            "requests": chosen.requests,
+            "overloaded": len(candidates) - len(allowed),
+        }
+        return Decision(chosen.key, reasons, request.prompt_tokens)
