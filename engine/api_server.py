@@ -27,7 +27,14 @@ from engine.core import EngineCore
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.metrics import EngineMetrics
-from engine.model_runner import ModelRunner, choose_device, choose_dtype, load_model_config, load_tokenizer
+from engine.model_runner import (
+    ModelRunner,
+    check_length,
+    choose_device,
+    choose_dtype,
+    load_model_config,
+    load_tokenizer,
+)
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
 from engine.registration import keep_registered, router_url
 from engine.scheduler import Scheduler
@@ -54,11 +61,7 @@ class Instance:
         self.router = router_url(args.router) if args.router else None
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
         config = load_model_config(args.model)
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest is not None and args.max_model_len > longest:
-            raise ConfigError(
-                f"--max-model-len {args.max_model_len} is more than the {longest} positions of {args.model}"
-            )
+        check_length(args.model, config, args.max_model_len)
         device = choose_device(args.device)
         runner = ModelRunner(args.model, config, device, choose_dtype(args.dtype, config), args.block_size)
         num_blocks = args.num_gpu_blocks_override or runner.default_num_blocks(args.gpu_memory_utilization)
