@@ -114,8 +114,9 @@ class RouterSettings:
     snapshot_path: str = _setting(
         "", "manager.snapshot-path", "file that keeps instances and prefixes for the next start"
     )
+    # Not shorter: writing out a full prefix index holds everything up for some 0.2 s.
     snapshot_interval_secs: float = _setting(
-        10.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
+        60.0, "manager.snapshot-interval-secs", "seconds between two writes of that file"
     )
     health_check_endpoint: str = _setting(
         "/health", "manager.health-check-endpoint", "path that a healthy instance answers with 200"
