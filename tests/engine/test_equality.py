@@ -1,0 +1,114 @@
+"""With everything on, greedy answers are those of transformers' own ``generate`` from the same checkpoint.
+
+Everything: prefix cache, pool, output caching, chunked prefill, batches, and too few blocks, so that sequences are
+preempted. The checkpoints are random float32 weights. Sums of the same numbers in another order differ in their last
+bits, so where an answer first differs from the reference's, the reference itself must find the other token as likely,
+within ``TOLERANCE``; what follows is another text, and is not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.running import Engine
+
+BLOCK, CHUNK = 16, 40
+MAX_TOKENS = 12
+TOLERANCE = 1e-3  # of a logit; they have a standard deviation of about 1
+
+BORDERS = (BLOCK, 2 * BLOCK, 3 * BLOCK, 5 * BLOCK, 8 * BLOCK, CHUNK, 2 * CHUNK, 3 * CHUNK)
+LENGTHS = sorted({1, 2, 3, *(border + off for border in BORDERS for off in (-2, -1, 0, 1, 2))})
+# Answers that reach a border.
+LENGTHS += [border - MAX_TOKENS + off for border in (2 * BLOCK, 4 * BLOCK, 7 * BLOCK) for off in (-1, 0, 1)]
+
+
+def random_tokens(count: int, seed: str) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+SYSTEM = random_tokens(3 * BLOCK + 5, "a beginning that several prompts share")
+PROMPTS = [random_tokens(length, f"prompt {i}") for i, length in enumerate(LENGTHS)]
+PROMPTS += [SYSTEM + random_tokens(length, f"shared {length}") for length in (1, 10, 11, 12, 27, 40)]
+assert len(PROMPTS) >= 50
+
+
+class Reference:
+    """transformers' own generation, and what it thinks of another's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+        self.generate = functools.cache(self._generate)
+
+    def _generate(self, prompt: tuple[int, ...]) -> tuple[list[int], list[torch.Tensor]]:
+        """The answer, and the logits from which each of its tokens was chosen."""
+        generated: Any = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return generated.sequences[0, len(prompt) :].tolist(), [logits[0] for logits in generated.logits]
+
+    def check(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Whether ``answer`` is the reference's to its end; a difference that is no near-tie fails."""
+        expected, logits = self.generate(tuple(prompt))
+        assert len(answer) == len(expected)
+        for at, (got, wanted) in enumerate(zip(answer, expected, strict=True)):
+            if got != wanted:
+                lead = float(logits[at][wanted] - logits[at][got])
+                assert lead < TOLERANCE, f"prompt of {len(prompt)} tokens: token {at} is {got}, not {wanted}"
+                return False
+        return True
+
+
+def asked_at_once(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    answers = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
+    tokens = [answering.wait() for answering in answers]
+    engine.wait_until_idle()
+    return tokens
+
+
+def full_blocks(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens in full blocks."""
+    return sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(CHECKPOINTS[name](), tmp_path)
+    reference, store = Reference(folder), MemoryStore(64 << 20)
+    same: list[bool] = []
+
+    def check(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        answers = asked_at_once(engine, prompts)
+        same.extend(reference.check(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+        return answers
+
+    settings: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True, "store": store}
+    with (
+        Engine(folder, num_blocks=20, max_num_seqs=6, **settings) as one,
+        Engine(folder, num_blocks=400, max_num_seqs=16, **settings) as other,
+    ):
+        answers = check(one, PROMPTS)
+        assert one.metric("kvstore_preemptions_total") > 0
+        # The next turns of all conversations, on another instance.
+        question = random_tokens(9, "a second question")
+        turns = [[*prompt, *answer, *question] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        check(other, turns)
+        assert other.metric("kvstore_pool_cached_tokens_total") > 0.6 * full_blocks(turns)
+        check(other, PROMPTS)
+        assert other.metric("fastdeploy:prefix_gpu_cache_token_num_total") > 0.6 * full_blocks(PROMPTS)
+    # Near-ties are rare: else this test would compare little.
+    assert sum(same) > 0.95 * len(same)
