@@ -98,6 +98,8 @@ class Outcome(NamedTuple):
     """As the engine counted; None where it did not say."""
     cached_tokens: int | None
     """Prompt tokens that the engine did not compute; None where it did not say."""
+    own_cached_tokens: int | None = None
+    """Of these, those from the instance's own cache and not from the pool; None where it did not say."""
 
 
 class PolicyOptions(NamedTuple):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefix_index import Held, PrefixIndex
+from router.prefix_index import PrefixIndex
 
 # A tree of chains: the hash of a chunk names all that comes before it, as real ones do.
 _chains = st.lists(st.integers(0, 2), max_size=12).map(
@@ -18,8 +20,12 @@ _steps = st.lists(
 )
 
 
-def leading(chain: list[int], held: set[int]) -> int:
-    return next((i for i, chunk in enumerate(chain) if chunk not in held), len(chain))
+def held(index: PrefixIndex, chain: Sequence[int]) -> tuple[int, dict[str, int]]:
+    return index.look_up(chain)[:2]
+
+
+def leading(chain: list[int], known: set[int]) -> int:
+    return next((i for i, chunk in enumerate(chain) if chunk not in known), len(chain))
 
 
 @given(steps=_steps, asked=_chains)
@@ -33,8 +39,8 @@ def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple], a
         else:
             index.forget(step[1])
             own[step[1]].clear()
-    expected = {key: leading(asked, held) for key, held in own.items()}
-    assert index.look_up(asked) == Held(leading(asked, pool), {key: n for key, n in expected.items() if n})
+    expected = {key: leading(asked, chunks) for key, chunks in own.items()}
+    assert held(index, asked) == (leading(asked, pool), {key: n for key, n in expected.items() if n})
 
 
 @given(steps=_steps, chain=_chains.filter(len), turns=st.integers(0, 1))
@@ -60,7 +66,7 @@ def test_it_never_holds_more_than_its_bound() -> None:
 def test_a_chain_longer_than_the_index_is_known_as_far_as_it_goes() -> None:
     index = PrefixIndex(max_entries=100)
     index.add(range(1000), "a")
-    assert index.look_up(range(1000)) == Held(50, {"a": 50})
+    assert held(index, range(1000)) == (50, {"a": 50})
 
 
 def test_a_chain_not_used_for_its_lifetime_is_forgotten_and_a_used_one_kept() -> None:
@@ -80,7 +86,17 @@ def test_all_is_stale_after_a_long_pause() -> None:
     index = PrefixIndex(lifetime_secs=100, clock=lambda: now)
     index.add([1, 2], "a")
     now = 101.0
-    assert index.look_up([1, 2]) == Held(0, {})
+    assert held(index, [1, 2]) == (0, {})
+
+
+def test_what_an_instance_did_not_use_for_long_is_taken_to_be_in_the_pool_only() -> None:
+    now = 0.0
+    index = PrefixIndex(clock=lambda: now)
+    index.add([1, 2, 3], "a")
+    now = 50.0
+    index.add([1, 4], "b")
+    now = 60.0
+    assert index.look_up([1, 2, 3], kept_secs=30) == (3, {"a": 1, "b": 1}, [(1, 10.0), (3, 60.0)])
 
 
 def test_a_restarted_instance_holds_nothing_and_the_pool_still_does() -> None:
@@ -88,7 +104,7 @@ def test_a_restarted_instance_holds_nothing_and_the_pool_still_does() -> None:
     index.add([1, 2, 3], "a")
     index.add([1, 2], "b")
     index.forget("a")
-    assert index.look_up([1, 2, 3]) == Held(3, {"b": 2})
+    assert held(index, [1, 2, 3]) == (3, {"b": 2})
 
 
 def test_many_restarts_leave_the_others_known() -> None:
@@ -97,7 +113,7 @@ def test_many_restarts_leave_the_others_known() -> None:
     for restart in range(1000):
         index.add([1, 2, 3], f"instance {restart}")
         index.forget(f"instance {restart}")
-    assert index.look_up([1, 2, 3]) == Held(3, {"steady": 2})
+    assert held(index, [1, 2, 3]) == (3, {"steady": 2})
     assert len(index._names) < 300
 
 
@@ -108,7 +124,7 @@ def test_a_snapshot_brings_all_back() -> None:
     index.add([1], "gone")
     index.forget("gone")
     other.load(index.dump())
-    assert other.look_up([1, 2**64 - 1, 3]) == Held(3, {"a": 3, "b": 1})
+    assert held(other, [1, 2**64 - 1, 3]) == (3, {"a": 3, "b": 1})
 
 
 def test_an_empty_snapshot_is_a_snapshot() -> None:
@@ -121,7 +137,7 @@ def test_a_snapshot_fits_into_a_smaller_index() -> None:
     index, smaller = PrefixIndex(), PrefixIndex(max_entries=10)
     index.add(range(20), "a")
     smaller.load(index.dump())
-    assert smaller.look_up(range(20)) == Held(5, {"a": 5})
+    assert held(smaller, range(20)) == (5, {"a": 5})
 
 
 @given(damage=st.integers(0, 10_000), cut=st.booleans())

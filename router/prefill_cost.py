@@ -1,0 +1,62 @@
+"""PrefillCost: what waiting, computing and fetching cost, learned from the first tokens of answers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+__all__ = ["PrefillCost"]
+
+_WINDOW = 512
+_FIT_EVERY = 64
+# The weight of what is assumed before anything is learned, in outcomes.
+_PRIOR = 32.0
+_ASSUMED = np.array([1.0, 1.0, 0.25, 0.0])
+
+
+class PrefillCost:
+    """A first token's time as queued x a + computed x b + fetched x c + d, with its figures in tokens.
+
+    A weighted least-squares fit of the relative error over the latest outcomes. An outcome that is off by more than
+    its own size (a stalled connection, a pause of the engine) weighs less the farther off it is, so that a few
+    of them change nothing. What the outcomes leave open stays as assumed: a queued token takes as long as a computed
+    one, a fetched one a quarter of that.
+    """
+
+    def __init__(self) -> None:
+        self.fetch_cost = 0.25
+        """Fetching a token, as a part of computing it; 0.02 to 1."""
+        self.queue_cost = 1.0
+        """A token of the queue, as a part of computing one; 0.5 to 2."""
+        self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
+        self._until_fit = _FIT_EVERY
+
+    def observe(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
+        """A first token came after ``seconds``, of a prompt with these tokens behind a queue of so many."""
+        if seconds <= 0 or queued + computed + fetched <= 0:
+            return
+        self._outcomes.append((queued, computed, fetched, seconds))
+        self._until_fit -= 1
+        if self._until_fit == 0:
+            self._until_fit = _FIT_EVERY
+            self._fit()
+
+    def _fit(self) -> None:
+        outcomes = np.array(self._outcomes)
+        figures, seconds = np.column_stack([outcomes[:, :3], np.ones(len(outcomes))]), outcomes[:, 3]
+        scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds a token
+        assumed = _ASSUMED * scale
+        # The prior is written as rows of the same kind: each figure, at its share in the outcomes, as assumed.
+        typical = np.sqrt(np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0))
+        prior = np.diag(_PRIOR * np.maximum(typical, 1e-3 / scale) ** 2)
+        found = assumed
+        for _ in range(4):
+            expected = np.maximum(figures @ found, 0.1 * (figures @ assumed))
+            rows, targets = figures / expected[:, None], seconds / expected
+            weights = 1 / np.maximum(1.0, np.abs(targets - rows @ found))
+            normal = rows.T @ (rows * weights[:, None]) + prior
+            found = np.linalg.solve(normal, rows.T @ (targets * weights) + prior @ assumed)
+        computing = max(float(found[1]), 0.1 * scale)
+        self.fetch_cost = min(1.0, max(0.02, float(found[2]) / computing))
+        self.queue_cost = min(2.0, max(0.5, float(found[0]) / computing))
