@@ -24,7 +24,7 @@ from engine.args import EngineArgs, parse_args
 from engine.block_manager import BlockManager
 from engine.completions import Completions
 from engine.core import EngineCore
-from engine.disaggregation import HandoverReceiver
+from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
 from engine.generation import Generations
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
@@ -36,7 +36,7 @@ from engine.model_runner import (
     load_tokenizer,
 )
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
-from engine.registration import keep_registered, router_url
+from engine.registration import host_ip_towards, keep_registered, router_url
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 
@@ -89,8 +89,11 @@ class Instance:
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(args.model)
-        self.receiver = HandoverReceiver()
-        self.generations = Generations(self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver)
+        memory = self._block_memory(runner)
+        self.receiver = HandoverReceiver(memory)
+        self.generations = Generations(
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
+        )
         self.completions = Completions(
             self.generations, tokenizer, args.served_model_name, args.max_model_len, runner.vocab_size
         )
@@ -99,6 +102,26 @@ class Instance:
             f"{runner.namespace.kv_dtype}, {num_blocks} KV blocks of {args.block_size} tokens, "
             f"pool: {args.kvcache_storage_backend or 'none'}"
         )
+
+    def _block_memory(self, runner: ModelRunner) -> BlockMemory | None:
+        """What direct hand-overs write to and from; None where there is nothing to hand over, or no way to."""
+        if self.args.splitwise_role == "mixed":
+            return None
+        try:
+            if runner.device.type != "cpu":
+                raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
+            memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
+            protocol = choose_protocol(self.args.cache_transfer_protocol)
+            return BlockMemory(self.core, runner, Transfer(self._own_address(), protocol, memory, nbytes))
+        except (TransferUnavailable, OSError) as exc:
+            log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
+            return None
+
+    def _own_address(self) -> str:
+        """This machine's address as the other side of a hand-over reaches it."""
+        if self.args.host not in ("0.0.0.0", "::"):
+            return self.args.host
+        return host_ip_towards(self.router) if self.router else "127.0.0.1"
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ runs on this thread between steps, so that scheduler and block manager need no l
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -18,12 +19,14 @@ from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_connector import PoolConnector
 from engine.request import Sequence, State, TokenLogprobs, TokenOutput
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Chunk, Reservation, Scheduler
 from kvstore_backend import BlockPool
 
-__all__ = ["EngineCore", "Listener"]
+__all__ = ["EngineCore", "Listener", "Prefilled"]
 
 log = logging.getLogger(__name__)
+
+STALL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,23 @@ class Listener:
     """Who hears of a sequence; both are called on the engine's thread and must not block.
 
     ``on_output`` gets every token, and last an output with a ``finish_reason``. ``on_saved`` is called once, after
-    that, when nothing of the sequence is on its way to the pool any more.
+    that, when nothing of the sequence is on its way to the pool any more. ``on_computed`` gets the blocks of the
+    prompt as their KV becomes final, the partly filled last one too: the index of the first, and the blocks, with a
+    reference on each that the listener gives back by ``EngineCore.release``.
     """
 
     on_output: Callable[[TokenOutput], None]
     on_saved: Callable[[], None] = lambda: None
+    on_computed: Callable[[int, SequenceOf[int]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What another instance made of a prompt: its KV, in reserved blocks, and the first token of the answer."""
+
+    reservation: Reservation
+    token: int
+    logprobs: TokenLogprobs | None
 
 
 class EngineCore:
@@ -65,6 +80,7 @@ class EngineCore:
         self._listeners: dict[Sequence, Listener] = {}
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
+        self._turned_at = math.inf
         self._connector = PoolConnector(runner, pool, self._mailbox.put) if pool else None
         self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
         self._watch()
@@ -91,21 +107,58 @@ class EngineCore:
         """Whether the loop runs."""
         return self._thread.is_alive()
 
-    def submit(self, sequence: Sequence, listener: Listener) -> None:
+    @property
+    def is_working(self) -> bool:
+        """Whether the loop turns: no step of it has been running for over ``STALL_SECONDS``."""
+        return self.is_alive and time.monotonic() - self._turned_at < STALL_SECONDS
+
+    def submit(self, sequence: Sequence, listener: Listener, prefilled: Prefilled | None = None) -> None:
         """Queue ``sequence``; its fate is told to ``listener``. From any thread.
+
+        Args:
+            prefilled: taken over, whatever becomes of the sequence; it goes on from there.
 
         Raises:
             ValueError: the sequence can never run to its end in this engine's KV memory.
         """
         wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         if wanted > self.scheduler.capacity_tokens:
+            if prefilled:
+                self.cancel(prefilled.reservation, clear=False)
             raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
 
         def add() -> None:
             self._listeners[sequence] = listener
-            self.scheduler.add(sequence)
+            if prefilled is None:
+                self.scheduler.add(sequence)
+                return
+            self.scheduler.adopt(sequence, prefilled.reservation)
+            sequence.num_saved = len(sequence.hashes())  # whoever computed the prompt saves it
+            self._append(sequence, prefilled.token, prefilled.logprobs)
 
         self._mailbox.put(add)
+
+    def reserve(self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]) -> None:
+        """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread."""
+        self._mailbox.put(lambda: answer(self.scheduler.reserve(hashes, num_tokens)))
+
+    def cancel(self, reservation: Reservation, *, clear: bool) -> None:
+        """Give a reservation back, when nobody writes to its blocks any more. From any thread.
+
+        ``clear`` where something may have been written: masked positions still meet it, times zero, so half a number
+        that reads as infinite or NaN must not stay.
+        """
+
+        def run() -> None:
+            if clear:
+                self._runner.kv[reservation.missing] = 0
+            self.scheduler.cancel(reservation)
+
+        self._mailbox.put(run)
+
+    def release(self, blocks: SequenceOf[int]) -> None:
+        """Give back references that ``Listener.on_computed`` was given. From any thread."""
+        self._mailbox.put(lambda: self.scheduler.blocks.release(blocks))
 
     def abort(self, sequence: Sequence) -> None:
         """End ``sequence`` with finish reason ``abort``; nothing happens if it has ended. From any thread."""
@@ -135,7 +188,9 @@ class EngineCore:
     def _read_mailbox(self, *, wait: bool) -> None:
         """Run what lies in the mailbox; ``wait`` for the first piece if it is empty."""
         if wait:
+            self._turned_at = math.inf
             self._mailbox.get()()
+        self._turned_at = time.monotonic()
         while True:
             try:
                 self._mailbox.get_nowait()()
@@ -147,11 +202,27 @@ class EngineCore:
         tokens = self._runner.run(chunks)
         for chunk in chunks:
             self.scheduler.computed(chunk)
+            self._export(chunk.sequence)
         for sequence, (token, logprobs) in zip(sampling, tokens, strict=True):
             self._append(sequence, token, logprobs)
         for chunk in chunks:
             if chunk.sequence.state is State.RUNNING:
                 self._save(chunk.sequence)
+
+    def _export(self, sequence: Sequence) -> None:
+        """Give a listener that wants them the blocks of the prompt that became final."""
+        listener = self._listeners[sequence]
+        if listener.on_computed is None:
+            return
+        block_size, computed = sequence.block_size, sequence.num_computed
+        whole = computed >= sequence.num_prompt_tokens
+        first, last = sequence.num_exported, -(-computed // block_size) if whole else computed // block_size
+        if first >= last:
+            return
+        blocks = sequence.block_table[first:last]
+        self.scheduler.blocks.hold(blocks)
+        sequence.num_exported = last
+        listener.on_computed(first, blocks)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take a new token into the sequence, tell its listener, and end the sequence if it was the last."""
@@ -267,7 +338,8 @@ class EngineCore:
         """Let the gauges read the engine's state whenever they are scraped."""
         metrics, scheduler, blocks = self.metrics, self.scheduler, self.scheduler.blocks
         metrics.running.set_function(lambda: len(scheduler.running))
-        metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading))
+        metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading) + len(scheduler.handed))
+        metrics.reserved_blocks.set_function(lambda: sum(len(held.blocks) for held in list(scheduler.reservations)))
         metrics.available_blocks.set_function(lambda: blocks.num_available)
         metrics.cache_usage.set_function(lambda: 1 - blocks.num_available / blocks.num_blocks)
         if connector := self._connector:

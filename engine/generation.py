@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core import EngineCore, Listener
+from engine.core import EngineCore, Listener, Prefilled
 from engine.detokenizer import Detokenizer
-from engine.disaggregation import Handed, HandoverReceiver, hand_over
+from engine.disaggregation import BlockMemory, Handed, HandoverReceiver, HandoverSender, Prompt, hand_over
 from engine.protocol import DisaggregateInfo, usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 
@@ -47,12 +47,13 @@ class Generation:
         self._owner = owner
         self._info = disaggregate_info
         if disaggregate_info and owner.role == "prefill":
-            # The decode instance makes the answer; here the first token only ends the prompt's computation.
-            params = dataclasses.replace(request.params, max_tokens=1, min_tokens=0)
+            # The decode instance makes the answer, from the first token on that is chosen here.
+            params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min(1, request.params.min_tokens))
             request = dataclasses.replace(request, params=params)
         self.request = request
         self.sequence = Sequence(request, owner.block_size)
         self._handed: Handed | None = None
+        self._prefilled: Prefilled | None = None  # until it is submitted
         self._waiting: asyncio.Task[Handed | None] | None = None
         self._aborted = False
         # Not the sequence's own count: the engine may be a token ahead of what a stop string lets out.
@@ -83,42 +84,77 @@ class Generation:
                 async for piece in self._prefill(self._info):
                     yield piece
             else:
-                await self._wait_for_prefill()
-                async for piece in self._run():
+                async for piece in self._decode():
                     yield piece
 
     async def _prefill(self, info: DisaggregateInfo) -> AsyncIterator[Piece]:
         """Compute the prompt and hand it over before the (ignored) answer is given."""
         host, port = info.decode_ip or "", info.decode_connector_port or 0
-        async with hand_over(host, port, self.request.request_id) as decode:
+        core, prompt = self._owner.core, Prompt.of(self.sequence)
+        async with hand_over(
+            host, port, self.request.request_id, prompt, self._owner.memory, lambda: core.is_working
+        ) as decode:
             saved = asyncio.Event()
-            pieces = [piece async for piece in self._run(saved)]
-            if pieces[-1].finish_reason in ("abort", "error"):
-                decode.send(type="failed", reason=f"prefill ended with {pieces[-1].finish_reason}")
-            else:
+            pieces = [piece async for piece in self._run(saved=saved, sender=decode)]
+            last = pieces[-1]
+            cached = self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
+            if last.token_id is None:
+                decode.failed(f"prefill ended with {last.finish_reason}")
+            elif not await decode.deliver(last.token_id, last.logprobs, *cached) and decode.is_wanted:
                 await saved.wait()
-                sequence = self.sequence
-                decode.send(
-                    type="ready",
-                    own_cached_tokens=sequence.own_cached_tokens,
-                    pool_cached_tokens=sequence.pool_cached_tokens,
-                )
+                decode.saved(*cached)
         for piece in pieces:
             yield piece
 
-    async def _wait_for_prefill(self) -> None:
-        self._waiting = asyncio.create_task(self._owner.receiver.wait(self.request.request_id))
+    async def _decode(self) -> AsyncIterator[Piece]:
+        """Go on from what the prefill instance hands over, or from the prompt."""
         try:
-            self._handed = await self._waiting
+            await self._wait_for_prefill()
+            if self._aborted:
+                yield Piece("", None, "abort", None)
+                return
+            prefilled, self._prefilled = self._prefilled, None
+            first = True
+            async for piece in self._run(prefilled):
+                if first:
+                    first = False
+                    cached = self.sequence.pool_cached_tokens
+                    self._owner.core.metrics.handed_over.labels(
+                        "direct" if prefilled else "pool" if cached else "computed"
+                    ).inc()
+                yield piece
+        finally:
+            if self._prefilled is not None:
+                self._owner.core.cancel(self._prefilled.reservation, clear=False)
+
+    async def _wait_for_prefill(self) -> None:
+        receiver, prompt = self._owner.receiver, Prompt.of(self.sequence)
+        waiting = self._waiting = asyncio.create_task(receiver.wait(self.request.request_id, prompt))
+        try:
+            await waiting
         except asyncio.CancelledError:
             if not self._aborted:  # it was this task that was cancelled: the client has gone
-                self._waiting.cancel()
                 raise
         finally:
             self._waiting = None
+            if not waiting.cancel() and not waiting.cancelled():
+                self._handed = waiting.result()
+                self._prefilled = self._handed.prefilled if self._handed else None
 
-    async def _run(self, saved: asyncio.Event | None = None) -> AsyncIterator[Piece]:
-        """Run the sequence; set ``saved`` when nothing of it is on its way to the pool any more."""
+    async def _run(
+        self,
+        prefilled: Prefilled | None = None,
+        *,
+        saved: asyncio.Event | None = None,
+        sender: HandoverSender | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Run the sequence.
+
+        Args:
+            prefilled: where to go on from.
+            saved: set when nothing of it is on its way to the pool any more.
+            sender: given the blocks of the prompt as they are computed.
+        """
         if self._aborted:
             yield Piece("", None, "abort", None)
             return
@@ -133,9 +169,12 @@ class Generation:
         listener = Listener(
             on_output=lambda output: tell(outputs.put_nowait, output),
             on_saved=lambda: tell(saved.set) if saved else None,
+            on_computed=(lambda first, blocks: tell(sender.computed, first, blocks))
+            if sender and self._owner.memory
+            else None,
         )
         detokenizer = Detokenizer(self._owner.tokenizer, self.request.prompt_token_ids, self.request.params.stop)
-        self._owner.core.submit(self.sequence, listener)
+        self._owner.core.submit(self.sequence, listener, prefilled)
         reason: str | None = None
         first_token_seconds: float | None = None
         try:
@@ -182,13 +221,20 @@ class Generations:
     """All requests that are being answered, and what they share."""
 
     def __init__(
-        self, core: EngineCore, tokenizer: Any, role: str, block_size: int, receiver: HandoverReceiver
+        self,
+        core: EngineCore,
+        tokenizer: Any,
+        role: str,
+        block_size: int,
+        receiver: HandoverReceiver,
+        memory: BlockMemory | None = None,
     ) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self.role = role
         self.block_size = block_size
         self.receiver = receiver
+        self.memory = memory
         self._live: dict[str, Generation] = {}
 
     def start(self, request: Request, disaggregate_info: DisaggregateInfo | None) -> Generation:

@@ -18,6 +18,19 @@ class EngineMetrics:
         self.waiting = self._gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
         self.cache_usage = self._gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
         self.available_blocks = self._gauge("fastdeploy:available_gpu_block_num", "KV blocks nobody holds")
+        self.reserved_blocks = self._gauge(
+            "kvstore_reserved_blocks",
+            "KV blocks kept for hand-overs that run, or that were given up and may still write",
+        )
+        self.handed_over = Counter(
+            "kvstore_handed_over",
+            "Prompts that another instance was to prefill, by where their KV came from: direct, pool, computed",
+            ["way"],
+            registry=self.registry,
+        )
+        self.handed_over_bytes = self._counter(
+            "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
+        )
         self.pending_saves = self._gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
         self.pool_open = self._gauge("kvstore_pool_open", "1 when the pool has been joined")
         self.prompt_tokens = self._counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")

@@ -49,6 +49,8 @@ class State(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     """It holds blocks, and leading ones of them are being read from the pool."""
+    HANDED = "handed"
+    """It holds its whole prompt's KV, which another instance computed, and waits for a place among the running."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -88,6 +90,8 @@ class Sequence:
     """Leading blocks that were offered to the prefix cache already."""
     num_saved: int = 0
     """Leading blocks that were handed to the pool already."""
+    num_exported: int = 0
+    """Leading blocks of the prompt that its listener was given already."""
     pending_saves: int = 0
     state: State = State.WAITING
     aborted: bool = False

@@ -3,8 +3,9 @@
 A sequence's way::
 
     add ─► waiting ─admit─► loading ─loaded─► running ─► finished
-              ▲                └─(nothing to load)─┘ │
-              └───────────── preempted ◄─────────────┘
+              ▲                └─(nothing to load)─┘ │ ▲
+              └───────────── preempted ◄─────────────┘ │
+    reserve ─► adopt (another instance computed the prompt) ─► handed
 
 A step first gives every decoding sequence its one token, then fills what is left of the token budget with chunks
 of prompts, oldest first: long prompts never hold up running decodes for more than one budget. When blocks run
@@ -15,12 +16,13 @@ computed anew later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager, NoFreeBlocks
 from engine.request import Sequence, State
 
-__all__ = ["Chunk", "Scheduler"]
+__all__ = ["Chunk", "Reservation", "Scheduler"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,23 @@ class Chunk:
     def samples(self) -> bool:
         """Whether the chunk reaches the last known token, so that a new one follows from it."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Blocks for a whole prompt that another instance computes.
+
+    The first ``num_cached`` hold their KV already and are shared; into the others it is to be written. Whoever
+    reserved them lets a sequence ``adopt`` them or gives them back by ``cancel``, when nobody writes any more.
+    """
+
+    blocks: list[int]
+    num_cached: int
+
+    @property
+    def missing(self) -> list[int]:
+        """The blocks to be written."""
+        return self.blocks[self.num_cached :]
 
 
 class Scheduler:
@@ -66,7 +85,9 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
+        self.handed: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.reservations: set[Reservation] = set()
         self.num_preemptions = 0
 
     @property
@@ -81,7 +102,10 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Move waiting sequences, oldest first, to where they hold blocks; return those that need a load."""
         to_load = []
-        while self.waiting and len(self.running) + len(self.loading) < self.max_num_seqs:
+        # Who has all blocks needs only a place: behind one that waits for blocks it might be what they wait for.
+        while self.handed and self._has_place():
+            self._run(self.handed.popleft())
+        while self.waiting and self._has_place():
             sequence = self.waiting[0]
             if not self._give_blocks(sequence):
                 break
@@ -93,6 +117,36 @@ class Scheduler:
             else:
                 self._run(sequence)
         return to_load
+
+    def reserve(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
+        """Take blocks for a prompt of ``num_tokens`` whose full blocks have these hashes; None: there is no room now.
+
+        Nobody who waits for blocks is overtaken.
+        """
+        num_cached = self.blocks.match(hashes) if self.prefix_caching else 0
+        cached = hashes[:num_cached]
+        needed = -(-num_tokens // self.block_size) - num_cached
+        if self.waiting or not self._has_room(needed, cached):
+            return None
+        reservation = Reservation(self.blocks.take_cached(cached) + self.blocks.allocate(needed), num_cached)
+        self.reservations.add(reservation)
+        return reservation
+
+    def adopt(self, sequence: Sequence, reservation: Reservation) -> None:
+        """Let a new sequence go on from its prompt's KV, all of which lies in the blocks of ``reservation`` now."""
+        self.reservations.remove(reservation)
+        sequence.block_table = reservation.blocks
+        sequence.num_computed = sequence.num_prompt_tokens
+        sequence.num_published = reservation.num_cached
+        sequence.own_cached_tokens = reservation.num_cached * self.block_size
+        self.publish(sequence)
+        sequence.state = State.HANDED
+        self.handed.append(sequence)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give the blocks of ``reservation`` back."""
+        self.reservations.remove(reservation)
+        self.blocks.release(reservation.blocks)
 
     def loaded(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
         """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it may run now.
@@ -153,10 +207,22 @@ class Scheduler:
             return
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+        elif sequence.state is State.HANDED:
+            self.handed.remove(sequence)
+            self._free(sequence)
         elif sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
         sequence.state = State.FINISHED
+
+    def _has_place(self) -> bool:
+        return len(self.running) + len(self.loading) < self.max_num_seqs
+
+    def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
+        """Whether ``needed`` new blocks can be had beside the ``cached`` ones."""
+        # Room to grow by one block, unless nothing else runs that could give blocks back.
+        spare = 1 if self.running or self.loading else 0
+        return needed + spare + self.blocks.num_idle(cached) <= self.blocks.num_available
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
@@ -169,9 +235,7 @@ class Scheduler:
         hashes = sequence.hashes()[:usable]
         num_cached = self.blocks.match(hashes)
         needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
-        # Room to grow by one block, unless nothing else runs that could give blocks back.
-        spare = 1 if self.running or self.loading else 0
-        if needed + spare + self.blocks.num_idle(hashes[:num_cached]) > self.blocks.num_available:
+        if not self._has_room(needed, hashes[:num_cached]):
             return False
         cached = self.blocks.take_cached(hashes[:num_cached])
         sequence.block_table = cached + self.blocks.allocate(needed)
@@ -218,6 +282,6 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return (
-            f"<Scheduler {len(self.waiting)} waiting, {len(self.loading)} loading, "
-            f"{len(self.running)} running, {self.blocks!r}>"
+            f"<Scheduler {len(self.waiting)} waiting, {len(self.loading)} loading, {len(self.handed)} handed, "
+            f"{len(self.running)} running, {len(self.reservations)} reserved, {self.blocks!r}>"
         )

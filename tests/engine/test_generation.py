@@ -68,7 +68,7 @@ class Pair:
 async def pair_over(
     store: FaultyStore, folder: Path, tokenizer: Any, silence_seconds: float = 30.0
 ) -> AsyncIterator[Pair]:
-    receiver = HandoverReceiver(silence_seconds)
+    receiver = HandoverReceiver(None, silence_seconds, silence_seconds)
     await receiver.start(socket.create_server((HOST, 0)))
     with Engine(folder, store=store) as prefill, Engine(folder, store=store) as decode:
         yield Pair(prefill, decode, tokenizer, receiver)

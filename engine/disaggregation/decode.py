@@ -1,0 +1,303 @@
+"""D's side of a hand-over: listens on the connector port, lends blocks, lets requests wait for their prompt's KV."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.core import Prefilled
+from engine.disaggregation.memory import BlockMemory
+from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, decoded_logprobs, receive, send
+from engine.scheduler import Reservation
+
+__all__ = ["Handed", "HandoverReceiver"]
+
+log = logging.getLogger(__name__)
+
+EXPIRY_SECONDS = 10.0
+LATE_SECONDS = 3.0
+UNREACHABLE_SECONDS = 60.0
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Handed:
+    """P's word on the prompt's KV: where P had it from, in tokens, and where it is now.
+
+    With ``prefilled`` it is in this instance's blocks, which whoever gets this submits or cancels; else in the pool.
+    """
+
+    own_cached_tokens: int
+    pool_cached_tokens: int
+    prefilled: Prefilled | None = None
+
+
+class _GivenUp(Exception):
+    """Nobody here waits for this hand-over any more."""
+
+
+class _Handover:
+    """One connection of P's, and the request that waits for it, if it has come.
+
+    ``reservation`` belongs to this until it goes out in a ``Handed``, and that to whoever takes it.
+    """
+
+    def __init__(self, prompt: Prompt, memory: BlockMemory | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.prompt = prompt
+        self.reservation: Reservation | None = None
+        self.is_claimed = False
+        self.seconds_to_land: float | None = None
+        """Since P said that it writes no more: for how long what it wrote may still arrive."""
+        self._memory = memory
+        self._result: asyncio.Future[Handed | None] = loop.create_future()
+        self._given_up: asyncio.Future[None] = loop.create_future()
+
+    async def take(self) -> Handed | None:
+        """Wait for P's word; None: it is not to be had."""
+        handed = await asyncio.shield(self._result)
+        self._result = asyncio.get_running_loop().create_future()  # it is the caller's now
+        return handed
+
+    def settle(self, handed: Handed | None) -> None:
+        """P's word, or that there is none."""
+        if self._result.done():
+            return
+        self._result.set_result(handed)
+        if self._given_up.done():
+            self._drop()
+
+    def give_up(self) -> None:
+        """Nobody is going to take what comes, or has come and was not taken."""
+        if not self._given_up.done():
+            self._given_up.set_result(None)
+        self._drop()
+
+    async def unless_given_up(self, awaitable: Awaitable[_T]) -> _T:
+        """What ``awaitable`` brings.
+
+        Raises:
+            _GivenUp: it was given up first.
+        """
+        task = asyncio.ensure_future(awaitable)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._given_up}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _GivenUp("the request has ended, or never came")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    def _drop(self) -> None:
+        if self._result.done() and (handed := self._result.result()) and handed.prefilled and self._memory:
+            self._memory.cancel(handed.prefilled.reservation, clear=False)
+        self._result = asyncio.get_running_loop().create_future()
+
+
+class HandoverReceiver:
+    """D's side of all hand-overs.
+
+    Args:
+        memory: what P may write to; None: hand-overs go through the pool only.
+        silence_seconds: how long P may say nothing.
+        expiry_seconds: how long blocks are kept for a request that does not come.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
+        expiry_seconds: float = EXPIRY_SECONDS,
+    ) -> None:
+        self._memory = memory
+        self._silence = silence_seconds
+        self._expiry = expiry_seconds
+        self._server: asyncio.Server | None = None
+        # By request id, from whichever comes first, the request or P's connection, until the request has its answer.
+        self._pending: dict[str, asyncio.Future[_Handover]] = {}
+
+    @property
+    def port(self) -> int:
+        """The connector port, once started."""
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def start(self, connector: socket.socket) -> None:
+        """Listen on a bound socket."""
+        self._server = await asyncio.start_server(self._serve, sock=connector, limit=LINE_LIMIT)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+
+    async def wait(self, request_id: str, prompt: Prompt) -> Handed | None:
+        """What P says of this request's prompt; None when D is to compute it itself."""
+        begun = self._future(request_id)
+        try:
+            handover = await asyncio.wait_for(asyncio.shield(begun), self._silence)
+            handover.is_claimed = True
+            if handover.prompt.digest != prompt.digest:
+                log.warning("%s: the prefill instance has another prompt; computing the prompt here", request_id)
+                return None
+            return await handover.take()
+        except asyncio.TimeoutError:
+            log.warning(
+                "%s: no word of a prefill instance in %g s; computing the prompt here", request_id, self._silence
+            )
+            return None
+        finally:
+            self._forget(request_id, begun)
+
+    def _future(self, request_id: str) -> asyncio.Future[_Handover]:
+        if request_id not in self._pending:
+            self._pending[request_id] = asyncio.get_running_loop().create_future()
+        return self._pending[request_id]
+
+    def _forget(self, request_id: str, begun: asyncio.Future[_Handover]) -> None:
+        """The request has its answer, or is not going to come: what was not taken is given up."""
+        if self._pending.get(request_id) is begun:
+            del self._pending[request_id]
+        if begun.done():
+            begun.result().give_up()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request_id, handover = "?", None
+        try:
+            _keep_alive(writer)
+            first = await receive(reader, self._silence)
+            if first["type"] != "begin" or not isinstance(first.get("request_id"), str):
+                raise ValueError(f"expected a begin message, got {str(first)[:200]}")
+            request_id, handover = first["request_id"], _Handover(Prompt.from_message(first), self._memory)
+            self._announce(request_id, handover)
+            await handover.unless_given_up(self._reserve(first, handover, writer))
+            handover.settle(await handover.unless_given_up(self._outcome(reader, writer, handover)))
+        except _GivenUp as exc:
+            log.info("%s: the hand-over was given up: %s", request_id, exc)
+        except Exception as exc:  # whatever P, or a stranger, sends or fails to send
+            log.warning(
+                "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
+            )
+        finally:
+            if handover is not None:
+                handover.settle(None)
+                await self._free(handover, reader, writer)
+            writer.close()
+
+    def _announce(self, request_id: str, handover: _Handover) -> None:
+        """Let the request have it: one that waits, or one that is still on its way from the router."""
+        begun = self._future(request_id)
+        if begun.done():  # two begin with one id: the later one is for nobody
+            handover.give_up()
+            return
+        begun.set_result(handover)
+
+        def expire() -> None:
+            if not handover.is_claimed:
+                self._forget(request_id, begun)
+
+        asyncio.get_running_loop().call_later(self._expiry, expire)
+
+    async def _reserve(self, first: dict[str, Any], handover: _Handover, writer: asyncio.StreamWriter) -> None:
+        """Answer "begin" with "reserved" or "refused"."""
+        memory, reason = self._memory, ""
+        if memory is None:
+            reason = "this instance cannot be written to"
+        elif different := [name for name, value in memory.terms.items() if first.get(name) != value]:
+            reason = f"another {' and '.join(different)}"
+        else:
+            handover.reservation = await memory.reserve(handover.prompt)
+            if handover.reservation is None:
+                reason = "no room"
+        if memory is None or handover.reservation is None:
+            send(writer, "refused", reason=reason)
+            return
+        target = memory.target(handover.reservation)
+        send(writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached)
+
+    async def _outcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handover: _Handover) -> Handed:
+        while True:
+            message = await receive(reader, self._silence)
+            if message["type"] == "saved":
+                return _handed(message, None)
+            if message["type"] == "ready":
+                handed = _handed(message, await self._landed(message, handover))
+                if handed.prefilled is not None:
+                    handover.reservation = None
+                    send(writer, "accepted")
+                    return handed
+                send(writer, "rejected")
+            elif message["type"] == "stopped":
+                handover.seconds_to_land = _seconds_to_land(message)
+            elif message["type"] != "alive":
+                raise ValueError(str(message.get("reason", message))[:200])
+
+    async def _landed(self, message: dict[str, Any], handover: _Handover) -> Prefilled | None:
+        """What P has written, if every block of it is what P sent."""
+        reservation, memory = handover.reservation, self._memory
+        if memory is None or reservation is None:
+            raise ValueError("the prefill instance is ready, but was lent no blocks")
+        token, logprobs = message["token"], decoded_logprobs(message["logprobs"])
+        if not isinstance(token, int) or not 0 <= token < memory.vocab_size:
+            raise ValueError(f"the first token is {token!r}")
+        if not await memory.verify(reservation, message["digests"]):
+            log.warning("Blocks that a prefill instance wrote are not what it sent; they are not used")
+            return None
+        return Prefilled(reservation, token, logprobs)
+
+    async def _free(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Give a reservation that was not used back, once nobody can write to it any more."""
+        if handover.reservation is None or self._memory is None:
+            return
+        send(writer, "given_up")
+        seconds = handover.seconds_to_land
+        if seconds is None:
+            seconds = await _until_stopped(reader)
+        # In ticks of this loop's own running time: if this process hangs, so do the threads that take in late bytes.
+        for _ in range(int(10 * seconds)):
+            await asyncio.sleep(0.1)
+        self._memory.cancel(handover.reservation, clear=True)
+
+
+def _handed(message: dict[str, Any], prefilled: Prefilled | None) -> Handed:
+    return Handed(int(message["own_cached_tokens"]), int(message["pool_cached_tokens"]), prefilled)
+
+
+def _seconds_to_land(stopped: dict[str, Any]) -> float:
+    return 0.0 if stopped.get("clean") is True else LATE_SECONDS
+
+
+async def _until_stopped(reader: asyncio.StreamReader) -> float:
+    """Wait until P writes no more; for how many seconds what it wrote may still arrive."""
+    while True:
+        try:
+            message = await receive(reader, None)
+            if message["type"] == "stopped":
+                return _seconds_to_land(message)
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            return LATE_SECONDS
+        except OSError:
+            return UNREACHABLE_SECONDS
+        except ValueError:
+            continue  # only its end, or the right word, tells that it writes no more
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Notice a host that is gone, although nothing is sent to it."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        with contextlib.suppress(AttributeError):  # not every system has them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

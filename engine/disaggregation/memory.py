@@ -1,0 +1,143 @@
+"""This instance's KV blocks as hand-overs reach them: reserved, written and verified on D; read and sent on P.
+
+The engine's thread owns all blocks; here they are asked for and given back through ``EngineCore``, while bytes move
+on threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from engine.core import EngineCore
+from engine.disaggregation.transfer import Transfer
+from engine.disaggregation.wire import Prompt
+from engine.model_runner import ModelRunner
+from engine.scheduler import Reservation
+
+__all__ = ["BlockMemory", "Target"]
+
+# A decode instance that hangs holds its writes for 30 s; writes to others go on beside them.
+_WRITERS = 32
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where D wants the blocks from the ``num_cached``-th on: one address each, in D's ``session``."""
+
+    session: str
+    addresses: list[int]
+    num_cached: int
+
+
+class BlockMemory:
+    """KV memory that others may write to, and that can be written to others.
+
+    Args:
+        core: owns the blocks.
+        runner: owns their memory, which must be the host's.
+        transfer: has that memory registered.
+    """
+
+    def __init__(self, core: EngineCore, runner: ModelRunner, transfer: Transfer) -> None:
+        self._core = core
+        self._runner = runner
+        self._transfer = transfer
+        self._writers = ThreadPoolExecutor(_WRITERS, "kv-write")
+        self.vocab_size = runner.vocab_size
+
+    @property
+    def terms(self) -> dict[str, object]:
+        """What both sides must have in common."""
+        return {"namespace": self._runner.namespace.digest, "protocol": self._transfer.protocol}
+
+    def target_of(self, message: dict[str, Any], prompt: Prompt) -> Target:
+        """Read a "reserved" whose author is not trusted.
+
+        Raises:
+            ValueError, KeyError, TypeError: it names no place for every block of ``prompt``.
+        """
+        session, addresses, num_cached = message["session"], message["addresses"], message["num_cached"]
+        num_blocks = -(-prompt.num_tokens // self._runner.shape.block_size)
+        if not 0 <= num_cached <= num_blocks or len(addresses) != num_blocks - num_cached:
+            raise ValueError(f"{len(addresses)} addresses and {num_cached} cached for {num_blocks} blocks")
+        return Target(str(session), list(map(int, addresses)), num_cached)
+
+    async def reserve(self, prompt: Prompt) -> Reservation | None:
+        """Blocks for ``prompt``; None where there is no room. To be given back by ``cancel``, or adopted."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Reservation | None] = loop.create_future()
+
+        def deliver(reservation: Reservation | None) -> None:
+            if not answered.done():
+                answered.set_result(reservation)
+            elif reservation is not None:  # whoever asked has gone meanwhile
+                self.cancel(reservation, clear=False)
+
+        def answer(reservation: Reservation | None) -> None:
+            loop.call_soon_threadsafe(deliver, reservation)
+
+        self._core.reserve(prompt.hashes, prompt.num_tokens, answer)
+        return await answered
+
+    def cancel(self, reservation: Reservation, *, clear: bool) -> None:
+        """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
+        self._core.cancel(reservation, clear=clear)
+
+    def target(self, reservation: Reservation) -> Target:
+        """Where the missing blocks of ``reservation`` are to be written."""
+        addresses = [self._runner.span(block).address for block in reservation.missing]
+        return Target(self._transfer.session, addresses, reservation.num_cached)
+
+    async def verify(self, reservation: Reservation, digests: object) -> bool:
+        """Whether the missing blocks hold what these digests are of."""
+        found: list[str] = await asyncio.to_thread(self._digests, reservation.missing)
+        verified = found == digests
+        if verified:
+            self._count(len(found))
+        return verified
+
+    def write(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
+        """Write the sequence's blocks from the ``first``-th on to where they belong, but those that D has.
+
+        Takes over the caller's reference on each block, and gives it back when the write has returned.
+
+        Returns:
+            (on a thread of its own) the digests of the blocks written; None if the write failed.
+        """
+
+        def job() -> list[str] | None:
+            try:
+                missing = blocks[max(0, target.num_cached - first) :]
+                if not missing:
+                    return []
+                start = max(0, first - target.num_cached)
+                addresses = target.addresses[start : start + len(missing)]
+                digests = self._digests(missing)
+                sources = [self._runner.span(block).address for block in missing]
+                if not self._transfer.write(target.session, sources, addresses, self._runner.shape.nbytes):
+                    return None
+                self._count(len(missing))
+                return digests
+            finally:
+                self._core.release(blocks)
+
+        return self._writers.submit(job)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back references on blocks that are not to be written after all."""
+        self._core.release(blocks)
+
+    def _digests(self, blocks: Sequence[int]) -> list[str]:
+        nbytes = self._runner.shape.nbytes
+        spans = map(self._runner.span, blocks)
+        return [xxhash.xxh3_64_hexdigest((ctypes.c_char * nbytes).from_address(span.address)) for span in spans]
+
+    def _count(self, num_blocks: int) -> None:
+        self._core.metrics.handed_over_bytes.inc(num_blocks * self._runner.shape.nbytes)

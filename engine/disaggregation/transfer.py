@@ -1,0 +1,83 @@
+"""Mooncake's TransferEngine: one process's bytes written into another's memory, over tcp or rdma.
+
+Measured over tcp on loopback with 0.3.13: a write returns 0 only when the receiving end acknowledged that the bytes
+are in memory; an address outside of what the receiver registered is refused (-1, within 1 ms); a killed receiver is
+noticed within 1 s; a hung one after 30 s, by a write that then returns -1 and writes no more, while writes to others
+go on beside it. The source need not be registered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore_backend.config import set_native_defaults
+
+__all__ = ["Transfer", "TransferUnavailable", "choose_protocol"]
+
+log = logging.getLogger(__name__)
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+class TransferUnavailable(Exception):
+    """TransferEngine cannot be used here; the message says why."""
+
+
+class Transfer:
+    """This process's end of TransferEngine; others may write to the memory it was given. It is never closed.
+
+    Args:
+        host: this machine's address, as others reach it.
+        protocol: ``tcp`` or ``rdma``.
+        address: where the memory begins.
+        nbytes: how long it is.
+
+    Raises:
+        TransferUnavailable: the library cannot be loaded, or it refuses.
+    """
+
+    def __init__(self, host: str, protocol: str, address: int, nbytes: int) -> None:
+        set_native_defaults()
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as exc:
+            raise TransferUnavailable(f"Mooncake's library cannot be loaded ({exc})") from exc
+        self.protocol = protocol
+        self._engine: Any = TransferEngine()
+        if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+            raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {protocol}: code {code}")
+        if code := self._engine.register_memory(address, nbytes):
+            raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
+        self.session = f"{host}:{self._engine.get_rpc_port()}"
+        """What others write to: ``host:port``."""
+
+    def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
+        """Write ``nbytes`` from each source address to its target in ``session``; whether all of it has arrived.
+
+        False says nothing of how much arrived, or is on its way. Blocks for 30 s at most beyond the last progress.
+        """
+        sizes = [nbytes] * len(sources)
+        try:
+            code: int = self._engine.batch_transfer_sync_write(session, list(sources), list(targets), sizes)
+        except Exception:
+            log.exception("TransferEngine raised on a write to %s", session)
+            return False
+        if code:
+            log.warning("Writing %d blocks to %s failed: code %d", len(sources), session, code)
+        return code == 0
+
+
+def choose_protocol(wanted: Sequence[str]) -> str:
+    """TransferEngine's protocol for the values of ``--cache-transfer-protocol``: rdma if wanted and there, else tcp.
+
+    ``ipc`` is tcp: FastDeploy means memory shared within one machine by it, which TransferEngine reaches over loopback.
+    """
+    if "rdma" not in wanted:
+        return "tcp"
+    if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
+        return "rdma"
+    log.warning("--cache-transfer-protocol %s: this machine has no RDMA device; using tcp", ",".join(wanted))
+    return "tcp"

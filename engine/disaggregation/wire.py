@@ -1,0 +1,97 @@
+"""What goes over a hand-over's connection: messages, and how a prompt is described."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from engine.request import Sequence, TokenLogprobs
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+
+__all__ = ["LINE_LIMIT", "SILENCE_SECONDS", "Prompt", "decoded_logprobs", "encoded_logprobs", "receive", "send"]
+
+SILENCE_SECONDS = 5.0
+LINE_LIMIT = 4 << 20
+"""Bytes of the longest message: a block's hash takes 68, so prompts of 60,000 blocks fit."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt without its tokens: how many, the chained hashes of its full blocks, and a digest of all of it.
+
+    The hashes leave out the last, partly filled block; equal digests mean equal tokens and an equal ``cache_salt``.
+    """
+
+    num_tokens: int
+    hashes: tuple[bytes, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Prompt:
+        """Of a sequence that has not been submitted yet."""
+        tokens, root = sequence.request.prompt_token_ids, root_hash(sequence.request.cache_salt)
+        (digest,) = extend_block_hashes([], tokens, len(tokens), root)
+        return cls(len(tokens), tuple(sequence.hashes()), digest.hex())
+
+    def message(self) -> dict[str, object]:
+        """As members of a "begin"."""
+        hashes = [block_hash.hex() for block_hash in self.hashes]
+        return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Prompt:
+        """Read a "begin" whose author is not trusted.
+
+        Raises:
+            ValueError, KeyError, TypeError: it does not describe a prompt.
+        """
+        num_tokens, digest = message["num_tokens"], message["digest"]
+        if not isinstance(num_tokens, int) or num_tokens < 1 or not isinstance(digest, str):
+            raise ValueError(f"num_tokens is {num_tokens!r} and digest {digest!r}")
+        return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest)
+
+
+def encoded_logprobs(logprobs: TokenLogprobs | None) -> object:
+    """As JSON."""
+    return None if logprobs is None else [logprobs.chosen, logprobs.top]
+
+
+def decoded_logprobs(value: Any) -> TokenLogprobs | None:
+    """From ``encoded_logprobs``.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
+    if value is None:
+        return None
+    chosen, top = value
+    return TokenLogprobs(float(chosen), tuple((int(token), float(logprob)) for token, logprob in top))
+
+
+def send(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
+    """Write one message; lost silently when the other side has gone."""
+    if not writer.is_closing():
+        writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
+
+
+async def receive(reader: asyncio.StreamReader, silence_seconds: float | None) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        asyncio.TimeoutError: there was none for ``silence_seconds``.
+        EOFError: the other side closed the connection.
+        ValueError: it is no JSON object with a type, or longer than ``LINE_LIMIT``.
+        OSError: the connection was lost.
+    """
+    line = await asyncio.wait_for(reader.readline(), silence_seconds)
+    if not line:
+        raise EOFError("the other side closed the connection")
+    try:
+        message = json.loads(line)
+    except RecursionError as exc:
+        raise ValueError("the message is nested too deeply") from exc
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError(f"expected an object with a type, got {str(message)[:80]}")
+    return message
