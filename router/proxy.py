@@ -311,8 +311,8 @@ class Proxy:
         else:
             assert attempt.prefill is not None
             leg, record.prefill, record.decode = attempt.prefill, prefill.key, answering.key
-            usage = read_usage(leg.exchange.drained) or usage
-            if record.cached_tokens is None:
+            if usage.cached_tokens is None:
+                usage = read_usage(leg.exchange.drained) or usage
                 record.cached_tokens = usage.cached_tokens
         record.predicted_cached_tokens = first.cached_tokens
         if record.error or record.status >= 400:
