@@ -35,7 +35,16 @@ from engine.model_runner import (
     load_model_config,
     load_tokenizer,
 )
-from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, error_body, parse_body
+from engine.protocol import (
+    AbortBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    error_body,
+    parse_body,
+)
 from engine.registration import host_ip_towards, keep_registered, router_url
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
@@ -175,6 +184,14 @@ def create_app(instance: Instance) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse(instance.completions.models())
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(instance.completions.tokenize(parse_body(TokenizeBody, await request.body())))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse(instance.completions.detokenize(parse_body(DetokenizeBody, await request.body())))
 
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:

@@ -13,7 +13,9 @@ from engine.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     GenerationBody,
+    TokenizeBody,
     error_body,
     now,
     sampling_params,
@@ -80,7 +82,30 @@ class Completions:
         tokens = self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._tokenizer)
 
-    def _start(self, body: GenerationBody, tokens: list[int], param: str) -> Generation:
+    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """POST /tokenize.
+
+        Raises:
+            ApiError: neither a text nor messages, both, or messages that cannot be rendered.
+        """
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
+        text = self._render(ChatBody(messages=body.messages)) if body.messages else body.prompt
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=body.add_special_tokens)["input_ids"]
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
+
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """POST /detokenize: the text that an answer of these tokens has, so without special tokens.
+
+        Raises:
+            ApiError: a token that the model does not have.
+        """
+        self._check_tokens(body.tokens, "tokens")
+        text = self._tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return {"prompt": text}
+
+    def _start(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
+        tokens = prompt + (body.completion_token_ids or [])
         room = self._max_model_len - len(tokens)
         if room < 1:
             raise ApiError(
@@ -90,7 +115,8 @@ class Completions:
                 param="messages" if isinstance(body, ChatBody) else "prompt",
                 code="context_length_exceeded",
             )
-        self._check_tokens(tokens, param)
+        self._check_tokens(prompt, param)
+        self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
         request = Request(
             request_id=body.request_id or str(uuid.uuid4()),
@@ -180,7 +206,7 @@ class Answer:
         reason = pieces[-1].finish_reason
         if reason == "error":
             raise ApiError(500, "the engine failed while computing this request; its log says why")
-        choice = self._choice(pieces)
+        choice = self._choice(pieces, self._token_ids(pieces, with_prompt=True))
         choice |= {"index": 0, "finish_reason": reason}
         return {**self._head, "object": self.object_whole, "choices": [choice], "usage": self._generation.usage()}
 
@@ -188,14 +214,17 @@ class Answer:
         """The answer as server-sent events, the last one ``[DONE]``."""
         options = self._body.stream_options
         first = True
+        untold: list[Piece] = []
         async for piece in self._generation.pieces():
             if piece.finish_reason == "error":
                 yield _event(error_body(500, "the engine failed while computing this request; its log says why"))
                 break
+            untold.append(piece)
             if not (piece.text or piece.finish_reason or piece.logprobs or first):
                 continue  # the token completed no character yet
-            choice = self._delta(piece, first=first) | {"index": 0, "finish_reason": piece.finish_reason}
-            first = False
+            ids = self._token_ids(untold, with_prompt=first)
+            choice = self._delta(piece, ids, first=first) | {"index": 0, "finish_reason": piece.finish_reason}
+            first, untold = False, []
             chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
             if options and options.continuous_usage_stats:
                 chunk["usage"] = self._generation.usage()
@@ -204,11 +233,18 @@ class Answer:
             yield _event({**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()})
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _token_ids(self, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
+        """What ``return_token_ids`` adds: the ids of the pieces, and of the prompt once."""
+        if not self._body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": list(self._generation.request.prompt_token_ids)} if with_prompt else {}
+        return prompt | {"completion_token_ids": [piece.token_id for piece in pieces if piece.token_id is not None]}
 
     def _token_text(self, token_id: int) -> str:
         text: str = self._tokenizer.decode([token_id])
@@ -222,13 +258,13 @@ class ChatAnswer(Answer):
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
-    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(pieces)}
+        return {"message": {"role": "assistant", "content": text, **ids}, "logprobs": self._logprobs(pieces)}
 
-    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
-        return {"delta": {**role, "content": piece.text}, "logprobs": self._logprobs([piece])}
+        return {"delta": {**role, "content": piece.text, **ids}, "logprobs": self._logprobs([piece])}
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         content = [
@@ -253,11 +289,11 @@ class TextAnswer(Answer):
     object_whole = "text_completion"
     object_chunk = "text_completion"
 
-    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        return {"text": "".join(piece.text for piece in pieces), "logprobs": self._logprobs(pieces)}
+    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
+        return {"text": "".join(piece.text for piece in pieces), **ids, "logprobs": self._logprobs(pieces)}
 
-    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
-        return {"text": piece.text, "logprobs": self._logprobs([piece])}
+    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+        return {"text": piece.text, **ids, "logprobs": self._logprobs([piece])}
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:

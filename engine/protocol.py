@@ -21,7 +21,9 @@ __all__ = [
     "ApiError",
     "ChatBody",
     "CompletionBody",
+    "DetokenizeBody",
     "GenerationBody",
+    "TokenizeBody",
     "error_body",
     "parse_body",
     "sampling_params",
@@ -87,6 +89,9 @@ class GenerationBody(_Body):
     n: Literal[1] | None = None
     user: str | None = None
     prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
+    return_token_ids: bool = False
     cache_salt: str | None = None
     request_id: str | None = None
     disaggregate_info: DisaggregateInfo | None = None
@@ -119,6 +124,20 @@ class CompletionBody(GenerationBody):
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: a text, or messages to be rendered first (vLLM's form)."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = False
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize (vLLM's form)."""
+
+    tokens: list[int]
 
 
 class AbortBody(_Body):

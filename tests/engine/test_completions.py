@@ -15,7 +15,7 @@ from engine.api_server import create_app
 from engine.completions import Completions
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.protocol import ApiError, CompletionBody
+from engine.protocol import ApiError, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
 
@@ -72,6 +72,65 @@ async def test_an_engine_that_fails_ends_a_stream_with_an_error(completions: Com
 async def test_usage_may_come_with_every_event(completions: Completions) -> None:
     events = await events_of(completions, stream_options={"continuous_usage_stats": True}, logprobs=0)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+
+
+@in_event_loop
+async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
+    asked = completions.complete(body_of(return_token_ids=True))
+    (choice,) = (await asked.whole())["choices"]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert len(choice["completion_token_ids"]) == 4
+    first, *others = [
+        choice for event in await events_of(completions, return_token_ids=True) for choice in event["choices"]
+    ]
+    assert first["prompt_token_ids"] == [1, 2, 3]
+    assert all("prompt_token_ids" not in other for other in others)
+    streamed = [token for said in (first, *others) for token in said["completion_token_ids"]]
+    assert streamed == choice["completion_token_ids"]
+
+
+@in_event_loop
+async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
+    (choice,) = (await completions.complete(body_of()).whole())["choices"]
+    assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "seed": 5}], ids=["greedy", "seeded"])
+@in_event_loop
+async def test_an_answer_goes_on_from_what_was_generated_before(
+    completions: Completions, params: dict[str, Any]
+) -> None:
+    async def ids(**fields: Any) -> tuple[list[int], Any]:
+        answer = await completions.complete(body_of(return_token_ids=True, **params, **fields)).whole()
+        return answer["choices"][0]["completion_token_ids"], answer["usage"]
+
+    whole, _ = await ids(max_tokens=8)
+    rest, usage = await ids(max_tokens=5, completion_token_ids=whole[:3])
+    assert rest == whole[3:]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 5)
+
+
+def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
+    with pytest.raises(ApiError, match=r"completion_token_ids: token id 300 is not in \[0, 300\)"):
+        completions.complete(body_of(completion_token_ids=[300]))
+    with pytest.raises(ApiError, match=r"tokens: token id -1 is not in \[0, 300\)"):
+        completions.detokenize(DetokenizeBody(tokens=[-1]))
+
+
+def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions) -> None:
+    told = completions.tokenize(TokenizeBody(prompt="ab river"))
+    assert told["count"] == len(told["tokens"])
+    assert completions._tokenizer.decode(told["tokens"]) == "ab river"
+    small = [token for token in told["tokens"] if token < 300]
+    assert completions.detokenize(DetokenizeBody(tokens=small)) == {"prompt": completions._tokenizer.decode(small)}
+
+
+def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
+    with pytest.raises(ApiError, match="give either prompt, a text, or messages"):
+        completions.tokenize(TokenizeBody())
+    messages = [{"role": "user", "content": "river"}]
+    rendered = completions.tokenize(TokenizeBody(messages=messages))["tokens"]
+    assert len(rendered) > completions.tokenize(TokenizeBody(prompt="river"))["count"]
 
 
 @in_event_loop
