@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from engine.model_runner import ModelRunner
-from kvstore_backend import BlockPool, Span, Value
+from engine.staging import Staging
+from kvstore_backend import BlockPool, Value
 
 __all__ = ["PoolConnector"]
 
@@ -54,7 +53,9 @@ class PoolConnector:
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self.pending_save_blocks = 0
         """Blocks handed to ``start_save`` whose callback has not been posted yet; engine thread only."""
-        if not self._staged:
+        if self._staged:
+            self._incoming, self._outgoing = self._new_staging(), self._new_staging()
+        else:
             pool.register(runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size())
 
     @property
@@ -156,19 +157,29 @@ class PoolConnector:
             finally:
                 self.clear(blocks[loaded:])
             return loaded
-        staging = self._stage(len(blocks))
-        loaded = self._pool.load(hashes, self._rows(staging))
-        self._keep_while_unsettled(staging)
-        self._runner.kv[list(blocks[:loaded])] = staging[:loaded].to(self._runner.device)
+        loaded = 0
+        while loaded < len(blocks):
+            staging = self._incoming
+            part = slice(loaded, loaded + staging.capacity)
+            wanted = blocks[part]
+            count = self._pool.load(hashes[part], staging.values(len(wanted)))
+            staging.deliver(wanted[:count])
+            loaded += count
+            if count < len(wanted):
+                self._incoming = self._usable(staging)
+                break
         return loaded
 
     def _save(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
         if not self._staged:
             return sum(map(bool, self._pool.save(hashes, self._values(blocks))))
-        staging = self._stage(len(blocks))
-        staging.copy_(self._runner.kv[list(blocks)])
-        saved = sum(map(bool, self._pool.save(hashes, self._rows(staging))))
-        self._keep_while_unsettled(staging)
+        saved = 0
+        for start in range(0, len(blocks), self._outgoing.capacity):
+            staging = self._outgoing
+            part = slice(start, start + staging.capacity)
+            staging.fetch(blocks[part])
+            saved += sum(map(bool, self._pool.save(hashes[part], staging.values(len(blocks[part])))))
+            self._outgoing = self._usable(staging)
         return saved
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -179,19 +190,17 @@ class PoolConnector:
         """Which of ``blocks``, concerned by a call that failed just now, native code may still touch: all or none."""
         return [] if self._staged or not blocks or self._pool.settle(0) else blocks
 
-    def _keep_while_unsettled(self, staging: torch.Tensor) -> None:
-        if not self._pool.settle(0):
-            kept = [staging]
-            self.when_settled(kept.clear)
+    def _usable(self, staging: Staging) -> Staging:
+        """This staging, or another if a call that was given up may still touch it."""
+        if self._pool.settle(0):
+            return staging
+        self.when_settled(lambda: self._pool.unregister(*staging.span))
+        return self._new_staging()
+
+    def _new_staging(self) -> Staging:
+        staging = Staging(self._runner.kv)
+        self._pool.register(*staging.span)
+        return staging
 
     def _values(self, blocks: Sequence[int]) -> list[Value]:
         return [(self._runner.span(block),) for block in blocks]
-
-    def _stage(self, count: int) -> torch.Tensor:
-        """Host memory for ``count`` blocks, in a block's own shape."""
-        kv = self._runner.kv
-        return torch.empty((count, *kv.shape[1:]), dtype=kv.dtype)
-
-    def _rows(self, staging: torch.Tensor) -> list[Value]:
-        nbytes = self._runner.shape.nbytes
-        return [(Span(staging.data_ptr() + i * nbytes, nbytes),) for i in range(len(staging))]

@@ -128,7 +128,8 @@ def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> N
 
 @pytest.fixture(params=["direct", "staged"])
 def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU."""
+    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time."""
+    monkeypatch.setattr("engine.staging._BUFFER_BYTES", 20_000)
     staged = functools.partial(PoolConnector, staged=request.param == "staged")
     monkeypatch.setattr("engine.core.PoolConnector", staged)
     return str(request.param)

@@ -1,0 +1,70 @@
+"""Staging: blocks pass through a buffer of fixed size unchanged, and on a GPU beside what the engine computes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from engine.staging import Staging
+
+SHAPE = (6, 2, 2, 1, 4, 8)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+    ),
+]
+
+
+def kv_memory(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(SHAPE).numel(), device=device).to(dtype).view(SHAPE)
+
+
+def written(staging: Staging, count: int) -> list[bytes]:
+    return [ctypes.string_at(value[0].address, value[0].nbytes) for value in staging.values(count)]
+
+
+def bytes_of(block: torch.Tensor) -> bytes:
+    return bytes(block.cpu().contiguous().view(torch.uint8).flatten().tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fetched_blocks_are_the_bytes_of_kv_memory_in_the_order_asked_for(device: str, dtype: torch.dtype) -> None:
+    kv = kv_memory(device, dtype)
+    staging = Staging(kv)
+    staging.fetch([4, 0, 5])
+    assert written(staging, 3) == [bytes_of(kv[block]) for block in (4, 0, 5)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_delivered_blocks_are_written_where_they_belong_and_nowhere_else(device: str) -> None:
+    source, target = kv_memory(device), torch.zeros(SHAPE, device=device)
+    staging = Staging(source)
+    staging.fetch([1, 2])
+    staging._kv = target
+    staging.deliver([5, 3])
+    expected = torch.zeros(SHAPE)
+    expected[5], expected[3] = source[1].cpu(), source[2].cpu()
+    assert torch.equal(target.cpu(), expected)
+
+
+def test_a_buffer_holds_a_block_however_large_and_no_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Staging(kv_memory("cpu")).capacity == 6
+    monkeypatch.setattr("engine.staging._BUFFER_BYTES", 100)
+    staging = Staging(kv_memory("cpu"))
+    assert staging.capacity == 1
+    assert staging.span == staging.values(1)[0][0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_what_the_engine_began_before_is_fetched_and_the_buffer_is_pinned() -> None:
+    kv = torch.zeros(SHAPE, device="cuda")
+    staging = Staging(kv)
+    torch.cuda._sleep(100_000_000)  # the engine is still computing ...
+    kv[2] = 7  # ... what is to be saved
+    staging.fetch([2])
+    assert set(torch.frombuffer(bytearray(written(staging, 1)[0]), dtype=torch.float32).tolist()) == {7.0}
+    assert staging._buffer.is_pinned()
