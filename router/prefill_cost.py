@@ -9,9 +9,11 @@ import numpy as np
 __all__ = ["PrefillCost"]
 
 _WINDOW = 512
-_FIT_EVERY = 64
+_FIT_EVERY = 128
 # The weight of what is assumed before anything is learned, in outcomes.
-_PRIOR = 32.0
+_PRIOR = 16.0
+_TINY = 1e-6
+_LEAST_SECONDS = 1e-3
 _ASSUMED = np.array([1.0, 1.0, 0.25, 0.0])
 
 
@@ -34,9 +36,9 @@ class PrefillCost:
 
     def observe(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
         """A first token came after ``seconds``, of a prompt with these tokens behind a queue of so many."""
-        if seconds <= 0 or queued + computed + fetched <= 0:
+        if queued + computed + fetched < 1:
             return
-        self._outcomes.append((queued, computed, fetched, seconds))
+        self._outcomes.append((queued, computed, fetched, max(seconds, _LEAST_SECONDS)))
         self._until_fit -= 1
         if self._until_fit == 0:
             self._until_fit = _FIT_EVERY
@@ -47,9 +49,10 @@ class PrefillCost:
         figures, seconds = np.column_stack([outcomes[:, :3], np.ones(len(outcomes))]), outcomes[:, 3]
         scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds a token
         assumed = _ASSUMED * scale
-        # The prior is written as rows of the same kind: each figure, at its share in the outcomes, as assumed.
-        typical = np.sqrt(np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0))
-        prior = np.diag(_PRIOR * np.maximum(typical, 1e-3 / scale) ** 2)
+        # The prior is rows of the same kind: each figure alone, as large as it typically is, costs what is assumed.
+        # A figure that was never seen needs some size, or the equations have no solution.
+        typical = np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0)
+        prior = np.diag(_PRIOR * np.maximum(typical, [_TINY / scale**2] * 3 + [0]))
         found = assumed
         for _ in range(4):
             expected = np.maximum(figures @ found, 0.1 * (figures @ assumed))

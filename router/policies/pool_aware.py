@@ -102,10 +102,8 @@ class PoolAware(PolicyBase):
         scale = request.prompt_tokens / outcome.prompt_tokens
         cached = outcome.cached_tokens * scale
         own_expected, pool_expected = float(decision.reasons["own_tokens"]), float(decision.reasons["pool_tokens"])
-        if outcome.own_cached_tokens is not None:
-            own = outcome.own_cached_tokens * scale
-        else:
-            own = min(own_expected, cached)
+        told = outcome.own_cached_tokens
+        own = min(own_expected, cached) if told is None else told * scale
         if own_expected:
             # An engine keeps whole blocks, which are not our chunks; hence the room for one's difference.
             kept = own + request.tokens_per_chunk >= own_expected
@@ -135,6 +133,6 @@ class PoolAware(PolicyBase):
     def _learn_how_long_kept(self, unused_secs: float, kept: bool) -> None:
         # It settles where what was unused for nearly so long is gone as often as not.
         if not kept:
-            self._kept_secs = max(1.0, min(self._kept_secs, max(unused_secs, 0.9 * self._kept_secs)))
+            self._kept_secs = max(1.0, 0.9 * self._kept_secs)
         elif unused_secs > self._kept_secs / 2:
             self._kept_secs = min(self._longest_kept, 1.1 * self._kept_secs)

@@ -1,0 +1,116 @@
+"""simulate: a small trace through the router's own policies, and the command line's face."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from router.policies import POLICIES
+from router.simulate import Arrival, Cluster, main, replay
+
+CLUSTER = Cluster(instances=4, tokens_per_second=1000, cache_blocks=100, pool_blocks=10_000)
+
+
+def conversations(count: int = 40, turns: int = 6) -> list[Arrival]:
+    """Conversations that share a system prompt, each turn two blocks longer than the one before, interleaved."""
+    dice, arrivals = random.Random(3), []
+    for conversation in range(count):
+        at = dice.uniform(0, 300)
+        for turn in range(turns):
+            blocks = (0, *(1000 * (conversation + 1) + i for i in range(2 * turn + 2)))
+            arrivals.append(Arrival(at, 512 * len(blocks), blocks))
+            at += dice.uniform(10, 60)
+    return sorted(arrivals)
+
+
+def test_a_lone_request_takes_the_time_of_its_tokens() -> None:
+    report = replay([Arrival(0.0, 1500, (1, 2, 3))], CLUSTER, POLICIES["pool_aware"])
+    assert report.ttft == [1.5]
+
+
+def test_a_repeated_request_costs_nothing_at_the_same_instance_and_a_quarter_at_another() -> None:
+    arrivals = [Arrival(0.0, 1024, (1, 2)), Arrival(10.0, 1024, (1, 2))]
+    assert replay(arrivals, CLUSTER, POLICIES["pool_aware"]).ttft == [1.024, 0.0]
+    assert replay(arrivals, CLUSTER, POLICIES["round_robin"]).ttft == [1.024, pytest.approx(0.256)]
+
+
+def test_requests_at_one_instance_wait_for_each_other() -> None:
+    arrivals = [Arrival(0.0, 500, (1,)), Arrival(0.1, 500, (2,))]
+    report = replay(arrivals, CLUSTER._replace(instances=1), POLICIES["pool_aware"])
+    assert report.ttft == [0.5, pytest.approx(0.9)]
+
+
+def test_an_instance_forgets_what_it_has_no_room_for() -> None:
+    arrivals = [Arrival(10.0 * i, 512, (block,)) for i, block in enumerate([1, 2, 1])]
+    small = CLUSTER._replace(instances=1, cache_blocks=1)
+    report = replay(arrivals, small, POLICIES["pool_aware"])
+    assert (report.own_tokens, report.pool_tokens) == (0, 512)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_request_is_answered_whatever_the_policy(name: str) -> None:
+    arrivals = conversations()
+    report = replay(arrivals, CLUSTER, POLICIES[name])
+    assert len(report.ttft) == len(arrivals)
+    assert report.tokens == sum(arrival.tokens for arrival in arrivals)
+
+
+@pytest.mark.parametrize("rate", [600, 900, 2000])
+def test_pool_aware_is_the_best_or_nearly_so_at_any_load(rate: float) -> None:
+    cluster = CLUSTER._replace(tokens_per_second=rate)
+    means = {name: fmean(replay(conversations(), cluster, POLICIES[name]).ttft) for name in POLICIES}
+    assert means["pool_aware"] <= 1.05 * min(means.values())
+
+
+def test_a_replay_gives_the_same_again() -> None:
+    one, two = (replay(conversations(), CLUSTER, POLICIES["random"]) for _ in range(2))
+    assert one.ttft == two.ttft
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    entries = ({"timestamp": 1000 * a.at, "input_length": a.tokens, "hash_ids": a.blocks} for a in conversations())
+    path.write_text("\n".join(map(json.dumps, entries)))
+    return path
+
+
+def test_the_table_has_a_line_for_each_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--trace", str(trace), "--instances", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("240 requests in ")
+    assert [line.split()[0] for line in lines[2:]] == list(POLICIES)
+
+
+def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--trace", str(trace), "--policy", "pool_aware"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "the following arguments are required: --trace"),
+        (["--trace", "nowhere"], "--trace nowhere cannot be read: No such file or directory"),
+        (["--trace", "TRACE", "--instances", "0"], "argument --instances: it is 0; it must be more than 0"),
+        (["--trace", "TRACE", "--headroom", "much"], "argument --headroom: invalid number value: 'much'"),
+        (["--trace", "TRACE", "--policy", "best"], "invalid choice: 'best'"),
+        (["--trace", "BROKEN"], "line 2 is no request; it must be a JSON object with a number timestamp"),
+        (["--trace", "EMPTY"], "has no requests over some time"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(
+    flags: list[str], complaint: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, empty = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl"
+    broken.write_text(trace.read_text().splitlines()[0] + '\n{"timestamp": 0}\n')
+    empty.write_text("")
+    files = {"TRACE": str(trace), "BROKEN": str(broken), "EMPTY": str(empty)}
+    assert main([files.get(flag, flag) for flag in flags]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1
