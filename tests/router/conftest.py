@@ -15,6 +15,7 @@ import uvicorn
 from router.app import RouterApp
 from router.server import RouterProtocol
 from router.settings import RouterSettings
+from tests.router.fault_report import REPORTS, table
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 
@@ -62,6 +63,13 @@ class RouterUnderTest:
     def stream(self, **body: Any) -> Any:
         """One chat completion as a stream, a context manager as of ``httpx.Client.stream``."""
         return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REPORTS:
+        terminalreporter.section("what faults of instances did to requests")
+        for line in table():
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

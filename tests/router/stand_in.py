@@ -7,17 +7,28 @@ an idle connection or to hang. What they cannot show is that an engine computes;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 import uvloop
 
-__all__ = ["Behaviour", "LoopThread", "Received", "Responder", "StandIn", "answers", "chat_answer", "streams"]
+__all__ = [
+    "Behaviour",
+    "LoopThread",
+    "Received",
+    "Responder",
+    "StandIn",
+    "answers",
+    "chat_answer",
+    "full_backlog",
+    "streams",
+]
 
 T = TypeVar("T")
 
@@ -151,6 +162,21 @@ def streams(*texts: str) -> Behaviour:
     return behave
 
 
+@contextlib.contextmanager
+def full_backlog(port: int) -> Iterator[None]:
+    """A listener at ``port`` whose kernel accepts no more connections."""
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for _ in range(4):
+            filler = held.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        yield
+
+
 @dataclass
 class StandIn:
     """One stand-in; ``behave`` may be replaced at any time."""
@@ -159,6 +185,7 @@ class StandIn:
     thread: LoopThread
     behave: Behaviour = field(default_factory=answers)
     health: int = 200
+    answers_probes: bool = True
     port: int = 0
     received: list[Received] = field(default_factory=list)
     answered: set[bytes] = field(default_factory=set)
@@ -256,7 +283,11 @@ class StandIn:
     async def _respond(self, request: Received, responder: Responder) -> None:
         if request.target == "/health":
             self.probes += 1
-            await responder.answer(self.health, b"")
+            if self.answers_probes:
+                await responder.answer(self.health, b"")
+            else:
+                await responder.peer_left.wait()
+                responder.keep_alive = False
         elif request.target == "/v1/abort_requests":
             self.aborted.append(request.json)
             await responder.answer(200, json.dumps(self.abort_answer).encode())

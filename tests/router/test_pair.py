@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, streams
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, full_backlog, streams
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -362,21 +361,6 @@ def test_an_instance_that_never_accepts_is_replaced(
     prefill, mute, good = stand_in("prefill"), stand_in("decode"), stand_in("decode")
     router = make_router(prefill, mute, good, splitwise=True)
     mute.stop()
-    with _full_backlog(mute.port):
+    with full_backlog(mute.port):
         assert [router.chat().status_code for _ in range(2)] == [200, 200]
     assert len(good.received) == 2
-
-
-@contextlib.contextmanager
-def _full_backlog(port: int) -> Iterator[None]:
-    """A listener at ``port`` whose kernel accepts no more connections."""
-    with contextlib.ExitStack() as held:
-        listener = held.enter_context(socket.socket())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(0)
-        for _ in range(4):
-            filler = held.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(("127.0.0.1", port))
-        yield
