@@ -303,7 +303,8 @@ class Proxy:
         record, attempt = journey.record, journey.attempt
         assert attempt is not None
         usage = journey.usage()
-        record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage
+        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.cached_tokens = usage.cached_tokens
         prefill, answering = selection.prefill, selection.answering
         first = selection.decisions[0]
         if prefill is None:
@@ -318,5 +319,7 @@ class Proxy:
         if record.error or record.status >= 400:
             return
         ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
-        outcome = Outcome(first.key, leg.queued, ttft, usage.prompt_tokens, usage.cached_tokens)
+        outcome = Outcome(
+            *(first.key, leg.queued, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens)
+        )
         self._selector.policies[leg.instance.role].observe(journey.features, first, outcome)

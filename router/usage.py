@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = ["Usage", "read_usage"]
 
 _MARK = b'"usage"'
-_FIGURE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,15})\b')
+_FIGURE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens|own_cached_tokens)"\s*:\s*(\d{1,15})\b')
 
 
 class Usage(NamedTuple):
@@ -17,6 +17,8 @@ class Usage(NamedTuple):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    own_cached_tokens: int | None = None
+    """Of the cached ones, those that the instance had itself; our engine says so."""
 
 
 def read_usage(data: bytes) -> Usage | None:
