@@ -320,6 +320,6 @@ class Proxy:
             return
         ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
         outcome = Outcome(
-            *(first.key, leg.queued, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens)
+            first.key, leg.queued, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
         )
         self._selector.policies[leg.instance.role].observe(journey.features, first, outcome)
