@@ -34,6 +34,8 @@ class Detokenizer:
         self._window = list(prompt_token_ids[-_CONTEXT:])
         while self._decode(self._window).startswith(_INCOMPLETE):  # it begins within a character
             del self._window[0]
+        self._context, self._num_context = "", 0  # text and number of the window's tokens that are context only
+        self._given = 0  # characters of the window's text
         self._set_context()
         self._held = ""
         self.stopped = False
@@ -71,7 +73,7 @@ class Detokenizer:
         """Take the window for what has been given out; only what comes after it is new."""
         self._context = self._decode(self._window)
         self._num_context = len(self._window)
-        self._given = len(self._context)  # characters of the window's text
+        self._given = len(self._context)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

