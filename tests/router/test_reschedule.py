@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 import pytest
@@ -14,85 +13,9 @@ from hypothesis import strategies as st
 
 from router.body import InferenceBody, parse_inference
 from router.reschedule import AnswerStitcher, StreamStitcher, strip_token_ids
+from tests.router.scripted_engine import Engine
 
-PROMPT_IDS = [7, 8, 9, 10]
 ADDED_NAMES = {"prompt_token_ids", "completion_token_ids", "token_ids", "prompt_tokens", "completion_tokens"}
-
-
-class Engine(NamedTuple):
-    """A scripted engine: ``pieces[i]`` are the bytes of token ``100 + i``; its answer is all of them, then the end.
-
-    Like FastDeploy's it detokenizes only what a request generates, and holds back tokens whose text ends in an
-    unfinished character.
-    """
-
-    pieces: list[bytes]
-    is_chat: bool = True
-    tells_text: bool = False
-    """Whether a preempted whole answer has the text beside the ids."""
-
-    def generate(self, members: dict[str, Any], preempted_after: int | None) -> tuple[list[int], bool]:
-        """The ids of one leg, and whether it ended because of max_tokens; at most ``preempted_after`` ids."""
-        resent = members.get("completion_token_ids", [])
-        start = len(resent)
-        assert resent == [100 + i for i in range(start)]
-        wanted = members.get("max_tokens")
-        end = len(self.pieces) if wanted is None else min(len(self.pieces), start + wanted)
-        assert wanted is None or wanted > 0
-        ids = [100 + i for i in range(start, end)]
-        return ids[:preempted_after], wanted is not None and end - start == wanted
-
-    def usage(self, members: dict[str, Any], generated: int) -> dict[str, Any]:
-        prompt = len(PROMPT_IDS) + len(members.get("completion_token_ids", []))
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-    def text(self, ids: list[int]) -> str:
-        return b"".join(self.pieces[token - 100] for token in ids).decode("utf-8", "replace")
-
-    def stream(self, members: dict[str, Any], leg: int, preempted_after: int | None, form: str) -> Iterator[bytes]:
-        """One leg's events."""
-        shared = {"id": f"chatcmpl-r-retry{leg}" if leg else "chatcmpl-r", "created": 1000 + leg, "model": "m"}
-        with_ids = members.get("return_token_ids")
-
-        def event(said: dict[str, Any], finish: str | None = None) -> bytes:
-            choice = {"index": 0, "delta": said} if self.is_chat else {"index": 0, **said}
-            return b"data: " + orjson.dumps({**shared, "choices": [{**choice, "finish_reason": finish}]}) + b"\n\n"
-
-        key = "content" if self.is_chat else "text"
-        first = {"role": "assistant", key: ""} if self.is_chat else {key: ""}
-        yield event({**first, "prompt_token_ids": PROMPT_IDS, "prompt_tokens": 'a "p", '} if with_ids else first)
-        ids, at_limit = self.generate(members, preempted_after)
-        held: list[int] = []
-        for number, token in enumerate(ids, 1):
-            is_last = preempted_after is None and number == len(ids)
-            held.append(token)
-            text = self.text(held)
-            if text.endswith("\N{REPLACEMENT CHARACTER}") and not is_last:
-                text = ""
-            else:
-                held.clear()
-            added = {"completion_token_ids": [token], "completion_tokens": text} if with_ids else {}
-            yield event({key: text, **added}, ("length" if at_limit else "stop") if is_last else None)
-        if preempted_after is not None:
-            if form == "error":
-                yield b'data: {"error":{"message":"PD Error: decode preempted the request","code":500}}\n\n'
-            else:
-                yield event({key: ""}, "pd_reschedule")
-        elif members.get("stream_options"):
-            yield b"data: " + orjson.dumps({**shared, "choices": [], "usage": self.usage(members, len(ids))}) + b" \n\n"
-        yield b"data: [DONE]\n\n"
-
-    def answer(self, members: dict[str, Any], leg: int, preempted_after: int | None) -> bytes:
-        """One leg's whole answer."""
-        ids, at_limit = self.generate(members, preempted_after)
-        text = self.text(ids) if preempted_after is None or self.tells_text else ""
-        finish = "pd_reschedule" if preempted_after is not None else "length" if at_limit else "stop"
-        key = "content" if self.is_chat else "text"
-        told = ids if preempted_after is not None or members.get("return_token_ids") else None
-        said = {key: text, "completion_token_ids": told}
-        choice = {"message": {"role": "assistant", **said}} if self.is_chat else said
-        shared = {"id": f"r{leg}", "created": 1000 + leg, "usage": self.usage(members, len(ids))}
-        return orjson.dumps({**shared, "choices": [{"index": 0, **choice, "finish_reason": finish}]})
 
 
 def _body(**members: Any) -> InferenceBody:

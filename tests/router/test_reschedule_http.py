@@ -1,0 +1,228 @@
+"""Preempted requests over HTTP: a pair's decode instance gives up after any token, and the client reads one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.scripted_engine import PROMPT_IDS, Engine
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+# A character of four bytes is split over two tokens.
+PIECES = [b"Hello", b" w", b"or", b"ld ", b"\xf0\x9f", b"\x99\x82", b"! And", b" so on"]
+LIMIT = 50
+
+
+class Preempting:
+    """Decode: the scripted engine, preempted in leg after leg after as many tokens as ``preemptions`` say."""
+
+    def __init__(self, preemptions: list[int], is_chat: bool = True, form: str = "error") -> None:
+        self.engine = Engine(PIECES, is_chat)
+        self.preemptions = preemptions
+        self.form = form
+        self.detokenizes = True
+        self.legs: list[dict[str, Any]] = []
+
+    async def __call__(self, request: Received, respond: Responder) -> None:
+        """The behaviour of a stand-in."""
+        members = request.json
+        if request.target == "/detokenize":
+            text = json.dumps({"prompt": self.engine.text(members["tokens"])}).encode()
+            await respond.answer(*((200, text) if self.detokenizes else (404, b"")))
+            return
+        leg = len(self.legs)
+        self.legs.append(members)
+        preempted_after = self.preemptions[leg] if leg < len(self.preemptions) else None
+        if not members.get("stream"):
+            await respond.answer(200, self.engine.answer(members, leg, preempted_after))
+            return
+        await respond.start_stream()
+        for event in self.engine.stream(members, leg, preempted_after, self.form):
+            await respond.chunk(event)
+        await respond.end_stream()
+
+
+def ask(router: RouterUnderTest, stream: bool, is_chat: bool = True, **asked: Any) -> dict[str, Any]:
+    """What the client gets of one request: text, finish reason, usage, and that it was one answer."""
+    path, prompt = ("/v1/chat/completions", "messages") if is_chat else ("/v1/completions", "prompt")
+    body = {prompt: [], "request_id": "r", "max_tokens": LIMIT, **asked}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    response = router.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    if not stream:
+        answer = response.json()
+        choice = answer["choices"][0]
+        return {
+            "text": choice.get("message", choice).get("content", choice.get("text")),
+            "finish": [choice["finish_reason"]],
+            "usage": [answer["usage"]],
+        }
+    *events, done, nothing = response.text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice.get("delta", choice) for choice in choices]
+    assert not any("completion_token_ids" in part for part in said)
+    return {
+        "text": "".join(part.get("content", part.get("text", "")) for part in said),
+        "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [chunk["usage"] for chunk in chunks if chunk.get("usage")],
+    }
+
+
+@pytest.fixture
+def router(make_router: MakeRouter, stand_in: MakeStandIn) -> tuple[RouterUnderTest, StandIn]:
+    """A router before one pair, and the decode instance of it."""
+    decode = stand_in("decode")
+    return make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_count=10), decode
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    preemptions=st.lists(st.integers(0, len(PIECES) - 1), max_size=4),
+    stream=st.booleans(),
+    is_chat=st.booleans(),
+    form=st.sampled_from(["error", "finish"]),
+    limit=st.sampled_from([3, 6, LIMIT]),
+    detokenizes=st.booleans(),
+)
+def test_preempted_anywhere_the_answer_equals_an_undisturbed_one(
+    router: tuple[RouterUnderTest, StandIn],
+    preemptions: list[int],
+    stream: bool,
+    is_chat: bool,
+    form: str,
+    limit: int,
+    detokenizes: bool,
+) -> None:
+    running, decode = router
+    decode.behave = Preempting([], is_chat)
+    undisturbed = ask(running, stream, is_chat, max_tokens=limit)
+    # In one leg no more than what is left can be generated: the engine is preempted before its end, or not at all.
+    decode.behave = preempting = Preempting(preemptions, is_chat, form)
+    preempting.detokenizes = detokenizes
+    preempting.preemptions = _possible(preemptions, limit)
+    assert ask(running, stream, is_chat, max_tokens=limit) == undisturbed
+
+
+def _possible(preemptions: list[int], limit: int) -> list[int]:
+    """Those preemptions that come before the end, even if no leg had to begin again."""
+    possible: list[int] = []
+    for count in preemptions:
+        if sum(possible) + count <= min(limit, len(PIECES) - 1):
+            possible.append(count)
+    return possible
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("token", range(len(PIECES)))
+def test_each_retry_has_an_id_of_its_own_the_tokens_so_far_and_only_the_rest_of_max_tokens(
+    router: tuple[RouterUnderTest, StandIn], token: int, stream: bool
+) -> None:
+    running, decode = router
+    decode.behave = preempting = Preempting([token, 1] if token < len(PIECES) - 1 else [token])
+    assert ask(running, stream)["text"] == "Hello world 🙂! And so on"
+    assert [leg["request_id"] for leg in preempting.legs] == ["r", "r-retry1", "r-retry2"][: len(preempting.legs)]
+    for leg in preempting.legs:
+        resent = leg.get("completion_token_ids", [])
+        assert resent == [100 + i for i in range(len(resent))]
+        assert leg["max_tokens"] == LIMIT - len(resent)
+    assert all("disaggregate_info" in leg for leg in preempting.legs)
+    assert all(leg.get("return_token_ids", False) == stream for leg in preempting.legs)
+
+
+def test_prefill_gets_the_tokens_so_far_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", Preempting([2]))
+    ask(make_router(prefill, decode, splitwise=True), stream=True)
+    wait_until(lambda: len(prefill.received) == 2, "both requests at prefill")
+    assert prefill.received[1].body == decode.received[1].body
+    assert prefill.received[1].json["completion_token_ids"] == [100, 101]
+
+
+def test_usage_counts_the_prompt_and_each_token_once(router: tuple[RouterUnderTest, StandIn]) -> None:
+    running, decode = router
+    for stream in (True, False):
+        decode.behave = Preempting([3, 2])
+        prompt, completion = len(PROMPT_IDS), len(PIECES)
+        total = prompt + completion
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+        assert ask(running, stream)["usage"] == [usage]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_leg_that_fails_after_a_preemption_is_made_good_by_another_pair(
+    make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
+) -> None:
+    preempting = Preempting([3])
+    decodes = [stand_in("decode", _fails_first_retry(preempting)) for _ in range(2)]
+    router = make_router(stand_in("prefill"), *decodes, splitwise=True)
+    assert ask(router, stream)["text"] == "Hello world 🙂! And so on"
+    assert preempting.legs[-1]["request_id"] == "r-retry2"
+
+
+def _fails_first_retry(preempting: Preempting) -> Behaviour:
+    """Answer the first retry with 500."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        fails = request.target != "/detokenize" and request.json["request_id"] == "r-retry1"
+        await (answers(500, b"")(request, respond) if fails else preempting(request, respond))
+
+    return behave
+
+
+def test_a_whole_answer_preempted_too_often_is_one_clear_error(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    decode = stand_in("decode", preempting := Preempting([1] * 9))
+    router = make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_count=2)
+    response = router.chat(max_tokens=LIMIT)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], len(preempting.legs)) == (503, "preempted", 3)
+    assert f"preempted the request 3 times; the last was {decode.key}" in error["message"]
+
+
+def test_a_stream_preempted_too_often_ends_with_one_clear_error(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    decode = stand_in("decode", preempting := Preempting([1] * 9))
+    router = make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_count=2)
+    with router.stream(max_tokens=LIMIT) as response:
+        events = response.read().decode().split("\n\n")
+    errors = [json.loads(event.removeprefix("data: "))["error"]["code"] for event in events if '"error"' in event]
+    assert (errors, events[-2:], len(preempting.legs)) == (["preempted"], ["data: [DONE]", ""], 3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_with_exclude_decode_another_instance_goes_on(
+    make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
+) -> None:
+    preempting = Preempting([2])
+    decodes = [stand_in("decode", preempting) for _ in range(2)]
+    router = make_router(stand_in("prefill"), *decodes, splitwise=True, preempt_retry_exclude_decode=True)
+    assert ask(router, stream)["text"] == "Hello world 🙂! And so on"
+    completions = [[got for got in each.received if got.target != "/detokenize"] for each in decodes]
+    assert [len(each) for each in completions] == [1, 1]
+
+
+def test_with_exclude_decode_the_only_instance_goes_on_all_the_same(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    decode = stand_in("decode", Preempting([2]))
+    router = make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_exclude_decode=True)
+    assert ask(router, stream=True)["text"] == "Hello world 🙂! And so on"
+
+
+def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest, StandIn]) -> None:
+    running, decode = router
+    decode.behave = Preempting([1, 2, 1])
+    ask(running, stream=True)
+    loads = [(i.candidate.requests, i.candidate.tokens) for i in running.app.registry]
+    assert (loads, decode.running) == ([(0, 0), (0, 0)], 0)
