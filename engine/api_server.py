@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from starlette.exceptions import HTTPException
 
 from engine import completions, logs
 from engine.args import EngineArgs, parse_args
+from engine.background import in_background
 from engine.block_manager import BlockManager
 from engine.completions import Completions
 from engine.core import EngineCore
@@ -94,7 +96,9 @@ class Instance:
             runner,
             scheduler,
             self.metrics,
-            pool=open_pool(pool_config, runner.namespace, self.metrics.registry) if pool_config else None,
+            pool=in_background(partial(open_pool, pool_config, runner.namespace, self.metrics.registry))
+            if pool_config
+            else None,
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(args.model)

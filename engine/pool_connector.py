@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.background import yield_to_compute
 from engine.model_runner import ModelRunner
 from engine.staging import Staging
 from kvstore_backend import BlockPool, Value
@@ -48,8 +49,8 @@ class PoolConnector:
         self._pool = pool
         self._post = post
         self._staged = runner.device.type != "cpu" if staged is None else staged
-        self._loads = ThreadPoolExecutor(1, "pool-load")
-        self._saves = ThreadPoolExecutor(1, "pool-save")
+        self._loads = ThreadPoolExecutor(1, "pool-load", yield_to_compute)
+        self._saves = ThreadPoolExecutor(1, "pool-save", yield_to_compute)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self.pending_save_blocks = 0
         """Blocks handed to ``start_save`` whose callback has not been posted yet; engine thread only."""
