@@ -258,9 +258,9 @@ class Talk:
     tokens_per_second: float
 
 
-def converse(way: Way, at_once: int) -> Talk:
-    """Lead that many conversations, each turn of all of them together."""
-    texts = [words(FIRST, f"{way.title} {at_once} {i}") for i in range(at_once)]
+def converse(way: Way, at_once: int, about: str) -> Talk:
+    """Lead that many conversations, each turn of all of them together; none repeats one ``about`` something else."""
+    texts = [words(FIRST, f"{way.title} {about} {i}") for i in range(at_once)]
     ttfts: list[list[float]] = []
     seconds = 0.0
     for turn in range(TURNS):
@@ -273,7 +273,7 @@ def converse(way: Way, at_once: int) -> Talk:
         seconds += time.perf_counter() - start
         ttfts.append([answer.ttft for answer in answers])
         texts = [
-            text + answer.text + words(QUESTION, f"{way.title} {at_once} {i} {turn}")
+            text + answer.text + words(QUESTION, f"{way.title} {about} {i} {turn}")
             for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
         ]
     later = [ttft for turn in ttfts[1:] for ttft in turn]
@@ -408,8 +408,8 @@ def run(machine: Machine, *, quick: bool) -> tuple[list[Talk], list[Bar | str]]:
     bars: list[Bar | str] = []
 
     def talk(way: Way) -> None:
-        converse(way, 1)  # warms up
-        talks.extend(converse(way, at_once) for at_once in loads)
+        converse(way, 1, "warming up")
+        talks.extend(converse(way, at_once, str(at_once)) for at_once in loads)
 
     machine.master()
     with machine.group():
