@@ -148,6 +148,18 @@ class StorageBackend(abc.ABC):
             ValueError: an empty key.
         """
 
+    def clear(self, prefix: str) -> Status:
+        """Remove every key that begins with ``prefix``, also those that somebody may be reading now.
+
+        Returns:
+            ``OK`` when none is left but those put meanwhile; ``FAILED`` where that cannot be said.
+
+        Raises:
+            ValueError: ``prefix`` is empty, which would be everybody's keys.
+        """
+        check_keys([prefix])
+        return Status.FAILED
+
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
         """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it).
 

@@ -29,7 +29,9 @@ __all__ = [
     "MemorySettings",
     "MooncakeSettings",
     "PoolConfig",
+    "fastdeploy_plugins",
     "load_config",
+    "named_model",
     "parse_size",
     "read_config",
     "set_native_cluster",
@@ -362,6 +364,17 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
         "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
         "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
     )
+
+
+def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The plugins that ``FD_PLUGINS`` names; FastDeploy loads all that are installed where it is not set."""
+    named = (os.environ if environ is None else environ).get("FD_PLUGINS", "")
+    return [name.strip() for name in named.split(",") if name.strip()]
+
+
+def named_model(environ: Mapping[str, str] | None = None) -> str:
+    """The checkpoint's folder as ``KVSTORE_MODEL`` names it, for processes of engines that are not told it; or empty."""
+    return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
 
 
 def set_native_defaults() -> None:

@@ -1,6 +1,6 @@
 """The engine's view of the pool: block hashes in, block bytes out.
 
-``open_store`` is the one place where a store is chosen, ``open_pool`` the one where it is wrapped in its layers.
+``open_store`` is the one place where a store is chosen, ``open_backend`` the one where it is wrapped in its layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.stores.mooncake import MooncakeStore
 
-__all__ = ["BlockPool", "default_backend", "open_pool", "open_store"]
+__all__ = ["BlockPool", "default_backend", "open_backend", "open_pool", "open_store"]
 
 
 class BlockPool:
@@ -136,11 +136,17 @@ def open_pool(
     *,
     background: bool = True,
 ) -> BlockPool:
-    """Open the configured store for one namespace: guarded, checked, and with what else the configuration asks for.
+    """Open the configured store for one namespace, in its layers; arguments and errors are ``open_backend``'s."""
+    return BlockPool(open_backend(config, registry, background=background), namespace)
+
+
+def open_backend(
+    config: PoolConfig, registry: CollectorRegistry | None = None, *, background: bool = True
+) -> StorageBackend:
+    """Open the configured store: guarded, checked, and with what else the configuration asks for.
 
     Args:
         config: which store.
-        namespace: whose blocks.
         registry: where the pool's metrics are registered; none: there are none. One registry takes one pool.
         background: return at once and open the store on another thread, trying until it can be opened; the pool is
             not ready and everything a miss until then. Else open it now.
@@ -173,7 +179,7 @@ def open_pool(
         whole = write_behind = WriteBehindBackend(whole)
     if registry is not None:
         registry.register(StateCollector(guarded, rejected, write_behind))
-    return BlockPool(whole, namespace)
+    return whole
 
 
 def open_store(config: PoolConfig) -> StorageBackend:

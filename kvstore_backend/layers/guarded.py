@@ -151,6 +151,12 @@ class GuardedBackend(StorageBackend):
         seconds = self.deadlines.lookup_seconds
         return self._statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
 
+    def clear(self, prefix: str) -> Status:
+        check_keys([prefix])
+        # It goes through all keys, so it gets the time of a transfer.
+        answer = self._call(self.deadlines.transfer_seconds, "clear", lambda store: store.clear(prefix))
+        return Status.FAILED if answer is None else answer
+
     def settle(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_backend.backend import Health, StorageBackend, StoreStats
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats
 
 __all__ = ["Layer"]
 
@@ -15,6 +15,9 @@ class Layer(StorageBackend):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store!r})"
+
+    def clear(self, prefix: str) -> Status:
+        return self._store.clear(prefix)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         self._store.register(address, nbytes, headroom=headroom)

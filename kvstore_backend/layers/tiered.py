@@ -89,6 +89,10 @@ class TieredBackend(StorageBackend):
             for both in zip(large, fast, strict=True)
         ]
 
+    def clear(self, prefix: str) -> Status:
+        large, fast = self._large.clear(prefix), self._fast.clear(prefix)
+        return large if fast else fast
+
     def drain(self, seconds: float) -> bool:
         """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
         return self.write_behind is None or self.write_behind.drain(seconds)

@@ -154,6 +154,16 @@ class WriteBehindBackend(Layer):
         ]
         return _filled(statuses, found)
 
+    def clear(self, prefix: str) -> Status:
+        """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
+        check_keys([prefix])
+        with self._changed:
+            queued = {key for key in self._blocks if key.startswith(prefix)}
+            is_sending = {key for key in queued if self._blocks[key].is_sending}
+            self._take_out(queued - is_sending)
+        answer = self._store.clear(prefix)
+        return Status.FAILED if is_sending else answer
+
     def drain(self, seconds: float) -> bool:
         """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""
         with self._changed:

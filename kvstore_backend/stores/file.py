@@ -7,6 +7,7 @@ takes no lock: a file that is evicted while it is read stays whole until it is c
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import logging
 import os
@@ -82,6 +83,22 @@ class FileStore(StorageBackend):
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
         return [self._tried(self._ledger.remove, key) for key in keys]
+
+    def clear(self, prefix: str) -> Status:
+        """Finds only keys whose names are not too long for a file's, as those of blocks are."""
+        check_keys([prefix])
+        pattern = f"*/{glob.escape(quote(prefix, safe=''))}*.block"
+        if self._closed:
+            return Status.FAILED
+        for path in glob.iglob(pattern, root_dir=self._ledger.blocks):
+            try:
+                self._ledger.remove(f"{self._ledger.blocks}/{path}")
+            except FileNotFoundError:
+                continue  # evicted, or removed by somebody else
+            except OSError as exc:
+                logger.warning("%s cannot be removed: %s", path, exc)
+                return Status.FAILED
+        return Status.OK
 
     def health(self) -> Health:
         if self._closed:

@@ -51,6 +51,15 @@ class MemoryStore(StorageBackend):
         check_keys(keys)
         return [self._remove(key) for key in keys]
 
+    def clear(self, prefix: str) -> Status:
+        check_keys([prefix])
+        with self._lock:
+            if self._closed:
+                return Status.FAILED
+            for key in [key for key in self._values if key.startswith(prefix)]:
+                self._used -= len(self._values.pop(key))
+        return Status.OK
+
     def health(self) -> Health:
         return Health(not self._closed, repr(self))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
-__all__ = ["MooncakeStore", "check_installed", "is_installed"]
+__all__ = ["MooncakeStore", "check_installed", "is_installed", "replace_client"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ _PROBE_S = 1.5
 _DRAIN_S = 40.0
 # Native clients that were not closed: dropping the last reference would close them.
 _LEFT_OPEN: list[Any] = []
+# The native client's class, where another stands in its place for everybody else.
+_REPLACED: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
@@ -97,6 +100,12 @@ class MooncakeStore(StorageBackend):
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
         return [_REMOVED.get(code, Status.FAILED) for code in self._call(keys, self._native.batch_remove, force)]
+
+    def clear(self, prefix: str) -> Status:
+        check_keys([prefix])
+        pattern = f"^{re.escape(prefix)}.*"
+        removed = self._call([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
+        return Status.OK if removed is not None and removed >= 0 else Status.FAILED
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         with self._entered() as may_call:
@@ -184,8 +193,26 @@ def is_installed() -> bool:
     return True
 
 
+def replace_client(client: type) -> None:
+    """Let everybody who imports ``mooncake.store.MooncakeDistributedStore`` from now on get ``client`` instead.
+
+    All but this file, which goes on with the native one, so that ``client`` may stand on a ``MooncakeStore``.
+
+    Raises:
+        PoolUnavailable: Mooncake's library cannot be loaded.
+    """
+    check_installed()
+    if not _REPLACED:
+        _REPLACED.append(_library())
+    import mooncake.store
+
+    mooncake.store.MooncakeDistributedStore = client
+
+
 def _library() -> Any:
     """The native client's class; importing it loads shared libraries that a machine may lack."""
+    if _REPLACED:
+        return _REPLACED[0]
     set_native_defaults()
     from mooncake.store import MooncakeDistributedStore
 

@@ -116,6 +116,17 @@ class StorageBackendContract:
         assert put(backend, (key, b"two")) == [OK]
         assert got(backend, key, 3) == b"two"
 
+    def test_clearing_removes_what_begins_so_and_nothing_else(self, backend: StorageBackend) -> None:
+        prefix, other = new_key("kv1"), new_key("kv1")
+        assert put(backend, (f"{prefix}-a", b"a"), (f"{prefix}-b", b"b"), (other, b"c")) == [OK] * 3
+        assert got(backend, f"{prefix}-a", 1) == b"a"  # a lease protects nothing from being cleared
+        wait_until(lambda: backend.clear(prefix) is OK, "the clearing")
+        assert backend.exists([f"{prefix}-a", f"{prefix}-b", other]) == [ABSENT, ABSENT, OK]
+
+    def test_clearing_everything_is_refused(self, backend: StorageBackend) -> None:
+        with pytest.raises(ValueError, match="a key is a non-empty string"):
+            backend.clear("")
+
     @pytest.mark.parametrize("name", ["a/b", "..", "../../up", "köy ключ 鍵", "-rf", "a" * 400, "%2F", "new\nline"])
     def test_any_text_may_be_a_key(self, backend: StorageBackend, name: str) -> None:
         keys = [new_key(name), f"{new_key()}{name}"]
