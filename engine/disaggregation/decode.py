@@ -58,13 +58,14 @@ class _Handover:
         self.seconds_to_land: float | None = None
         """Since P said that it writes no more: for how long what it wrote may still arrive."""
         self._memory = memory
+        self._is_taken = False
         self._result: asyncio.Future[Handed | None] = loop.create_future()
         self._given_up: asyncio.Future[None] = loop.create_future()
 
     async def take(self) -> Handed | None:
         """Wait for P's word; None: it is not to be had."""
         handed = await asyncio.shield(self._result)
-        self._result = asyncio.get_running_loop().create_future()  # it is the caller's now
+        self._is_taken = True
         return handed
 
     def settle(self, handed: Handed | None) -> None:
@@ -100,9 +101,12 @@ class _Handover:
                 await asyncio.wait({task})
 
     def _drop(self) -> None:
-        if self._result.done() and (handed := self._result.result()) and handed.prefilled and self._memory:
+        if not self._result.done() or self._is_taken:
+            return
+        self._is_taken = True
+        handed = self._result.result()
+        if handed and handed.prefilled and self._memory:
             self._memory.cancel(handed.prefilled.reservation, clear=False)
-        self._result = asyncio.get_running_loop().create_future()
 
 
 class HandoverReceiver:
@@ -145,9 +149,13 @@ class HandoverReceiver:
 
     async def wait(self, request_id: str, prompt: Prompt) -> Handed | None:
         """What P says of this request's prompt; None when D is to compute it itself."""
-        begun = self._future(request_id)
+        begun, is_first = self._future(request_id), True
         try:
             handover = await asyncio.wait_for(asyncio.shield(begun), self._silence)
+            if handover.is_claimed:
+                log.warning("%s: another request has this id, too; computing the prompt here", request_id)
+                is_first = False
+                return None
             handover.is_claimed = True
             if handover.prompt.digest != prompt.digest:
                 log.warning("%s: the prefill instance has another prompt; computing the prompt here", request_id)
@@ -159,7 +167,8 @@ class HandoverReceiver:
             )
             return None
         finally:
-            self._forget(request_id, begun)
+            if is_first:
+                self._forget(request_id, begun)
 
     def _future(self, request_id: str) -> asyncio.Future[_Handover]:
         if request_id not in self._pending:

@@ -57,7 +57,7 @@ class HandoverSender:
         self, token: int, logprobs: TokenLogprobs | None, own_cached_tokens: int, pool_cached_tokens: int
     ) -> bool:
         """Wait until all blocks are written, tell D the first token, and hear whether D takes it from there."""
-        digests = await self._writing
+        digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
         self._send(
@@ -154,11 +154,12 @@ class HandoverSender:
                 return None
             num_blocks = target.num_cached + len(target.addresses)
             while num_written < num_blocks:
+                if self._over:
+                    return None
                 if not self._queue:
                     self._queued.clear()
                     await self._queued.wait()
-                if self._over:
-                    return None
+                    continue
                 first, blocks = self._queue.popleft()
                 while self._queue:
                     blocks = [*blocks, *self._queue.popleft()[1]]

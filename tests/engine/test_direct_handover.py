@@ -1,0 +1,515 @@
+"""Direct hand-over between two engines over a real TransferEngine: right answers, and every block free afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.disaggregation import BlockMemory, HandoverReceiver, Prompt, Transfer
+from engine.generation import Generation, Generations, Piece
+from engine.protocol import DisaggregateInfo
+from engine.request import Request, SamplingParams
+from engine.request import Sequence as EngineSequence
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.running import Engine
+from tests.support.ports import free_port
+
+HOST = "127.0.0.1"
+BLOCK = 16
+PROMPT = tuple(range(1, 101))
+SHORT = 0.3
+
+
+class TroubledTransfer(Transfer):
+    """A real one, that can be made to fail, to spoil a byte, or to hang."""
+
+    def __init__(self, engine: Engine) -> None:
+        kv = engine.runner.kv
+        super().__init__(HOST, "tcp", kv.data_ptr(), kv.numel() * kv.element_size())
+        self.fails = False
+        self.spoils: Engine | None = None
+        """Whose memory gets a wrong byte after each write."""
+        self.hanging = threading.Event()
+        """Set when a write hangs."""
+        self._go = threading.Event()
+        self._go.set()
+
+    def hang(self) -> None:
+        """Writes hang from now on."""
+        self._go.clear()
+
+    def go_on(self) -> None:
+        """Whatever hangs goes on."""
+        self._go.set()
+
+    def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
+        if not self._go.is_set():
+            self.hanging.set()
+            self._go.wait()
+        if self.fails:
+            return False
+        written = super().write(session, sources, targets, nbytes)
+        if self.spoils:
+            memory = self.spoils.runner.kv.view(-1)
+            memory[(targets[0] - memory.data_ptr()) // memory.element_size()] += 1
+        return written
+
+
+class Side:
+    """One instance: its engine, and what others reach it by."""
+
+    def __init__(self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0) -> None:
+        self.engine = engine
+        self.transfer = TroubledTransfer(engine)
+        self.memory = BlockMemory(engine.core, engine.runner, self.transfer)
+        self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
+        self.generations = Generations(engine.core, tokenizer, role, BLOCK, self.receiver, self.memory)
+
+    def handed_over(self, way: str) -> float:
+        return self.engine.metric("kvstore_handed_over_total", way=way)
+
+    @property
+    def bytes_handed_over(self) -> float:
+        return self.engine.metric("kvstore_handed_over_bytes_total")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing holds a block."""
+        return self.engine.metric("fastdeploy:available_gpu_block_num") == self.engine.blocks.num_blocks
+
+    @property
+    def num_reserved(self) -> float:
+        return self.engine.metric("kvstore_reserved_blocks")
+
+
+class Pair:
+    """A prefill and a decode instance; both must be free of requests when the test is over."""
+
+    def __init__(self, prefill: Side, decode: Side) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    @property
+    def info(self) -> DisaggregateInfo:
+        return DisaggregateInfo(decode_ip=HOST, decode_connector_port=self.decode.receiver.port)
+
+    def start(
+        self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, name: str = "r", **params: Any
+    ) -> tuple[Generation, Generation]:
+        """Both legs of one request."""
+        sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
+        request = Request(name, tuple(prompt), sampling)
+        return (self.prefill.generations.start(request, self.info), self.decode.generations.start(request, self.info))
+
+    async def answer(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **params: Any) -> list[Piece]:
+        """What decode answers."""
+        _, pieces = await asyncio.gather(*map(all_of, self.start(prompt, max_tokens, **params)))
+        return pieces
+
+    async def until_free(self) -> None:
+        await eventually(lambda: self.prefill.is_free and self.decode.is_free, f"all blocks: {self}")
+
+    def __repr__(self) -> str:
+        return f"{self.prefill.engine.scheduler} {self.decode.engine.scheduler}"
+
+
+async def all_of(generation: Generation) -> list[Piece]:
+    return [piece async for piece in generation.pieces()]
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [piece.token_id for piece in pieces if piece.token_id is not None]
+
+
+@contextlib.asynccontextmanager
+async def pair_of(
+    folder: Path, tokenizer: Any, *, expiry_seconds: float = 10.0, num_blocks: int = 64, **options: Any
+) -> AsyncIterator[Pair]:
+    with Engine(folder, **options) as p, Engine(folder, num_blocks=num_blocks, **options) as d:
+        pair = Pair(Side(p, "prefill", tokenizer), Side(d, "decode", tokenizer, expiry_seconds))
+        await pair.decode.receiver.start(socket.create_server((HOST, 0)))
+        try:
+            yield pair
+            await pair.until_free()
+            assert pair.decode.num_reserved == 0
+        finally:
+            pair.prefill.transfer.go_on()
+            await pair.decode.receiver.close()
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_checkpoint: Path) -> Iterator[Engine]:
+    """An instance by itself, whose answers are the right ones."""
+    with Engine(tiny_checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(mixed: Engine) -> list[int]:
+    return mixed.answer(PROMPT, 12).wait()
+
+
+class ScriptedPrefill:
+    """A P that says what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def say(self, kind: str, **members: object) -> None:
+        self._writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
+
+    async def hear(self) -> dict[str, Any]:
+        heard: dict[str, Any] = json.loads(await self._reader.readline())
+        return heard
+
+    def hang_up(self) -> None:
+        self._writer.close()
+
+
+@contextlib.asynccontextmanager
+async def scripted_prefill(pair: Pair, prompt: Sequence[int] = PROMPT) -> AsyncIterator[ScriptedPrefill]:
+    """It has begun with a request named r."""
+    reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port, limit=1 << 20)
+    prefill = ScriptedPrefill(reader, writer)
+    described = Prompt.of(EngineSequence(Request("r", tuple(prompt), SamplingParams(1)), BLOCK))
+    prefill.say("begin", request_id="r", **described.message(), **pair.decode.memory.terms)
+    try:
+        yield prefill
+    finally:
+        writer.close()
+
+
+# --- when all is well -------------------------------------------------------------------------------------------
+
+
+@in_event_loop
+async def test_decode_answers_without_computing_the_prompt(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        computed: list[int] = []
+        run = pair.decode.engine.runner.run
+        pair.decode.engine.runner.run = lambda chunks: (  # type: ignore[method-assign]
+            computed.extend(chunk.num_tokens for chunk in chunks),
+            run(chunks),
+        )[1]
+        assert tokens_of(await pair.answer()) == expected
+        assert computed == [1] * 11
+        assert pair.decode.handed_over("direct") == 1
+        assert (
+            pair.decode.bytes_handed_over
+            == pair.prefill.bytes_handed_over
+            == 7 * pair.decode.engine.runner.shape.nbytes
+        )
+
+
+@in_event_loop
+async def test_prompts_of_all_lengths_around_block_and_chunk_borders(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        lengths = [1, 2, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 64, 72]
+        prompts = [[length, *range(2, length + 1)] for length in lengths]  # none begins as another does
+        answers = await asyncio.gather(*(pair.answer(prompt, 5, name=str(len(prompt))) for prompt in prompts))
+        assert [tokens_of(answer) for answer in answers] == [mixed.answer(prompt, 5).wait() for prompt in prompts]
+        ways = {way: pair.decode.handed_over(way) for way in ("direct", "pool", "computed")}
+        assert ways == {"direct": len(lengths), "pool": 0, "computed": 0}
+
+
+@in_event_loop
+async def test_only_blocks_that_decode_lacks_are_written(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        for _ in range(2):
+            assert tokens_of(await pair.answer()) == expected
+        # The second time all but the last, partly filled block are in decode's prefix cache.
+        assert pair.decode.bytes_handed_over == (7 + 1) * pair.decode.engine.runner.shape.nbytes
+        assert tokens_of(await pair.answer(PROMPT[:96], 1)) == tokens_of(await pair.answer(PROMPT[:96], 1))
+        assert pair.decode.bytes_handed_over == (7 + 1) * pair.decode.engine.runner.shape.nbytes
+        assert pair.decode.handed_over("direct") == 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 2.0, "seed": 3}, {"min_tokens": 9, "temperature": 1.0, "seed": 4}, {"logprobs": 3}],
+    ids=["seeded", "min_tokens", "logprobs"],
+)
+@in_event_loop
+async def test_sampling_goes_on_as_if_there_were_one_instance(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, params: dict[str, Any]
+) -> None:
+    alone = mixed.begin(PROMPT, 12, **params)
+    outputs = [alone.next() for _ in range(12)]
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        pieces = await pair.answer(**params)
+        assert tokens_of(pieces) == [output.token_id for output in outputs]
+        first, expected = pieces[0].logprobs, outputs[0].logprobs
+        assert (first and first.top[0][0]) == (expected and expected.top[0][0])
+        assert (first and first.chosen) == pytest.approx(expected and expected.chosen, abs=1e-4)
+
+
+@in_event_loop
+async def test_the_answers_usage_tells_what_prefill_found_cached(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        for own in (0, 96):
+            prefill, decode = pair.start()
+            await asyncio.gather(all_of(prefill), all_of(decode))
+            assert decode.usage()["prompt_tokens_details"]["own_cached_tokens"] == own
+
+
+@in_event_loop
+async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer, num_blocks=12, max_num_seqs=2) as pair:
+        prompts = [[i, *PROMPT[:30]] for i in range(1, 13)]
+        answers = await asyncio.gather(*(pair.answer(prompt, 20, name=str(prompt[0])) for prompt in prompts))
+        assert [tokens_of(answer) for answer in answers] == [mixed.answer(prompt, 20).wait() for prompt in prompts]
+        assert pair.decode.handed_over("direct") > 0
+
+
+# --- when something is amiss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", ["fails", "spoils"])
+@pytest.mark.parametrize("way", ["pool", "computed"])
+@in_event_loop
+async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], trouble: str, way: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", 0.2)
+    options = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
+    async with pair_of(tiny_checkpoint, word_tokenizer, **options) as pair:
+        if trouble == "fails":
+            pair.prefill.transfer.fails = True
+        else:
+            pair.prefill.transfer.spoils = pair.decode.engine
+        assert tokens_of(await pair.answer()) == expected
+        assert pair.decode.handed_over(way) == 1
+        assert pair.decode.handed_over("direct") == 0
+
+
+@in_event_loop
+async def test_a_decode_instance_without_room_refuses_and_queues_the_request(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], mixed: Engine
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer, num_blocks=8) as pair:
+        holding = asyncio.create_task(pair.answer([7] * 40, 60, name="first"))
+        await eventually(lambda: pair.decode.handed_over("direct"), "the first to run")
+        assert tokens_of(await pair.answer()) == expected
+        assert pair.decode.handed_over("computed") == 1
+        assert tokens_of(await holding) == mixed.answer([7] * 40, 60).wait()
+
+
+@in_event_loop
+async def test_a_closed_connector_port_leaves_prefill_its_blocks(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=free_port())
+        request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
+        assert tokens_of(await all_of(pair.prefill.generations.start(request, info))) == expected[:1]
+
+
+@pytest.mark.parametrize("leaving", ["abort", "client"])
+@in_event_loop
+async def test_when_decodes_request_ends_prefill_stops_writing_and_both_are_free(
+    tiny_checkpoint: Path, word_tokenizer: Any, leaving: str
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        pair.prefill.transfer.hang()
+        prefill, decode = (asyncio.create_task(all_of(leg)) for leg in pair.start())
+        await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
+        if leaving == "abort":
+            assert pair.decode.generations.abort(["chatcmpl-r_0"]) == ["r"]
+            assert [piece.finish_reason for piece in await decode] == ["abort"]
+        else:
+            decode.cancel()
+        # The write may still touch them: both sides keep their blocks.
+        await asyncio.sleep(0)
+        assert pair.decode.num_reserved == 7
+        assert not pair.prefill.is_free
+        pair.prefill.transfer.go_on()
+        await prefill
+
+
+@pytest.mark.parametrize("leaving", ["abort", "client"])
+@in_event_loop
+async def test_when_prefills_request_ends_decode_computes_at_once(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], leaving: str
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        pair.prefill.transfer.hang()
+        prefill, decode = pair.start()
+        of_prefill, of_decode = asyncio.create_task(all_of(prefill)), asyncio.create_task(all_of(decode))
+        await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
+        if leaving == "abort":
+            pair.prefill.generations.abort(["r"])
+        of_prefill.cancel()
+        assert tokens_of(await of_decode) == expected
+        assert pair.decode.num_reserved == 7
+        assert not pair.prefill.is_free
+        pair.prefill.transfer.go_on()
+
+
+@in_event_loop
+async def test_another_prompt_under_the_same_id_is_not_taken(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        prefill, _ = pair.start()
+        _, decode = pair.start((*PROMPT[:-1], 200))
+        _, pieces = await asyncio.gather(all_of(prefill), all_of(decode))
+        assert tokens_of(pieces) == mixed.answer((*PROMPT[:-1], 200), 12).wait()
+        assert pair.decode.handed_over("computed") == 1
+
+
+@in_event_loop
+async def test_two_requests_of_one_id_share_no_blocks(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        (prefill, first), (_, second) = pair.start(), pair.start()
+        _, *answers = await asyncio.gather(all_of(prefill), all_of(first), all_of(second))
+        assert [tokens_of(answer) for answer in answers] == [expected, expected]
+        assert pair.decode.handed_over("direct") <= 1
+
+
+# --- a prefill instance that does what it likes -----------------------------------------------------------------
+
+
+@in_event_loop
+async def test_a_reservation_that_no_request_claims_expires(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with (
+        pair_of(tiny_checkpoint, word_tokenizer, expiry_seconds=SHORT) as pair,
+        scripted_prefill(pair) as prefill,
+    ):
+        assert len((await prefill.hear())["addresses"]) == 7
+        assert (await prefill.hear())["type"] == "given_up"
+        assert pair.decode.num_reserved == 7
+        prefill.say("stopped", clean=True)
+        await pair.until_free()
+
+
+@in_event_loop
+async def test_given_up_blocks_are_kept_until_prefill_says_it_has_stopped(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
+        assert (await prefill.hear())["type"] == "reserved"
+        prefill.say("failed", reason="no reason")
+        assert tokens_of(await all_of(pair.start()[1])) == expected
+        assert (await prefill.hear())["type"] == "given_up"
+        prefill.say("alive")
+        prefill.say("nonsense")
+        assert pair.decode.num_reserved == 7
+        prefill.say("stopped", clean=True)
+        await eventually(lambda: not pair.decode.num_reserved, "the blocks to be free")
+
+
+@in_event_loop
+async def test_blocks_of_a_prefill_that_is_gone_are_kept_until_late_bytes_are_in_and_then_cleared(
+    tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", SHORT)
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        async with scripted_prefill(pair) as prefill:
+            reserved = await prefill.hear()
+            kv = pair.decode.engine.runner.kv
+            kv.view(-1)[(reserved["addresses"][0] - kv.data_ptr()) // kv.element_size()] = float("nan")
+        assert pair.decode.num_reserved == 7
+        await pair.until_free()
+        assert not kv.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [
+        {"digests": []},
+        {"digests": None},
+        {"digests": ["0" * 16] * 7},
+        {"digests": ["0" * 16] * 8},
+        {"token": 300},
+        {"token": -1},
+        {"token": "1"},
+        {"logprobs": [1]},
+        {"own_cached_tokens": None},
+    ],
+    ids=str,
+)
+@in_event_loop
+async def test_a_prefill_that_lies_is_not_believed(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], ready: dict[str, Any]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
+        await prefill.hear()
+        members = {"token": 1, "logprobs": None, "digests": [], "own_cached_tokens": 0, "pool_cached_tokens": 0}
+        prefill.say("ready", **members | ready)
+        prefill.say("failed", reason="no reason")
+        prefill.say("stopped", clean=True)
+        assert tokens_of(await all_of(pair.start()[1])) == expected
+        assert pair.decode.handed_over("computed") == 1
+
+
+@pytest.mark.parametrize("term", ["namespace", "protocol"])
+@in_event_loop
+async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tokenizer: Any, term: str) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port)
+        prefill = ScriptedPrefill(reader, writer)
+        described = Prompt.of(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).message()
+        prefill.say("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
+        assert await prefill.hear() == {"type": "refused", "reason": f"another {term}"}
+        prefill.say("failed", reason="no reason")
+        assert await reader.read() == b""
+        writer.close()
+
+
+# --- a decode instance that does what it likes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reserved",
+    [
+        {},
+        {"addresses": [1, 2]},
+        {"num_cached": 8, "addresses": []},
+        {"num_cached": -1},
+        {"num_cached": "0"},
+        {"addresses": None},
+        {"addresses": [4096] * 7},
+        {"session": f"{HOST}:1"},
+        None,
+    ],
+    ids=str,
+)
+@in_event_loop
+async def test_prefill_answers_and_is_free_whatever_decode_says(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], reserved: dict[str, Any] | None
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            if reserved is not None:
+                target = {"session": pair.decode.transfer.session, "addresses": [4096] * 7, "num_cached": 0}
+                writer.write(json.dumps({"type": "reserved", **target, **reserved}).encode() + b"\n")
+                writer.write(b'{"type": "rejected"}\n')
+                await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, HOST, 0)
+        info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=server.sockets[0].getsockname()[1])
+        request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
+        assert tokens_of(await all_of(pair.prefill.generations.start(request, info))) == expected[:1]
+        await eventually(lambda: pair.prefill.is_free, "prefill to be free")
+        server.close()
