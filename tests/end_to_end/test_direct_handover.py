@@ -1,0 +1,184 @@
+"""Real instances that hand over directly, without a pool; and what is left when they die or hang in the middle of it.
+
+The test stands between P and D: it relays what they say on the connector port, and acts when it hears the right word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.end_to_end.cluster import Instance, ask, instance
+from tests.end_to_end.test_prefill_decode import conversation, text
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+DIRECT = 'kvstore_handed_over_total{way="direct"}'
+COMPUTED = 'kvstore_handed_over_total{way="computed"}'
+
+
+class Connector:
+    """Relays between P and D's connector port; ``on`` is called with each message's type before it is passed on.
+
+    ``on`` answers whether the message is to be passed on at all.
+    """
+
+    def __init__(self, decode_port: int, on: Callable[[str], bool]) -> None:
+        self._decode_port = decode_port
+        self._on = on
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._sockets = [self._server]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            prefill, _ = self._server.accept()
+            decode = socket.create_connection(("127.0.0.1", self._decode_port))
+            self._sockets += [prefill, decode]
+            threading.Thread(target=self._relay, args=(prefill, decode), daemon=True).start()
+            self._relay(decode, prefill)
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for line in source.makefile("rb"):
+                if self._on(json.loads(line)["type"]):
+                    target.sendall(line)
+            target.shutdown(socket.SHUT_WR)
+
+
+class Pair:
+    """P and D, asked without a router."""
+
+    def __init__(self, prefill: Instance, decode: Instance) -> None:
+        self.prefill, self.decode = prefill, decode
+        card = next(line for line in decode.process.output.splitlines() if "ready" in line)
+        assert "decode" in card
+        self._threads = ThreadPoolExecutor(4)
+
+    def ask(self, messages: list[dict[str, str]], port: int, **fields: Any) -> tuple[Any, Any]:
+        """Both legs' futures; D is reached at ``port``."""
+        info = {"decode_ip": "127.0.0.1", "decode_connector_port": port}
+        asked = {"request_id": str(uuid.uuid4()), "disaggregate_info": info, "max_tokens": 20, **fields}
+        return tuple(self._threads.submit(ask, side.url, messages, **asked) for side in (self.prefill, self.decode))  # type: ignore[return-value]
+
+
+def is_free(side: Instance) -> bool:
+    """Whether no block is held, by its metrics."""
+    reserved = side.metric("kvstore_reserved_blocks")
+    return side.metric("fastdeploy:available_gpu_block_num") == BLOCKS and not reserved
+
+
+def until_free(*sides: Instance) -> None:
+    wait_until(lambda: all(map(is_free, sides)), "all blocks to be free")
+
+
+BLOCKS = 256
+
+
+@contextlib.contextmanager
+def side(folder: Path, model: Path, role: str, connector: int) -> Iterator[Instance]:
+    flags = ("--splitwise-role", role, "--cache-transfer-protocol", "tcp", "--pd-comm-port", str(connector))
+    with instance(folder, model, *flags, "--num-gpu-blocks-override", str(BLOCKS)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def relayed(port: int, on: Callable[[str], bool]) -> Iterator[int]:
+    connector = Connector(port, on)
+    try:
+        yield connector.port
+    finally:
+        connector.close()
+
+
+def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Instance) -> None:
+    """One story, because starting instances takes longer than all that happens to them."""
+    port = free_port()
+    with contextlib.ExitStack() as running:
+        prefill = running.enter_context(side(tmp_path, model, "prefill", free_port()))
+        decode = running.enter_context(side(tmp_path, model, "decode", port))
+        pair = Pair(prefill, decode)
+        expected = {about: text(ask(cold.url, conversation(about), max_tokens=20)) for about in "abcdefg"}
+
+        # All is well.
+        legs = pair.ask(conversation("a"), port)
+        assert text(legs[1].result()) == expected["a"]
+        assert decode.metric(DIRECT) == 1
+        until_free(prefill, decode)
+
+        # The port is closed: D hears nothing and computes.
+        legs = pair.ask(conversation("b"), free_port())
+        assert text(legs[1].result()) == expected["b"]
+        assert legs[0].result()["status"] == 200
+        until_free(prefill, decode)
+
+        # D's answer never comes: P gives up writing, and D computes.
+        with relayed(port, lambda kind: kind != "reserved") as between:
+            legs = pair.ask(conversation("c"), between)
+            assert text(legs[1].result()) == expected["c"]
+            assert legs[0].result()["status"] == 200
+            until_free(prefill, decode)
+        assert decode.metric(COMPUTED) == 2
+
+        # P hangs when it is about to write: D computes, but keeps the blocks while P may still write to them.
+        def stop_prefill(kind: str) -> bool:
+            if kind == "reserved":
+                prefill.process.signal(signal.SIGSTOP)
+            return True
+
+        with relayed(port, stop_prefill) as between:
+            legs = pair.ask(conversation("d"), between)
+            assert text(legs[1].result()) == expected["d"]
+            assert decode.metric("kvstore_reserved_blocks") > 0
+            prefill.process.signal(signal.SIGCONT)
+            assert legs[0].result()["status"] == 200
+            until_free(prefill, decode)
+
+        # P dies during the write, which cannot end because D hangs.
+        def stop_decode(kind: str) -> bool:
+            if kind == "reserved":
+                decode.process.signal(signal.SIGSTOP)
+            return True
+
+        def is_writing() -> bool:
+            return not prefill.metric("fastdeploy:num_requests_running") and not is_free(prefill)
+
+        with relayed(port, stop_decode) as between:
+            legs = pair.ask(conversation("e"), between)
+            wait_until(is_writing, "prefill to write")
+            prefill.process.kill()
+            decode.process.signal(signal.SIGCONT)
+            assert text(legs[1].result()) == expected["e"]
+            assert decode.metric("kvstore_reserved_blocks") > 0  # until late bytes are in
+            until_free(decode)
+            with pytest.raises(httpx.TransportError):
+                legs[0].result()
+
+        # D dies during the write.
+        prefill = pair.prefill = running.enter_context(side(tmp_path, model, "prefill", free_port()))
+        with relayed(port, stop_decode) as between:
+            legs = pair.ask(conversation("f"), between)
+            wait_until(is_writing, "prefill to write")
+            decode.process.kill()
+            assert legs[0].result()["status"] == 200
+            until_free(prefill)
+            with pytest.raises(httpx.TransportError):
+                legs[1].result()
