@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.aborts import ABORT_PATH, Aborter
@@ -94,7 +95,10 @@ class RouterApp:
             except Refused as refused:
                 await _refusal(refused)(scope, receive, send)
                 return
-        await self.control(scope, receive, send)
+        try:
+            await self.control(scope, receive, send)
+        except ClientDisconnect:
+            _log.info("a client left while it sent %s", scope["path"])
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if whoever sent this may not ask for ``path``."""

@@ -114,6 +114,7 @@ class Journey:
                 self.attempt.fail(over)
             if self.queueing is not None:
                 self.queueing.cancel()
+            self._request.unblock()
 
     def client_left(self) -> None:
         """End the journey: nobody waits for the answer."""

@@ -8,15 +8,25 @@ at its client's side.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.errors import ApiError
 from router.upstream import Headers
 
 __all__ = ["ClientRequest", "DataPlane", "RouterProtocol"]
+
+
+# A head, or whatever else is no body, that goes on for longer is not read further; as in most servers.
+HEAD_BYTES = 64 * 1024
+MOST_PIPELINED = 4
+# A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
+# answer away unread.
+LINGER_SECONDS = 2.0
 
 
 class DataPlane(Protocol):
@@ -48,6 +58,7 @@ class ClientRequest:
         "_chunked",
         "_left_to_send",
         "_protocol",
+        "arriving",
         "body",
         "disconnected",
         "headers",
@@ -56,12 +67,11 @@ class ClientRequest:
         "method",
         "more_body",
         "on_leave",
-        "parts",
         "path",
-        "received",
         "response_complete",
         "response_started",
         "target",
+        "too_large",
         "version",
     )
 
@@ -75,9 +85,10 @@ class ClientRequest:
         self.path = target.partition(b"?")[0].decode("latin-1")
         self.headers = headers
         self.version = version
-        self.parts: list[bytes] = []
-        self.received = 0
         self.body = b""
+        self.arriving: bytearray | None = None
+        """The body so far, if it comes in more than one piece."""
+        self.too_large = False
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
         self.disconnected = False
@@ -146,6 +157,10 @@ class ClientRequest:
         self.keep_alive = False
         self._complete()
 
+    def unblock(self) -> None:
+        """Let ``send`` wait no longer for a client that does not read: the answer is about to end."""
+        self._protocol.flow.resume_writing()
+
     def leave(self) -> None:
         """The client is gone."""
         self.disconnected = True
@@ -161,7 +176,7 @@ class ClientRequest:
         return head
 
     def _write(self, data: bytes) -> None:
-        if not self.disconnected:
+        if not self.disconnected and not self._protocol.transport.is_closing():
             self._protocol.transport.write(data)
 
     def _complete(self) -> None:
@@ -169,8 +184,9 @@ class ClientRequest:
             return
         self.response_complete = True
         self.on_leave = None
+        self.body = b""  # an idle connection keeps its last request
         if not self.keep_alive:
-            self._protocol.transport.close()
+            self._protocol.hang_up(self)
         self._protocol.on_response_complete()
 
 
@@ -181,68 +197,158 @@ class RouterProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         application: Any = self.config.app
         self._data_plane: DataPlane = application.proxy
+        self._served: ClientRequest | None = None
+        # What was received since the parser last came to something, and of the body of the request that it reads.
+        self._undigested = 0
+        self._body_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Read what the client sends."""
+        self._unset_keepalive_if_required()
+        self._undigested += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        else:
+            if self._undigested > HEAD_BYTES:
+                message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
+                self._refuse(ApiError(431, message, "head_too_large"))
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
+        self._undigested = self._body_bytes = 0
+        if self._upgrades:
+            return
+        existing = self.cycle
         if not self._data_plane.takes(self.url):
             super().on_headers_complete()
             return
-        existing = self.cycle
         version = self.parser.get_http_version()
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
         request = ClientRequest(self, method, self.url, self.headers, version, keep_alive)
+        self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are no headers
         self.cycle = request  # type: ignore[assignment]
-        if self.expect_100_continue:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if existing is not None and not existing.response_complete:
-            self.flow.pause_reading()
             self.pipeline.appendleft((request, self._data_plane))  # type: ignore[arg-type]
+            if len(self.pipeline) >= MOST_PIPELINED:
+                self.flow.pause_reading()  # and then nobody notices that the client leaves
+        elif self.expect_100_continue:
+            if int(dict(request.headers).get(b"content-length", 0)) > self._data_plane.max_body_bytes:
+                self._refuse_body(request)
+            else:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         """Keep a piece of the body."""
+        self._undigested = 0
+        self._body_bytes += len(body)
+        is_too_large = self._body_bytes > self._data_plane.max_body_bytes
         request: Any = self.cycle
         if not isinstance(request, ClientRequest):
-            super().on_body(body)
-            return
-        request.received += len(body)
-        if request.received <= self._data_plane.max_body_bytes:
-            request.parts.append(body)
-        elif not request.response_complete:
-            request.parts.clear()
-            request.keep_alive = False
-            limit = self._data_plane.max_body_bytes
-            error = ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
-            request.respond(error.status, [(b"content-type", b"application/json")], error.body())
+            if not is_too_large:
+                super().on_body(body)
+            elif not request.response_complete:
+                self._refuse(self._too_large())
+        elif is_too_large:
+            self._refuse_body(request)
+        elif request.arriving is not None:
+            request.arriving += body
+        elif request.body:
+            request.arriving = bytearray(request.body)
+            request.arriving += body
+        else:
+            request.body = body
 
     def on_message_complete(self) -> None:
         """The request is whole: serve it."""
+        self._undigested = 0
         request: Any = self.cycle
+        if self._upgrades:
+            return
         if not isinstance(request, ClientRequest):
             super().on_message_complete()
-        elif not request.response_complete:
-            request.more_body = False
-            request.body = request.parts[0] if len(request.parts) == 1 else b"".join(request.parts)
-            request.parts = []
-            if not self.pipeline or self.pipeline[0][0] is not request:
-                self._start_asgi_task(request, self._data_plane)
+            return
+        request.more_body = False
+        if request.response_complete:
+            if not request.keep_alive:
+                self.transport.close()
+            return
+        if request.arriving is not None:
+            request.body, request.arriving = bytes(request.arriving), None
+        if self._has_its_turn(request):
+            self._start_asgi_task(request, self._data_plane)
+
+    def hang_up(self, request: ClientRequest) -> None:
+        """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
+        if request.more_body and not self.transport.is_closing():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""
-        requests: list[Any] = [cycle for cycle, _ in self.pipeline]
-        requests.append(self.cycle)
+        requests: list[Any] = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         super().connection_lost(exc)
         for request in requests:
             if isinstance(request, ClientRequest):
                 request.leave()
 
+    @property
+    def _upgrades(self) -> bool:
+        """Whether the client would rather speak another protocol; CONNECT, which looks alike, fails by itself."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
+
+        The parser reads no body after such a head; so it is given the head again, without the question.
+        """
+        start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([start, *head, b"\r\n", rest]))
+
+    def _refuse_body(self, request: ClientRequest) -> None:
+        """Answer with 413 when it is the request's turn; keep nothing of its body."""
+        request.body, request.arriving = b"", None
+        request.too_large = True
+        if not request.response_complete and self._has_its_turn(request):
+            request.keep_alive = False
+            error = self._too_large()
+            request.respond(error.status, [(b"content-type", b"application/json")], error.body())
+
+    def _has_its_turn(self, request: Any) -> bool:
+        """Whether the request that is being read does not wait for the answer to another one before it."""
+        return not self.pipeline or self.pipeline[0][0] is not request
+
+    def _too_large(self) -> ApiError:
+        limit = self._data_plane.max_body_bytes
+        return ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is not read to its end, and close the connection."""
+        if not self.transport.is_closing():
+            head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            body = error.body()
+            self.transport.write(head % (STATUS_LINE[error.status], len(body)) + body)
+            self.transport.close()
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if not isinstance(cycle, ClientRequest):
             super()._start_asgi_task(cycle, app)
+        elif cycle.too_large:
+            self._refuse_body(cycle)
         elif not cycle.more_body:
+            self._served = cycle
             task = self.loop.create_task(self._data_plane.serve(cycle))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
 
 _NOBODY_WAITS = _NobodyWaits()
+_DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
