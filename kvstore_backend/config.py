@@ -373,7 +373,7 @@ def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def named_model(environ: Mapping[str, str] | None = None) -> str:
-    """The checkpoint's folder as ``KVSTORE_MODEL`` names it, for processes of engines that are not told it; or empty."""
+    """The checkpoint's folder by ``KVSTORE_MODEL``, for processes of engines that are not told it; empty: not set."""
     return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
 
 

@@ -1,0 +1,241 @@
+"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``StorageBackend``.
+
+Engines that use Mooncake by its own client get what that lacks: a look-up whose answer is not known says 0, *not
+there*, where Mooncake says -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
+
+The codes are Mooncake's: 0 stored, removed or done; 1 and 0 of a look-up; of a read the number of bytes; -704 not
+there, -800 anything else. Keys are any text: what is stored under ``key`` here is the block of hash SHA-256(key) in
+the namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import struct
+from collections.abc import Sequence
+
+from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.config import load_config
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_backend
+
+__all__ = ["PooledClient"]
+
+logger = logging.getLogger(__name__)
+
+_DONE, _NOT_FOUND, _FAILED = 0, -704, -800
+_CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
+_SIZE = struct.Struct("<Q")
+# Where a value of bytes that nobody knows the size of keeps its size.
+_SIZE_SUFFIX = "\0size"
+_SETTLE_SECONDS = 30.0
+
+
+class PooledClient:
+    """Stands in for the native client, for as much of it as the storage classes of engines call.
+
+    Subclasses say whose blocks these are, in ``namespace``. Any call before ``setup``, and after ``close``, fails.
+    """
+
+    def __init__(self) -> None:
+        self._backend: StorageBackend | None = None
+        self._prefix = ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._backend!r}, {self._prefix or 'not set up'})"
+
+    def namespace(self) -> Namespace:
+        """Whose blocks the keys of this process name; asked once, by ``setup``.
+
+        Raises:
+            ConfigError: that cannot be told, in one sentence.
+        """
+        raise NotImplementedError
+
+    def setup(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+        engine: object = None,
+        enable_ssd_offload: bool = False,
+        ssd_offload_path: str = "",
+    ) -> int:
+        """Join the pool, as the arguments say; what they do not say (asynchronous writes, a fast tier) as configured.
+
+        ``engine`` is a transfer engine that the native client would share; ours takes none.
+
+        Returns:
+            0; what keeps it from joining is raised, as a code would not tell it.
+
+        Raises:
+            ConfigError: an argument makes no sense, or whose blocks these are cannot be told.
+            PoolUnavailable: nobody answers there.
+        """
+        namespace = self.namespace()
+        config = load_config(
+            "mooncake",
+            explicit={
+                "local_hostname": local_hostname,
+                "metadata_server": metadata_server,
+                "global_segment_size": global_segment_size,
+                "local_buffer_size": local_buffer_size,
+                "protocol": protocol,
+                "rdma_devices": rdma_devices,
+                "master_server_addr": master_server_addr,
+                "enable_ssd_offload": enable_ssd_offload,
+                "ssd_offload_path": ssd_offload_path,
+            },
+        )
+        self._backend = open_backend(config, background=False)
+        self._prefix = namespace.prefix
+        logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
+        return _DONE
+
+    def close(self) -> int:
+        """Leave the pool; a second call does nothing."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+        return _DONE
+
+    def health_check(self) -> int:
+        """0 if the pool is in use now, else 1."""
+        return int(self._backend is None or not self._backend.health().ok)
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Announce memory that blocks will be put from and read into."""
+        if self._backend is None:
+            return _FAILED
+        self._backend.register(buffer_ptr, size)
+        return _DONE
+
+    def is_exist(self, key: str) -> int:
+        """1 if the pool has ``key`` and said so in time, else 0."""
+        return self.batch_is_exist([key])[0]
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
+        if self._backend is None:
+            return [0] * len(keys)
+        return [int(status is Status.OK) for status in self._backend.exists(self._keys(keys))]
+
+    def batch_put_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
+    ) -> list[int]:
+        """Store ``sizes[i]`` bytes at ``buffer_ptrs[i]``; how blocks are replicated (``config``) is the pool's to say.
+
+        Raises:
+            ValueError: lengths differ, or a size is not positive.
+        """
+        return self._put(keys, _one_span_each(buffer_ptrs, sizes))
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: object = None,
+    ) -> list[int]:
+        """The same with several pieces of memory to each key."""
+        return self._put(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+
+    def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; their number, or a negative code.
+
+        When it returns, nothing writes to that memory any more, even if that takes longer than the deadline.
+
+        Raises:
+            ValueError: lengths differ, or a size is not positive.
+        """
+        return self._get(keys, _one_span_each(buffer_ptrs, sizes))
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """The same with several pieces of memory to each key."""
+        return self._get(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
+        """``batch_put_from`` of one key."""
+        return self.batch_put_from([key], [buffer_ptr], [size])[0]
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """``batch_get_into`` of one key."""
+        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+
+    def put(self, key: str, value: bytes, config: object = None) -> int:
+        """Store bytes that ``get`` gives back without being told how many they are; no bytes are not stored, and -800."""
+        if not value:
+            return _FAILED
+        pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
+        buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
+        return min(self._put(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers]))
+
+    def get(self, key: str) -> bytes:
+        """What ``put`` stored under ``key``; nothing where it is not there whole."""
+        size = self._read(key + _SIZE_SUFFIX, _SIZE.size)
+        return self._read(key, _SIZE.unpack(size)[0]) if size else b""
+
+    def remove(self, key: str, force: bool = False) -> int:
+        """Remove one key; -704 where it is not there."""
+        return self.batch_remove([key], force)[0]
+
+    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+        """Remove keys, and the sizes of those that ``put`` stored."""
+        if self._backend is None:
+            return [_FAILED] * len(keys)
+        names = self._keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
+        return [_CODES[status] for status in self._backend.remove(names, force=force)[: len(keys)]]
+
+    def remove_all(self, force: bool = False) -> int:
+        """Remove everything of this namespace, read or not; others' blocks stay.
+
+        Returns:
+            0, where Mooncake tells how many there were; negative if it failed.
+        """
+        return _FAILED if self._backend is None else _CODES[self._backend.clear(self._prefix)]
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
+        if self._backend is None:
+            return [_FAILED] * len(keys)
+        return [_CODES[status] for status in self._backend.put(self._keys(keys), values)]
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
+        backend = self._backend
+        if backend is None:
+            return [_FAILED] * len(keys)
+        statuses = backend.get(self._keys(keys), targets)
+        # The caller takes the memory for its own again, so a read that was given up must have ended.
+        while Status.FAILED in statuses and not backend.settle(_SETTLE_SECONDS):
+            logger.warning("A read that was given up has not come back; its memory cannot be given back yet")
+        return [
+            sum(nbytes for _, nbytes in target) if status else _CODES[status]
+            for status, target in zip(statuses, targets, strict=True)
+        ]
+
+    def _read(self, key: str, nbytes: int) -> bytes:
+        buffer = ctypes.create_string_buffer(nbytes)
+        return buffer.raw if self._get([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
+
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest() for key in keys]
+
+
+def _one_span_each(addresses: Sequence[int], sizes: Sequence[int]) -> list[Value]:
+    return [[Span(int(address), int(size))] for address, size in zip(addresses, sizes, strict=True)]
+
+
+def _several_spans_each(addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[Value]:
+    pairs = zip(addresses, sizes, strict=True)
+    return [[Span(int(address), int(size)) for address, size in zip(*pair, strict=True)] for pair in pairs]
