@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -69,17 +70,27 @@ class Side:
 
     def __init__(self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0) -> None:
         self.engine = engine
-        self.transfer = TroubledTransfer(engine)
+        self.transfer = transfer_of(engine)
+        self.transfer.fails, self.transfer.spoils = False, None
+        self.transfer.hanging.clear()
         self.memory = BlockMemory(engine.core, engine.runner, self.transfer)
         self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
         self.generations = Generations(engine.core, tokenizer, role, BLOCK, self.receiver, self.memory)
 
+        self._before = {way: self._handed_over(way) for way in ("direct", "pool", "computed")}
+        self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")
+
     def handed_over(self, way: str) -> float:
+        """Requests of this test."""
+        return self._handed_over(way) - self._before[way]
+
+    def _handed_over(self, way: str) -> float:
         return self.engine.metric("kvstore_handed_over_total", way=way)
 
     @property
     def bytes_handed_over(self) -> float:
-        return self.engine.metric("kvstore_handed_over_bytes_total")
+        """In this test."""
+        return self.engine.metric("kvstore_handed_over_bytes_total") - self._bytes_before
 
     @property
     def is_free(self) -> bool:
@@ -129,11 +140,37 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
     return [piece.token_id for piece in pieces if piece.token_id is not None]
 
 
+@functools.cache
+def transfer_of(engine: Engine) -> TroubledTransfer:
+    """One for each engine's memory, and for good: taking a TransferEngine down takes a second."""
+    return TroubledTransfer(engine)
+
+
+@functools.cache
+def shared_engines(folder: str) -> tuple[Engine, Engine]:
+    """Two engines for all tests that need no special ones; their threads end with the process."""
+    return Engine(Path(folder)), Engine(Path(folder))
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """Empty an idle engine's prefix cache."""
+    blocks = engine.blocks
+    blocks.release(blocks.allocate(blocks.num_available))
+
+
 @contextlib.asynccontextmanager
 async def pair_of(
     folder: Path, tokenizer: Any, *, expiry_seconds: float = 10.0, num_blocks: int = 64, **options: Any
 ) -> AsyncIterator[Pair]:
-    with Engine(folder, **options) as p, Engine(folder, num_blocks=num_blocks, **options) as d:
+    own = options or num_blocks != 64
+    with contextlib.ExitStack() as started:
+        engines = shared_engines(str(folder))
+        if own:
+            engines = (
+                started.enter_context(Engine(folder, **options)),
+                started.enter_context(Engine(folder, num_blocks=num_blocks, **options)),
+            )
+        p, d = engines
         pair = Pair(Side(p, "prefill", tokenizer), Side(d, "decode", tokenizer, expiry_seconds))
         await pair.decode.receiver.start(socket.create_server((HOST, 0)))
         try:
@@ -143,6 +180,8 @@ async def pair_of(
         finally:
             pair.prefill.transfer.go_on()
             await pair.decode.receiver.close()
+            for engine in engines:
+                forget_prefixes(engine)
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +231,17 @@ async def scripted_prefill(pair: Pair, prompt: Sequence[int] = PROMPT) -> AsyncI
 
 @in_event_loop
 async def test_decode_answers_without_computing_the_prompt(
-    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         computed: list[int] = []
         run = pair.decode.engine.runner.run
-        pair.decode.engine.runner.run = lambda chunks: (  # type: ignore[method-assign]
-            computed.extend(chunk.num_tokens for chunk in chunks),
-            run(chunks),
-        )[1]
+
+        def counting(chunks: Any) -> Any:
+            computed.extend(chunk.num_tokens for chunk in chunks)
+            return run(chunks)
+
+        monkeypatch.setattr(pair.decode.engine.runner, "run", counting)
         assert tokens_of(await pair.answer()) == expected
         assert computed == [1] * 11
         assert pair.decode.handed_over("direct") == 1
@@ -284,7 +325,12 @@ async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
 @pytest.mark.parametrize("way", ["pool", "computed"])
 @in_event_loop
 async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
-    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], trouble: str, way: str, monkeypatch: Any
+    tiny_checkpoint: Path,
+    word_tokenizer: Any,
+    expected: list[int],
+    trouble: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", 0.2)
     options = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
