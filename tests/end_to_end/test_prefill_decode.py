@@ -75,12 +75,12 @@ def test_second_turn_reads_what_decode_generated_from_the_pool(shared: System, c
     assert details["cached_tokens"] >= first["usage"]["prompt_tokens"] + BLOCK, details
 
 
-def test_decode_loads_the_prompt_instead_of_computing_it(shared: System) -> None:
-    before = shared.decode.metric("kvstore_pool_cached_tokens_total")
-    answer = ask(shared.router.url, conversation("handed over"), max_tokens=5)
-    prompt = answer["usage"]["prompt_tokens"]
-    loaded = shared.decode.metric("kvstore_pool_cached_tokens_total") - before
-    assert prompt - BLOCK <= loaded <= prompt
+def test_decode_gets_the_prompt_from_prefill_although_there_is_a_pool(shared: System) -> None:
+    ask(shared.router.url, conversation("handed over"), max_tokens=5)
+    before = shared.decode.metric('kvstore_handed_over_total{way="direct"}')
+    ask(shared.router.url, conversation("handed over, too"), max_tokens=5)
+    assert shared.decode.metric('kvstore_handed_over_total{way="direct"}') == before + 1
+    assert shared.decode.metric("kvstore_pool_cached_tokens_total") == 0
 
 
 def test_many_conversations_at_once_get_their_own_answers(shared: System, cold: Instance) -> None:
