@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ from router.upstream import Address
 __all__ = ["STATES", "Instance", "Registration", "RegistrationError", "Registry", "Role"]
 
 _log = logging.getLogger("router.instances")
+
+# A name or an address of either kind, an IPv6 one perhaps with its zone.
+_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 
 STATES = ("healthy", "paused", "draining", "unhealthy")
 """What ``Instance.state`` may be."""
@@ -374,7 +378,7 @@ def _address(fields: Mapping[str, Any]) -> Address:
     # Both of FastDeploy's routers take an address that says its scheme.
     host = fields.get("host_ip")
     stripped = host.removeprefix("http://") if isinstance(host, str) else ""
-    if not stripped or "/" in stripped:
+    if not _HOST.fullmatch(stripped):
         raise RegistrationError(f"host_ip is {host!r}; it must be the address the instance listens at")
     return Address(stripped, int(_port(fields, "port")))
 

@@ -471,6 +471,8 @@ class Upstream:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except OSError as exc:
             raise ConnectFailed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+        except UnicodeError as exc:
+            raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
         return connection
 
     def opened(self, connection: _Connection) -> None:
