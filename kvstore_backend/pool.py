@@ -49,6 +49,10 @@ class BlockPool:
             return 0  # which spares making the keys
         return _leading(self._backend.exists(self._keys(hashes)))
 
+    def exists(self, hashes: Sequence[bytes]) -> list[Status]:
+        """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
+        return self._backend.exists(self._keys(hashes))
+
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
 
@@ -111,6 +115,10 @@ class BlockPool:
     def stats(self) -> StoreStats:
         """The store's own figures."""
         return self._backend.stats()
+
+    def clear(self) -> Status:
+        """Remove every block of this namespace, for all who share it; ``FAILED`` where that cannot be said."""
+        return self._backend.clear(self.namespace.prefix)
 
     def close(self) -> None:
         """Close the backend; a second call does nothing."""

@@ -175,7 +175,7 @@ class PooledClient:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store bytes that ``get`` gives back without being told how many they are; no bytes are not stored, and -800."""
+        """Store bytes that ``get`` gives back without being told how many they are; -800 for none."""
         if not value:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}

@@ -68,6 +68,11 @@ def joined(settings: dict[str, Any], segment: int) -> Any:
     return client
 
 
+def flat(kinds: Sequence[Keys]) -> list[str]:
+    """All K, all V, all K scales, all V scales."""
+    return [key for kind in kinds for key in kind]
+
+
 def leading(results: Sequence[Sequence[Any]]) -> int:
     """How many leading blocks have a truthy answer for all they consist of: FastDeploy takes the codes for booleans."""
     count = 0
@@ -92,7 +97,7 @@ class OneClass:
 
     def query(self, k: Keys, v: Keys, k_scale: Keys | None, v_scale: Keys | None, timeout: float) -> int:
         kinds = [kind for kind in (k, v, k_scale, v_scale) if kind is not None]
-        found = self.exists([key for kind in kinds for key in kind])
+        found = self.exists(flat(kinds))
         return leading([[found[key] for key in kind] for kind in kinds])
 
     def batch_get(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
@@ -115,7 +120,7 @@ class OneClass:
 
 
 class SchedulerAndWorker:
-    """The newer shape: a client that only looks up, in the engine's process, and one that transfers, in the worker's."""
+    """The newer shape: a client in the engine's process that only looks up, and one in the worker's that transfers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.scheduler = joined(settings, 64 << 20)
@@ -131,7 +136,8 @@ class SchedulerAndWorker:
     def query(self, k: Keys, v: Keys, k_scale: Keys | None, v_scale: Keys | None, timeout: float) -> int:
         """``query_prefix_count``, which takes the codes for booleans as the older shape does."""
         kinds = [kind for kind in (k, v, k_scale, v_scale) if kind is not None]
-        found = dict(zip(sum(map(list, kinds), []), self.scheduler.batch_is_exist(sum(map(list, kinds), [])), strict=True))
+        keys = flat(kinds)
+        found = dict(zip(keys, self.scheduler.batch_is_exist(keys), strict=True))
         return leading([[found[key] for key in kind] for kind in kinds])
 
     def batch_get(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
@@ -177,18 +183,18 @@ class TransferProcess:
             for i, content in enumerate(contents):
                 ctypes.memmove(buffer.address + i * size, (content * (size // len(content) + 1))[:size], size)
         return self.storage.batch_set(
-            keys=sum(self.keys(hashes), []),
+            keys=flat(self.keys(hashes)),
             target_locations=self._locations(self.write_buffers, len(hashes)),
             target_sizes=[size for size in self.sizes for _ in hashes],
         )
 
     def read(self, hashes: Sequence[str]) -> list[list[bytes]]:
-        """A read task: what ``query`` matched is read, and of that the leading blocks that arrived whole are returned."""
+        """A read task: of what ``query`` matched and is then read, the leading blocks that arrived whole."""
         matched = hashes[: self.match(hashes)]
         if not matched:
             return []
         result = self.storage.batch_get(
-            keys=sum(self.keys(matched), []),
+            keys=flat(self.keys(matched)),
             target_locations=self._locations(self.read_buffers, len(matched)),
             target_sizes=[size for size in self.sizes for _ in matched],
         )

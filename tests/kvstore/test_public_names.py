@@ -15,6 +15,9 @@ MODULES = ["kvstore_backend"] + [
     module.name for module in pkgutil.walk_packages(kvstore_backend.__path__, "kvstore_backend.")
 ]
 
+# Modules that derive from a class of another engine, which is seldom installed here.
+OF_OTHER_ENGINES = {"kvstore_backend.integrations.sglang": "sglang"}
+
 
 def test_the_package_exports_what_its_users_need() -> None:
     assert sorted(kvstore_backend.__all__) == [
@@ -42,6 +45,8 @@ def test_the_package_exports_what_its_users_need() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_all_names_exactly_what_a_module_defines_in_public(name: str) -> None:
+    if name in OF_OTHER_ENGINES:
+        pytest.importorskip(OF_OTHER_ENGINES[name])
     module = importlib.import_module(name)
     if module.__doc__ and not hasattr(module, "__all__"):
         assert not _defined_in(module)

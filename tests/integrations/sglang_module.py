@@ -1,0 +1,112 @@
+"""SGLang's module ``sglang.srt.mem_cache.hicache_storage``: the installed one where it can be had, else a double.
+
+Importing SGLang as a whole needs its GPU kernels; this one module needs little more than torch. So of an installed
+SGLang (or one unpacked in a folder that is on the path) the packages above the module are stood in for by empty ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+__all__ = ["is_installed", "sglang_module"]
+
+NAME = "sglang.srt.mem_cache.hicache_storage"
+_PARENTS = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
+
+
+def is_installed() -> bool:
+    """Whether SGLang's own module can be had."""
+    return find_spec("sglang") is not None
+
+
+@contextmanager
+def sglang_module(*, real: bool) -> Iterator[Any]:
+    """Our integration, loaded on SGLang's own module or on the double; both are forgotten afterwards."""
+    before = set(sys.modules)
+    root = find_spec("sglang") if real else None
+    try:
+        for name in _PARENTS:
+            parent = types.ModuleType(name)
+            if root is not None and root.origin is not None:
+                parent.__path__ = [str(Path(root.origin).parent.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = parent
+        if not real:
+            sys.modules[NAME] = _double()
+        importlib.import_module(NAME)
+        yield importlib.import_module("kvstore_backend.integrations.sglang")
+    finally:
+        for name in set(sys.modules) - before:
+            if name.startswith(("sglang", "kvstore_backend.integrations.sglang")):
+                del sys.modules[name]
+
+
+def _double() -> types.ModuleType:
+    """What of SGLang 0.5.23's module the integration meets: abstract methods, names of pools, rules, the result."""
+
+    class PoolName(str, enum.Enum):
+        KV = "kv"
+        MAMBA = "mamba"
+        INDEXER = "indexer"
+
+        def __str__(self) -> str:
+            return self.value
+
+    class PoolHitPolicy(str, enum.Enum):
+        ALL_PAGES = "all_pages"
+        TRAILING_PAGES = "trailing_pages"
+        BLOCK_GROUPS = "block_groups"
+
+    @dataclass
+    class PoolTransfer:
+        name: PoolName
+        host_indices: Any = None
+        keys: list[str] | None = None
+        hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+    @dataclass
+    class PoolTransferResult:
+        kv_hit_pages: int
+        extra_pool_hit_pages: dict[str, int]
+        restorable_prefix_pages: list[int] | None = None
+
+    class HiCacheStorage(ABC):
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+            self.mem_pool_host = mem_pool_host
+
+        def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+            self.last_registered = host_pool_name
+
+        def on_host_pools_registered(self) -> None:
+            self.all_registered = True
+
+        @abstractmethod
+        def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any: ...
+
+        @abstractmethod
+        def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any: ...
+
+        @abstractmethod
+        def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool: ...
+
+        @abstractmethod
+        def batch_set(
+            self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+        ) -> bool: ...
+
+        @abstractmethod
+        def exists(self, key: str) -> bool: ...
+
+    module = types.ModuleType(NAME)
+    for each in (PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult, HiCacheStorage):
+        setattr(module, each.__name__, each)
+    return module
