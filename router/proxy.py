@@ -168,9 +168,9 @@ class Proxy:
                 raise journey.over
             try:
                 journey.selection = selection = self._select(journey)
-            except NoInstance as exc:
+            except NoInstance as none_left:
                 if failure is None:
-                    raise Over(exc.error) from None
+                    raise Over(none_left.error) from None
                 break
             attempt = self._attempt(journey, selection)
             try:
