@@ -14,6 +14,7 @@ from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, print_fin
 from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import try_pool
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.integrations.mindie import is_server_config, read_server
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -61,6 +62,11 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
             yield fail("model", str(exc), "give --model the folder of a checkpoint")
             return
         yield ok("model", f"{human_bytes(1000 * kv_bytes)} of KV per 1000 tokens")
+    if arguments.config is not None and is_server_config(arguments.config):
+        findings = list(_mindie(Path(arguments.config), arguments))
+        yield from findings
+        if any(finding.level == "fail" for finding in findings):
+            return
     try:
         config = read_config(arguments.config)
     except ConfigError as exc:
@@ -80,6 +86,25 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         case MemorySettings():
             yield warn("sharing", "memory is each process's own; nothing is shared", "mooncake, or file on one machine")
             yield from try_pool(config)
+
+
+def _mindie(path: Path, arguments: argparse.Namespace) -> Iterator[Finding]:
+    """What MindIE's server would find in its ``config.json``, and what its cards' links take of their memory."""
+    try:
+        server = read_server(path)
+    except ConfigError as exc:
+        yield fail("MindIE", str(exc))
+        return
+    if server.pool is None:
+        return
+    yield ok("MindIE", f"its server would take {path}: the prefix cache is on in every model")
+    if arguments.cards is None and server.cards:
+        yield warn(
+            "cards",
+            f"this server has {server.cards}; every card of the pool is linked to every other",
+            "give --cards the number of all servers of the pool together",
+        )
+        yield from hccl_sizing(server.cards, arguments.memory_factor)
 
 
 def _mooncake(
