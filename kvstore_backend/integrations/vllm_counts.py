@@ -1,0 +1,50 @@
+"""What a half of the vLLM connector counted since it was last asked: small numbers by name, which add up."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+__all__ = ["OUTCOMES", "Counts", "summed"]
+
+OUTCOMES = ("ok", "absent", "failed", "dropped")
+"""What may become of a block that is looked up, loaded or saved. ``dropped``: a save that never began."""
+
+
+class Counts:
+    """Counters of one namespace, such as ``load ok`` (blocks), ``load bytes`` and ``load seconds``.
+
+    Calls may come from several threads.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, operation: str, seconds: float = 0.0, nbytes: int = 0, **blocks: int) -> None:
+        """Count one ``lookup``, ``load`` or ``save``: ``blocks`` by outcome, and what it took."""
+        with self._lock:
+            for what, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):
+                if number:
+                    self._counts[f"{operation} {what}"] += number  # type: ignore[assignment]
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """All since the last call, by namespace; empty where nothing was counted."""
+        with self._lock:
+            taken, self._counts = self._counts, Counter()
+        return {self.namespace: dict(taken)} if taken else {}
+
+
+def summed(
+    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Both together."""
+    total: dict[str, dict[str, float]] = {}
+    for counts in (one, other):
+        for namespace, numbers in counts.items():
+            of_it = total.setdefault(namespace, {})
+            for name, number in numbers.items():
+                of_it[name] = of_it.get(name, 0) + number
+    return total

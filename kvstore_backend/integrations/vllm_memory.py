@@ -1,0 +1,108 @@
+"""Where the bytes of a vLLM block lie: one span per layer where the layout keeps a layer's part of it in one piece.
+
+vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes lie in memory in whatever order the
+attention backend wants. A block of the scheduler is one or several kernel blocks in a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_backend.backend import ConfigError, Span, Value
+
+__all__ = ["KVMemory"]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's part of block ``b``: pieces of ``nbytes`` at ``address + b * stride + offset`` for each offset."""
+
+    address: int
+    stride: int
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+class KVMemory:
+    """The KV memory of one worker, without copying any of it.
+
+    Args:
+        tensors: vLLM's ``kv_caches``: layer name -> tensor. Layers that share one tensor count once.
+        num_blocks: how many blocks the scheduler has.
+
+    Attributes:
+        layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
+        num_layers: layers that have memory of their own.
+        block_bytes: of all layers.
+
+    Raises:
+        ConfigError: the memory is not this machine's own, or its layers differ in a way that is not handled.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], num_blocks: int) -> None:
+        unique = {tensor.data_ptr(): tensor for tensor in tensors.values()}
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu":
+                raise ConfigError(
+                    f"layer {name} keeps its KV on {tensor.device}; KVStoreConnector moves KV that lies in host "
+                    "memory, so run vLLM on CPU, or leave --kv-transfer-config out"
+                )
+            if tensor.shape[0] % num_blocks:
+                raise ConfigError(
+                    f"layer {name} has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks"
+                )
+        self._tensors = list(unique.values())
+        self._per_block = self._tensors[0].shape[0] // num_blocks
+        layouts = {_layout(self._axes(tensor), str(tensor.dtype)) for tensor in self._tensors}
+        if len(layouts) > 1:
+            raise ConfigError(f"layers differ in layout ({', '.join(sorted(layouts))}); KVStoreConnector needs one")
+        self.layout = layouts.pop()
+        self.num_layers = len(self._tensors)
+        self._layers = [self._placed(tensor) for tensor in self._tensors]
+        self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
+
+    def allocations(self) -> list[Span]:
+        """All memory that spans may lie in."""
+        storages = [tensor.untyped_storage() for tensor in self._tensors]
+        return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
+
+    def values(self, blocks: Iterable[int]) -> list[Value]:
+        """Where each block's bytes lie, in an order that is the same in every instance of this layout."""
+        return [
+            [
+                Span(layer.address + block * layer.stride + offset, layer.nbytes)
+                for layer in self._layers
+                for offset in layer.offsets
+            ]
+            for block in blocks
+        ]
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Make what a failed read left behind finite: attention still meets masked positions, times zero."""
+        for block, tensor in itertools.product(blocks, self._tensors):
+            tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
+
+    def _axes(self, tensor: Any) -> list[tuple[str, int, int]]:
+        """Axes of one block: name, size, stride in bytes; the outermost in memory first."""
+        size: int = tensor.element_size()
+        names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
+        sizes = (self._per_block, *tensor.shape[1:])
+        axes = [(name, n, stride * size) for name, n, stride in zip(names, sizes, tensor.stride(), strict=False)]
+        return sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: -axis[2])
+
+    def _placed(self, tensor: Any) -> _Layer:
+        nbytes: int = tensor.element_size()
+        outer = self._axes(tensor)
+        while outer and outer[-1][2] == nbytes:
+            nbytes *= outer.pop()[1]
+        steps: Sequence[range] = [range(0, n * stride, stride) for _, n, stride in outer]
+        offsets = tuple(sum(step) for step in itertools.product(*steps))
+        stride = self._per_block * tensor.stride(0) * tensor.element_size()
+        return _Layer(tensor.data_ptr(), stride, offsets, nbytes)
+
+
+def _layout(axes: Sequence[tuple[str, int, int]], dtype: str) -> str:
+    return f"{dtype}[{','.join(f'{name}{size}' for name, size, _ in axes)}]"

@@ -1,0 +1,59 @@
+"""The pool's names for blocks of a vLLM request.
+
+vLLM chains a SHA-256 over tokens, ``cache_salt``, what a multimodal input is (a digest of its content, or the uuid that
+a client gave it) and a LoRA adapter's name and path. What it leaves out is what only matters between instances: which
+bytes lie at that path. They are added here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["adapter_digest", "names"]
+
+_TAG = b"kvstore.vllm.v1\0"
+_CHUNK = 1 << 20
+
+
+def names(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
+    """32 bytes for each block.
+
+    Args:
+        block_hashes: vLLM's own, of 32 bytes.
+        adapter: ``adapter_digest`` of the request's LoRA adapter; empty: it has none.
+        epoch: what sets this instance's blocks apart since its weights were changed in place; empty: they were not.
+    """
+    if not adapter and not epoch:
+        return list(block_hashes)
+    root = hashlib.sha256(_TAG + len(adapter).to_bytes(1, "little") + adapter + epoch)
+    return [_extended(root, block_hash) for block_hash in block_hashes]
+
+
+def adapter_digest(path: str) -> bytes | None:
+    """Digest of all files of a LoRA adapter, read once while they stay as they are; ``None``: no such folder here."""
+    folder = Path(path)
+    try:
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        return _digest(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    except OSError:
+        return None
+
+
+def _extended(root: hashlib._Hash, block_hash: bytes) -> bytes:
+    digest = root.copy()
+    digest.update(block_hash)
+    return digest.digest()
+
+
+@lru_cache(maxsize=256)
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> bytes:
+    digest = hashlib.sha256()
+    for path, size, _ in files:
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    return digest.digest()

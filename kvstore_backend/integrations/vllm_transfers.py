@@ -1,0 +1,59 @@
+"""What the two halves of the vLLM connector tell each other, once a step; free of vLLM.
+
+Ownership of blocks, kept by both halves: a block that is handed to a transfer is *pinned* (vLLM's own reference count
+of it is raised) in the scheduler, from the step that plans the transfer until every rank has reported the transfer's
+end. A rank reports the end only when no native code touches the block any more, also no call that was given up.
+Preempting, finishing or aborting the request meanwhile frees its own reference, and the block is still not used for
+anything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Plan", "Report", "Transfer"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One load or save.
+
+    Attributes:
+        number: names it, within one scheduler.
+        request_id: whose.
+        names: the pool's names of the blocks, 32 bytes each.
+        blocks: vLLM's ids of the same blocks.
+    """
+
+    number: int
+    request_id: str
+    names: Sequence[bytes]
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """From the scheduler to every worker: what to begin in this step, saves after its forward pass."""
+
+    loads: Sequence[Transfer] = ()
+    saves: Sequence[Transfer] = ()
+
+
+@dataclass
+class Report:
+    """From workers to the scheduler.
+
+    Attributes:
+        ended: numbers of transfers that touch no block any more, each with the number of ranks that say so.
+        short: requests whose load brought fewer blocks than planned.
+    """
+
+    ended: Counter[int] = field(default_factory=Counter)
+    short: set[str] = field(default_factory=set)
+
+    def add(self, other: Report) -> None:
+        """Take in what another rank reports."""
+        self.ended.update(other.ended)
+        self.short |= other.short
