@@ -1,0 +1,254 @@
+"""Sparse attention: a step reads the initial blocks, the window, and of all others those that an index finds best.
+
+What a step reads of a layer lies in one contiguous working set, so that attention is one plain read of it::
+
+    slot      0 ............................ n - 1 │ n
+    holds     initial, recalled and window blocks  │ the newest block, as far as it is filled
+
+Keys carry their positions (RoPE), so the order of slots means nothing, and a working set is updated only where what
+it should hold has changed: blocks no longer wanted give their slots to those newly wanted. Each KV head chooses for
+itself, so a slot holds different blocks for different heads.
+
+A working set is a cache. The truth is in KV memory or, of sequences that are offloaded, in host memory; the newest
+block is always in KV memory. The engine's thread owns everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.block_index import BlockIndex
+from engine.request import Sequence as EngineSequence
+from engine.retrieval_config import Reach, Regime, RetrievalConfig
+
+__all__ = ["Lookup", "Retrieval", "WorkingSet"]
+
+# Blocks move through memory that stays in a cache.
+_MOVED_BYTES = 2 << 20
+
+
+class WorkingSet:
+    """K and V that steps read of one sequence in one layer.
+
+    Args:
+        num_slots: blocks that it can hold for each head, the newest one included.
+        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``, whose dtype and device it has.
+    """
+
+    def __init__(self, num_slots: int, like: torch.Tensor) -> None:
+        _, self._num_layers, _, self._kv_heads, self._block_size, head_dim = like.shape
+        self._num_slots = num_slots
+        self.kv = like.new_empty(2, self._kv_heads, num_slots * self._block_size, head_dim)
+        """``[k/v, kv_head, slot * token, head_dim]``."""
+        self._pages = self.kv.view(2 * self._kv_heads * num_slots, -1)
+        self._held = torch.full((self._kv_heads, num_slots), -1, dtype=torch.long)
+        self.chosen: torch.Tensor | None = None
+        """Which of the blocks outside are recalled, ``[kv_head, blocks]``."""
+        self.reach: Reach | None = None
+        """What ``chosen`` was chosen for."""
+        self._num_full = -1  # slots before the newest block's
+
+    def hold(self, wanted: torch.Tensor, source: torch.Tensor, blocks: torch.Tensor, layer: int) -> int:
+        """Hold exactly the blocks that are wanted.
+
+        Args:
+            wanted: ``[kv_head, block of the sequence]``, true for equally many blocks of each head.
+            source: memory ``[block, layer, 2, kv_head, token, head_dim]`` to copy them from.
+            blocks: where there the sequence's blocks lie.
+
+        Returns:
+            How many blocks of a head were copied.
+        """
+        count = int(wanted[0].sum())
+        held = self._held[:, :count]
+        kept = (held >= 0) & wanted.gather(1, held.clamp(min=0))
+        present = wanted.new_zeros(wanted.shape[0], wanted.shape[1] + 1)  # the last column takes what is not kept
+        present.scatter_(1, torch.where(kept, held, wanted.shape[1]), True)
+        # Sorted by head, and each head lacks as many blocks as it has slots to spare: these pair up one to one.
+        heads, missing = (wanted & ~present[:, :-1]).nonzero(as_tuple=True)
+        _, slots = (~kept).nonzero(as_tuple=True)
+        if len(missing):
+            self._copy(source, layer, blocks[missing], heads, slots)
+            self._held[heads, slots] = missing
+        self._held[:, count:] = -1
+        if count != self._num_full:
+            self._num_full, self._num_newest = count, 0
+        return len(missing)
+
+    def append(self, newest: torch.Tensor, filled: int) -> None:
+        """Take in what is new of the newest block: ``[2, kv_head, token, head_dim]``, ``filled`` tokens of it."""
+        start = self._num_full * self._block_size
+        have = self._num_newest if self._num_newest < filled else 0
+        self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
+        self._num_newest = filled
+
+    def attend(self, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention of queries ``[kv_head, group, head_dim]`` to everything held; of the same shape."""
+        length = self._num_full * self._block_size + self._num_newest
+        keys, values = self.kv[:, None, :, :length]
+        return scaled_dot_product_attention(queries[None], keys, values, scale=scale)[0]
+
+    def _copy(
+        self, source: torch.Tensor, layer: int, blocks: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        every_page = source.view(-1, self._pages.shape[1])
+        kinds = torch.arange(2)[:, None]
+        from_pages = (((blocks * self._num_layers + layer) * 2 + kinds) * self._kv_heads + heads).flatten()
+        to_pages = ((kinds * self._kv_heads + heads) * self._num_slots + slots).flatten()
+        at_once = max(1, _MOVED_BYTES // (every_page.shape[1] * every_page.element_size()))
+        for part in range(0, len(from_pages), at_once):
+            moved = every_page.index_select(0, from_pages[part : part + at_once].to(every_page.device))
+            to = to_pages[part : part + at_once].to(self._pages.device)
+            self._pages.index_copy_(0, to, moved.to(self._pages.device))
+
+
+class Lookup:
+    """One sequence that decodes sparsely: its row of the index, its blocks in host memory, its working sets."""
+
+    def __init__(self, sequence: EngineSequence, row: int, kv: torch.Tensor, config: RetrievalConfig) -> None:
+        self.sequence = sequence
+        self.row = row
+        self.num_absorbed = 0
+        """Leading blocks that are in the index, and in host memory if the sequence is offloaded."""
+        self._kv = kv
+        self._config = config
+        self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+        self._sets: list[WorkingSet] = []
+        self.host: torch.Tensor | None = None
+        if sequence.regime is Regime.OFFLOADED:
+            num_blocks = -(-self._max_context // config.block_size)
+            self.host = torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+
+    @property
+    def context(self) -> int:
+        """Tokens up to the one that is being computed, itself included."""
+        return self.sequence.num_computed + 1
+
+    def working_set(self, layer: int) -> WorkingSet:
+        """The layer's; made for all layers when first asked for, large enough to the sequence's end."""
+        if not self._sets:
+            for i in range(self._kv.shape[1]):
+                self._sets.append(WorkingSet(self._config.most_read(self._max_context, i), self._kv))
+        return self._sets[layer]
+
+    def must_choose(self, layer: int, reach: Reach) -> bool:
+        """Whether blocks are to be chosen anew in this step."""
+        before = self.working_set(layer).reach
+        if before is None or before.window_start != reach.window_start:
+            return True
+        return (self.context - self.sequence.num_prompt_tokens) % self._config.stride == 0
+
+    def attend(self, layer: int, reach: Reach, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """One step's attention of ``queries [kv_head, group, head_dim]``, once the working set knows what is chosen."""
+        held, sequence = self.working_set(layer), self.sequence
+        assert held.chosen is not None
+        wanted = torch.ones(len(held.chosen), reach.num_blocks - 1, dtype=torch.bool)
+        wanted[:, reach.num_initial : reach.window_start] = held.chosen
+        if self.host is None:
+            source, blocks = self._kv, torch.tensor(sequence.block_table)
+        else:
+            source, blocks = self.host, torch.arange(len(self.host))
+        sequence.blocks_copied += held.hold(wanted, source, blocks, layer)
+        held.append(
+            self._kv[sequence.block_table[reach.num_blocks - 1], layer],
+            (self.context - 1) % self._config.block_size + 1,
+        )
+        sequence.blocks_read += reach.num_read
+        sequence.blocks_passed += reach.num_blocks
+        return held.attend(queries, scale)
+
+
+class Retrieval:
+    """All sequences that decode sparsely.
+
+    Args:
+        config: sizes; its block size is KV memory's.
+        kv: KV memory ``[block, layer, 2, kv_head, token, head_dim]``.
+        max_num_seqs: sequences at once.
+        max_model_len: tokens of one sequence.
+    """
+
+    def __init__(self, config: RetrievalConfig, kv: torch.Tensor, max_num_seqs: int, max_model_len: int) -> None:
+        self.config = config
+        self._kv = kv
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        self._index = BlockIndex(
+            config.representative,
+            rows=max_num_seqs,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            max_blocks=-(-max_model_len // block_size),
+            dtype=kv.dtype,
+            device=kv.device,
+        )
+        self._free_rows = set(range(max_num_seqs))
+        self._lookups: dict[EngineSequence, Lookup] = {}
+
+    def lookup(self, sequence: EngineSequence) -> Lookup:
+        """The state of a sequence that decodes sparsely."""
+        if sequence not in self._lookups:
+            row = min(self._free_rows)
+            self._free_rows.remove(row)
+            self._lookups[sequence] = Lookup(sequence, row, self._kv, self.config)
+        return self._lookups[sequence]
+
+    def absorb(self, sequence: EngineSequence) -> None:
+        """Take every newly full and computed block into the index; copy it to host memory if it is to be offloaded.
+
+        It does not matter who computed the blocks: what the index holds is a function of their keys, so those from
+        the pool, a prefix cache or another instance need nothing that would have to come with them.
+        """
+        lookup = self.lookup(sequence)
+        first, last = lookup.num_absorbed, sequence.num_computed // self.config.block_size
+        if first >= last:
+            return
+        blocks = self._kv[sequence.block_table[first:last]]
+        self._index.write(lookup.row, first, blocks[:, :, 0])
+        if lookup.host is not None:
+            lookup.host[first:last].copy_(blocks, non_blocking=True)
+        lookup.num_absorbed = last
+
+    def keep(self, sequences: Iterable[EngineSequence]) -> None:
+        """Forget all sequences but these."""
+        for sequence in self._lookups.keys() - set(sequences):
+            self._free_rows.add(self._lookups.pop(sequence).row)
+
+    def attend(self, layer: int, lookups: Sequence[Lookup], queries: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """One step's attention: queries ``[sequences, kv_heads, group, head_dim]``, and the output's shape too."""
+        reaches = [self.config.reach(lookup.context, layer) for lookup in lookups]
+        choosing = [i for i, lookup in enumerate(lookups) if lookup.must_choose(layer, reaches[i])]
+        self._choose(layer, [lookups[i] for i in choosing], [reaches[i] for i in choosing], queries[choosing], scale)
+        output = torch.empty_like(queries)
+        for i, lookup in enumerate(lookups):
+            output[i] = lookup.attend(layer, reaches[i], queries[i], scale)
+        return output
+
+    def _choose(
+        self,
+        layer: int,
+        lookups: Sequence[Lookup],
+        reaches: Sequence[Reach],
+        queries: torch.Tensor,
+        scale: float | None,
+    ) -> None:
+        for lookup, reach in zip(lookups, reaches, strict=True):
+            held = lookup.working_set(layer)
+            held.reach = reach
+            held.chosen = torch.ones(queries.shape[1], reach.num_outside, dtype=torch.bool)
+        some = [i for i, reach in enumerate(reaches) if reach.num_recalled < reach.num_outside]
+        if not some:
+            return
+        found = self._index.search(
+            layer,
+            [lookups[i].row for i in some],
+            queries[some],
+            [(reaches[i].num_initial, reaches[i].window_start, reaches[i].num_recalled) for i in some],
+            queries.shape[-1] ** -0.5 if scale is None else scale,
+        )
+        for i, chosen in zip(some, found, strict=True):
+            lookups[i].working_set(layer).chosen = chosen.cpu()

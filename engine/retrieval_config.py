@@ -1,0 +1,123 @@
+"""Sizes of sparse attention, each in one place. Free of tensors.
+
+A long sequence's KV is three parts: initial blocks and a sliding window, which every step reads, and what lies
+between, of which a step reads the best ``topk_percent``::
+
+    block   0 .. initial │ initial .. window start │ window start .. last
+            always read  │ looked up               │ always read
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvstore_backend import ConfigError
+
+__all__ = ["REPRESENTATIVES", "Reach", "Regime", "RetrievalConfig"]
+
+REPRESENTATIVES = ("min_max_32", "min_max", "mean_std", "mean")
+"""What stands for a block in the index (``engine.attention.block_index``); the first is the default."""
+
+
+class Regime(enum.Enum):
+    """How a sequence decodes; chosen once, by the length of its prompt."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+    """Looks blocks up; all of them stay in KV memory."""
+    OFFLOADED = "offloaded"
+    """Looks blocks up in host memory; its blocks of KV memory are given to others."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which of a sequence's ``num_blocks`` blocks (the newest may be partly filled) a step may read."""
+
+    num_blocks: int
+    num_initial: int
+    window_start: int
+    num_recalled: int
+
+    @property
+    def num_outside(self) -> int:
+        """Blocks that are looked up, not always read."""
+        return self.window_start - self.num_initial
+
+    @property
+    def num_read(self) -> int:
+        """Blocks that a step reads in a layer, for each head."""
+        return self.num_blocks - self.num_outside + self.num_recalled
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Sparse attention as it was asked for; lengths in tokens.
+
+    Prompts below ``dense_boundary`` are attended to exactly, those above ``offload_boundary`` are offloaded. The window
+    is never less than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
+    recalled is rounded down (but at least one). Blocks are chosen anew every ``stride`` steps, and whenever one leaves
+    the window. The first ``dense_layers`` layers read every block.
+
+    Raises:
+        ConfigError: values that cannot be, named by their flags.
+    """
+
+    block_size: int
+    init_tokens: int = 1024
+    local_tokens: int = 7192
+    topk_percent: float = 0.2
+    dense_boundary: int = 32 << 10
+    offload_boundary: int = 64 << 10
+    representative: str = REPRESENTATIVES[0]
+    stride: int = 1
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.init_tokens < 0:
+            raise ConfigError(f"--retrieval-init-tokens {self.init_tokens} is negative; use 0 or more")
+        if self.local_tokens <= self.block_size:
+            raise ConfigError(
+                f"--retrieval-local-tokens {self.local_tokens} is not more than a block; raise it above "
+                f"{self.block_size}, or lower --block-size"
+            )
+        if not 0 < self.topk_percent <= 1:
+            raise ConfigError(f"--retrieval-topk-percent {self.topk_percent} is not a share above 0 and at most 1")
+        if not 0 <= self.dense_boundary <= self.offload_boundary:
+            raise ConfigError(
+                f"--retrieval-dense-boundary {self.dense_boundary} is above --retrieval-offload-boundary "
+                f"{self.offload_boundary}; prompts turn sparse first, and are offloaded from a greater length on"
+            )
+        if self.representative not in REPRESENTATIVES:
+            raise ConfigError(
+                f"--retrieval-representative {self.representative!r} is none of {', '.join(REPRESENTATIVES)}"
+            )
+        if self.stride < 1:
+            raise ConfigError(f"--retrieval-stride {self.stride}: blocks are recalled every step (1) or every n steps")
+        if self.dense_layers < 0:
+            raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")
+
+    def regime(self, num_prompt_tokens: int) -> Regime:
+        """How a sequence with such a prompt decodes."""
+        if num_prompt_tokens < self.dense_boundary:
+            return Regime.DENSE
+        return Regime.SPARSE if num_prompt_tokens <= self.offload_boundary else Regime.OFFLOADED
+
+    def reach(self, context: int, layer: int) -> Reach:
+        """What a step reads in ``layer`` whose newest token is the ``context``-th."""
+        num_blocks = -(-context // self.block_size)
+        num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
+        window_start = max(num_initial, (context - self.local_tokens) // self.block_size)
+        num_outside = window_start - num_initial
+        if layer < self.dense_layers:
+            return Reach(num_blocks, num_initial, window_start, num_outside)
+        # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
+        share = int(Fraction(str(self.topk_percent)) * num_outside)
+        return Reach(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
+
+    def most_read(self, max_context: int, layer: int) -> int:
+        """The most blocks that any step up to ``max_context`` tokens reads in ``layer``."""
+        # The window's number of blocks swings by one as blocks fill; all else only grows.
+        reaches = [self.reach(context, layer) for context in range(max(1, max_context - self.block_size), max_context)]
+        return max(reach.num_read for reach in [*reaches, self.reach(max_context, layer)])
