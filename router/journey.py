@@ -15,7 +15,7 @@ from router.prefix import request_features
 from router.reschedule import AnswerStitcher, StreamStitcher
 from router.selection import Selection
 from router.server import ClientRequest
-from router.splitwise import Attempt, HandOverFailed, LegFailed
+from router.splitwise import Attempt, LegFailed
 from router.upstream import Headers, PreparedHead, UpstreamError, prepare_head
 from router.usage import Usage, read_usage
 
@@ -197,7 +197,7 @@ class Journey:
         if failure.stale and key not in self.gone_stale:
             self.gone_stale.add(key)
             return
-        if isinstance(failure, HandOverFailed) and selection is not None and selection.prefill is not None:
+        if failure.in_hand_over and selection is not None and selection.prefill is not None:
             self.avoided |= {selection.prefill.key, selection.answering.key}
         else:
             self.excluded.add(key)

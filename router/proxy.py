@@ -28,7 +28,7 @@ from router.reschedule import AnswerStitcher
 from router.selection import NoInstance, Selection, Selector
 from router.server import ClientRequest
 from router.settings import RouterSettings
-from router.splitwise import Attempt, HandOverFailed, Leg, LegFailed, disaggregate_info
+from router.splitwise import Attempt, Leg, LegFailed, disaggregate_info
 from router.upstream import ConnectFailed, Upstream, UpstreamError
 from router.usage import read_usage
 
@@ -281,7 +281,7 @@ class Proxy:
     def _note_failure(self, failure: LegFailed) -> None:
         """Count what the instance, and not the request or its partner, is to blame for."""
         broken = failure.answer is None or failure.answer.status >= 500
-        if broken and not failure.stale and not isinstance(failure, HandOverFailed):
+        if broken and not failure.stale and not failure.in_hand_over:
             failure.instance.failed(time.monotonic(), str(failure))
 
     def _note_trouble(self, instance: Instance, error: Exception) -> None:

@@ -18,7 +18,7 @@ from router.aborts import Aborter
 from router.instances import Instance, Registration
 from router.upstream import Answer, Exchange, Headers, StaleConnection, TimedOut, UpstreamError
 
-__all__ = ["Attempt", "HandOverFailed", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
+__all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
 _log = logging.getLogger("router.splitwise")
 
@@ -55,30 +55,29 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 class LegFailed(Exception):
-    """A leg failed before the first byte of the answer: with the instance's own ``answer``, or without any.
+    """A leg failed before the first byte of the answer: with the instance's own ``answer``, or without any."""
 
-    ``stale`` where only an idle connection had been closed: the same instance may be asked again.
-    """
-
-    def __init__(self, instance: Instance, message: str, answer: Answer | None = None, stale: bool = False) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        message: str,
+        answer: Answer | None = None,
+        *,
+        stale: bool = False,
+        in_hand_over: bool = False,
+    ) -> None:
+        """
+        Args:
+            stale: only an idle connection had been closed: the same instance may be asked again.
+            in_hand_over: prefill and decode did not come together; which of them is to blame is not known.
+        """
         super().__init__(message)
         self.instance = instance
         self.answer = answer
         self.stale = stale
-
-    @property
-    def another_may_serve(self) -> bool:
-        """Whether the failure says something of the instance, rather than of the request."""
-        return self.answer is None or self.answer.status == 429 or self.answer.status >= 500
-
-
-class HandOverFailed(LegFailed):
-    """Prefill and decode did not come together; which of them is to blame is not known."""
-
-    @property
-    def another_may_serve(self) -> bool:
-        """Another pair may."""
-        return True
+        self.in_hand_over = in_hand_over
+        # Whether it says something of the instance, rather than of the request.
+        self.another_may_serve = in_hand_over or answer is None or answer.status == 429 or answer.status >= 500
 
 
 class Leg:
@@ -268,7 +267,7 @@ class Attempt:
             return _refused(leg, exchange.drained)
         # FastDeploy's prefill says so to its own client alone, in an answer of status 200.
         if PD_ERROR in exchange.drained:
-            return HandOverFailed(leg.instance, f"{leg.instance.key} could not hand over to decode")
+            return LegFailed(leg.instance, f"{leg.instance.key} could not hand over to decode", in_hand_over=True)
         return None
 
     def _broken(self, leg: Leg, error: UpstreamError) -> LegFailed:
@@ -288,5 +287,5 @@ async def _refusal(leg: Leg) -> LegFailed:
 
 def _refused(leg: Leg, body: bytes) -> LegFailed:
     answer = Answer(leg.exchange.status, leg.exchange.headers, body)
-    kind = HandOverFailed if PD_ERROR in body else LegFailed
-    return kind(leg.instance, f"{leg.instance.key} answered with {answer.status}", answer)
+    message = f"{leg.instance.key} answered with {answer.status}"
+    return LegFailed(leg.instance, message, answer, in_hand_over=PD_ERROR in body)
