@@ -18,7 +18,7 @@ from router.errors import ApiError, Refused
 from router.settings import RouterSettings, SettingsError
 from router.upstream import Headers
 
-__all__ = ["Auth"]
+__all__ = ["Auth", "read_token"]
 
 _log = logging.getLogger("router.auth")
 
@@ -40,7 +40,7 @@ class Auth:
             self._clients = {self._digest(key.encode()): name for name, key in keys.items()}
         self._admin: bytes | None = None
         if settings.admin_token_file:
-            self._admin = self._digest(_read_token(Path(settings.admin_token_file), "server.admin-token-file").encode())
+            self._admin = self._digest(read_token(Path(settings.admin_token_file), "server.admin-token-file").encode())
         elif not _is_loopback(settings.host):
             _log.warning(
                 "whoever reaches %s can register an instance and read what is sent to it; "
@@ -133,7 +133,12 @@ def _pairs(text: str, path: Path, setting: str) -> list[tuple[str, str]]:
     raise SettingsError(f"{setting} {path} must have lines 'name: key', or one key a line and no ':' anywhere")
 
 
-def _read_token(path: Path, setting: str) -> str:
+def read_token(path: Path, setting: str) -> str:
+    """The token in a file of its own.
+
+    Raises:
+        SettingsError: the file cannot be read, or has anything beside one word; it names ``setting``.
+    """
     lines = _lines(path, setting)
     if len(lines) != 1 or len(lines[0].split()) != 1:
         raise SettingsError(f"{setting} {path} must have the token as its only line, with no space in it")

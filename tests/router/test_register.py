@@ -1,0 +1,128 @@
+"""The sidecar ``python -m router.register`` as an operator meets it, beside a server and before a router."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import StandIn
+from tests.support.ports import free_port
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+REGISTER = [sys.executable, "-c", "import router.register as r; r.HEARTBEAT_SECONDS = 0.05; r.sys.exit(r.main())"]
+Beside = Callable[..., AbstractContextManager[Child]]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Beside:
+    """Starts a sidecar, whose heart beats quickly, for a server's port."""
+
+    @contextlib.contextmanager
+    def start(router: str, port: int, *flags: str) -> Iterator[Child]:
+        command = [*REGISTER, "--router", router, "--role", "mixed", "--port", str(port), *flags]
+        with child(command, tmp_path / "sidecar.log") as sidecar:
+            yield sidecar
+
+    return start
+
+
+def healthy(router: RouterUnderTest) -> dict[str, bool]:
+    return {instance.key: instance.healthy for instance in router.app.registry}
+
+
+def test_a_server_that_cannot_register_itself_gets_requests(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router()
+    with beside(f"127.0.0.1:{router.port}", server.port, "--connector-port", "8001"):
+        wait_until(lambda: healthy(router) == {f"127.0.0.1:{server.port}": True}, "the registration")
+        assert router.chat().status_code == 200
+        (instance,) = router.app.registry
+        assert (instance.registration.role.value, instance.registration.connector_port) == ("mixed", "8001")
+
+
+def test_the_heartbeat_goes_on_and_ends_with_the_sidecar(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router()
+    with beside(router.url, server.port, "--host", "127.0.0.1") as sidecar:
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+        (instance,) = router.app.registry
+        first = instance.last_registered
+        wait_until(lambda: instance.last_registered > first, "another heartbeat")
+        sidecar.stop()
+        assert sidecar.exit_code == 0
+        assert sidecar.output.count("registered at") == 1
+
+
+def test_a_server_that_is_not_healthy_is_registered_when_it_is(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router()
+    server.health = 503
+    with beside(router.url, server.port) as sidecar:
+        sidecar.wait_for(lambda: "answers /health with 503" in sidecar.output, "saying so")
+        assert list(router.app.registry) == []
+        server.health = 200
+        wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
+
+
+def test_it_waits_for_a_server(make_router: Callable[..., RouterUnderTest], beside: Beside) -> None:
+    with beside(make_router().url, free_port()) as sidecar:
+        sidecar.wait_for(lambda: "does not answer /health" in sidecar.output, "saying so")
+        assert sidecar.exit_code is None
+
+
+def test_it_waits_for_the_router(stand_in: Callable[..., StandIn], beside: Beside) -> None:
+    with beside(f"127.0.0.1:{free_port()}", stand_in().port) as sidecar:
+        sidecar.wait_for(lambda: "does not answer" in sidecar.output, "saying so")
+        assert sidecar.exit_code is None
+
+
+def test_a_router_with_an_admin_token_wants_it(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    server, router = stand_in(), make_router(admin_token_file=str(file))
+    with beside(router.url, server.port) as sidecar:
+        sidecar.wait_for(lambda: "refused with 401" in sidecar.output, "saying so")
+        assert list(router.app.registry) == []
+    with beside(router.url, server.port, "--token-file", str(file)):
+        wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
+
+
+def test_a_refusal_is_said_once(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router(splitwise=True)
+    with beside(router.url, server.port) as sidecar:
+        wait_until(lambda: server.probes >= 4, "several heartbeats")
+        assert sidecar.output.count("refused with 400") == 1
+        assert "mixed" in sidecar.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--router", "nowhere"], "'nowhere' is not host:port"),
+        (["--port", "0"], "'0' is not a port"),
+        (["--role", "both"], "invalid choice: 'both'"),
+        (["--token-file", "/nowhere"], "--token-file /nowhere"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_sentence(flags: list[str], said: str) -> None:
+    right = ["--router", "127.0.0.1:1", "--role", "mixed", "--port", "1"]
+    command = [sys.executable, "-m", "router.register", *right, *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
