@@ -83,6 +83,9 @@ class Instance:
             )
         runner.allocate_kv(num_blocks)
         runner.try_out()
+        if args.retrieval:
+            runner.enable_retrieval(args.retrieval, args.max_num_seqs, args.max_model_len)
+            log.info("Sparse attention: %s", args.retrieval)
         self.metrics = EngineMetrics()
         scheduler = Scheduler(
             BlockManager(num_blocks),

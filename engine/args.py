@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvstore_backend import ConfigError
 
 __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
@@ -17,6 +18,15 @@ __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
 _TRANSFERS = ("ipc", "rdma", "tcp")
+
+_RETRIEVAL_VARIABLES = {
+    "init_tokens": "VLLM_RETRIEVAL_INIT_TOKENS_NUM",
+    "local_tokens": "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM",
+    "topk_percent": "VLLM_RETRIEVAL_TOPK_PERCENT",
+    "dense_boundary": "VLLM_RETRIEVAL_DENSE_BOUNDARY",
+    "offload_boundary": "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY",
+}
+_RETRIEVAL_FIELDS = tuple(field.name for field in fields(RetrievalConfig) if field.name != "block_size")
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class EngineArgs:
     engine_worker_queue_port: int
     rdma_comm_ports: str | None
     tensor_parallel_size: int
+    retrieval: RetrievalConfig | None
     log_dir: Path
     debug: bool
 
@@ -81,6 +92,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values["cache_transfer_protocol"] = _protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
     values["debug"] = _debug(environ)
+    values["retrieval"] = _retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check(args)
     return args
@@ -127,7 +139,52 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-queue-port", type=_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
     add("--tensor-parallel-size", type=_positive, default=1, help="only 1")
+    _add_retrieval(parser)
     return parser
+
+
+def _add_retrieval(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sparse attention over an index of KV blocks").add_argument
+    default = RetrievalConfig(block_size=1)
+    add("--enable-retrieval", action="store_true", help="long prompts' answers read only blocks that matter")
+
+    def add_value(name: str, parse: Callable[[str], object], text: str) -> None:
+        variable = _RETRIEVAL_VARIABLES.get(name)
+        also = f"; or {variable}" if variable else ""
+        add(f"--retrieval-{name.replace('_', '-')}", type=parse, help=f"{text} [{getattr(default, name)}{also}]")
+
+    add_value("init_tokens", _tokens, "tokens at the beginning that are always read")
+    add_value("local_tokens", _tokens, "tokens at the end that are always read; more than a block")
+    add_value("topk_percent", _share, "share of the blocks between that a step reads")
+    add_value("dense_boundary", _tokens, "prompts of fewer tokens are attended to exactly")
+    add_value("offload_boundary", _tokens, "of longer prompts the blocks move to host memory")
+    add_value("representative", str, f"what stands for a block: {', '.join(REPRESENTATIVES)}")
+    add_value("stride", _positive, "steps from one choice of blocks to the next")
+    add_value("dense_layers", _number, "first layers that read every block")
+
+
+def _retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
+    """What the flags say, else the environment, else the method's defaults; None: not enabled."""
+    given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not values["enable_retrieval"]:
+        for name in given:
+            raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+        return None
+    for name, variable in _RETRIEVAL_VARIABLES.items():
+        text = environ.get(variable)
+        if text and name not in given:
+            try:
+                given[name] = _share(text) if name == "topk_percent" else _tokens(text)
+            except argparse.ArgumentTypeError as exc:
+                raise ConfigError(f"{variable}: {exc}") from None
+    config = RetrievalConfig(values["block_size"], **given)
+    if values["max_model_len"] < config.dense_boundary:
+        raise ConfigError(
+            f"--enable-retrieval: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
+            f"--max-model-len {values['max_model_len']}; raise one or lower the other"
+        )
+    return config
 
 
 def _check(args: EngineArgs) -> None:
@@ -153,7 +210,9 @@ def _check(args: EngineArgs) -> None:
 
 def _unknown(argument: str) -> str:
     name = argument.partition("=")[0]
-    flags = [f"--{field.name.replace('_', '-')}" for field in fields(EngineArgs)]
+    names = [field.name for field in fields(EngineArgs) if field.name != "retrieval"]
+    names += ["enable_retrieval", *(f"retrieval_{name}" for name in _RETRIEVAL_FIELDS)]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
     nearest = difflib.get_close_matches(name, flags, 1)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
     return f"{name!r} is no flag of this program; {hint}"
@@ -184,6 +243,18 @@ def _positive(text: str) -> int:
     value = _number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens; K and M mean 1024 and 1024 * 1024."""
+    digits, unit = text[:-1], {"k": 10, "m": 20}.get(text[-1:].lower())
+    try:
+        value = int(text) if unit is None else int(digits) << unit
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 1024 or 32K")
     return value
 
 

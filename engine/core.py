@@ -19,6 +19,7 @@ from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_connector import PoolConnector
 from engine.request import Sequence, State, TokenLogprobs, TokenOutput
+from engine.retrieval_config import Regime
 from engine.scheduler import Chunk, Reservation, Scheduler
 from kvstore_backend import BlockPool
 
@@ -126,6 +127,9 @@ class EngineCore:
             if prefilled:
                 self.cancel(prefilled.reservation, clear=False)
             raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
+        # What ends with the first token never decodes: a prefill instance's requests.
+        if self._runner.retrieval and sequence.request.params.max_tokens > 1:
+            sequence.regime = self._runner.retrieval.config.regime(sequence.num_prompt_tokens)
 
         def add() -> None:
             self._listeners[sequence] = listener
@@ -174,6 +178,8 @@ class EngineCore:
                 preempted = self.scheduler.num_preemptions
                 chunks = self.scheduler.schedule()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
+                if self._runner.retrieval:
+                    self._runner.retrieval.keep(self.scheduler.running)
                 # With nothing to compute, whatever lets work begin (a request, a load that ended, blocks that a
                 # save gives back) comes by mail.
                 idle = not chunks
@@ -198,6 +204,8 @@ class EngineCore:
                 return
 
     def _step(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._absorb(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         tokens = self._runner.run(chunks)
         for chunk in chunks:
@@ -208,6 +216,20 @@ class EngineCore:
         for chunk in chunks:
             if chunk.sequence.state is State.RUNNING:
                 self._save(chunk.sequence)
+
+    def _absorb(self, sequence: Sequence) -> None:
+        """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""
+        if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
+            return
+        self._runner.retrieval.absorb(sequence)
+        # Prompts are computed exactly, for which all of their blocks are needed.
+        if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
+            num_full = sequence.num_computed // sequence.block_size
+            unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
+            if self._connector and unsaved > 0:  # the pool would not take them; they are not kept for it
+                self.metrics.unsaved_blocks.inc(unsaved)
+                sequence.num_saved += unsaved
+            self.scheduler.offload(sequence, num_full)
 
     def _export(self, sequence: Sequence) -> None:
         """Give a listener that wants them the blocks of the prompt that became final."""
@@ -292,7 +314,7 @@ class EngineCore:
         """
         if self._connector is None:
             return 0
-        tokens = sequence.num_computed
+        tokens = sequence.num_exact
         if not self._save_outputs:
             tokens = min(tokens, sequence.num_prompt_tokens)
         first, last = sequence.num_saved, tokens // sequence.block_size

@@ -19,6 +19,7 @@ from engine.detokenizer import Detokenizer
 from engine.disaggregation import BlockMemory, Handed, HandoverReceiver, HandoverSender, Prompt, hand_over
 from engine.protocol import DisaggregateInfo, usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
+from engine.retrieval_config import Regime
 
 __all__ = ["Generation", "Generations", "Piece"]
 
@@ -69,10 +70,12 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of a handed-over prompt, what the prefill instance found cached."""
-        own, pool = self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
+        sequence = self.sequence
+        own, pool = sequence.own_cached_tokens, sequence.pool_cached_tokens
         if self._handed is not None:
             own, pool = self._handed.own_cached_tokens, self._handed.pool_cached_tokens
-        return usage(self.sequence.num_prompt_tokens, self._num_output_tokens, own, pool)
+        blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
+        return usage(sequence.num_prompt_tokens, self._num_output_tokens, own, pool, blocks)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""

@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
+from engine.attention.retrieval import Lookup, Retrieval
 from engine.packed_linear import pack_linears
 from engine.request import TokenLogprobs
+from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import sample
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
@@ -142,6 +144,7 @@ class ModelRunner:
         )
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.kv = torch.empty(0)
+        self.retrieval: Retrieval | None = None
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Make KV memory of ``num_blocks`` blocks.
@@ -154,6 +157,10 @@ class ModelRunner:
             self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
         else:
             self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
+
+    def enable_retrieval(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> None:
+        """Let sequences whose regime says so decode sparsely; after ``allocate_kv``."""
+        self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
 
     def try_out(self) -> None:
         """Compute one token, to learn now whether all of the model's attention is ours, and leave no trace of it.
@@ -195,7 +202,11 @@ class ModelRunner:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
         batch = paged.PagedBatch(
             self.kv,
-            [paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table) for c in chunks],
+            [
+                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, self._lookup(c))
+                for c in chunks
+            ],
+            self.retrieval,
         )
         token_ids: list[int] = []
         for chunk in chunks:
@@ -207,6 +218,13 @@ class ModelRunner:
         if not sampling:
             return []
         return sample(logits, [chunks[i].sequence for i in sampling], self.eos_token_ids)
+
+    def _lookup(self, chunk: Chunk) -> Lookup | None:
+        """How the chunk looks blocks up. Prompts are computed exactly, to the last token, however they are chunked."""
+        sequence = chunk.sequence
+        if self.retrieval is None or sequence.regime is Regime.DENSE or not sequence.is_decoding:
+            return None
+        return self.retrieval.lookup(sequence)
 
     @torch.inference_mode()
     def _forward(self, batch: paged.PagedBatch, token_ids: list[int], rows: torch.Tensor) -> torch.Tensor:

@@ -209,8 +209,15 @@ def sampling_params(body: GenerationBody, *, max_tokens: int) -> SamplingParams:
     )
 
 
-def usage(prompt: int, completion: int, own_cached: int, pool_cached: int) -> dict[str, Any]:
-    """OpenAI's usage object, and beside ``cached_tokens`` where those came from; all in tokens."""
+def usage(
+    prompt: int, completion: int, own_cached: int, pool_cached: int, blocks: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """OpenAI's usage object, and beside ``cached_tokens`` where those came from; all in tokens.
+
+    Args:
+        blocks: of an answer that looked KV blocks up, how many it read of how many, summed over steps and layers.
+    """
+    details = {} if blocks is None else {"retrieval_details": {"blocks_read": blocks[0], "blocks_total": blocks[1]}}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -220,6 +227,7 @@ def usage(prompt: int, completion: int, own_cached: int, pool_cached: int) -> di
             "own_cached_tokens": own_cached,
             "pool_cached_tokens": pool_cached,
         },
+        **details,
     }
 
 

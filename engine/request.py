@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
 __all__ = ["Request", "SamplingParams", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
@@ -92,6 +93,15 @@ class Sequence:
     """Leading blocks that were handed to the pool already."""
     num_exported: int = 0
     """Leading blocks of the prompt that its listener was given already."""
+    num_offloaded: int = 0
+    """Leading blocks that were given back; their places in ``block_table`` mean nothing any more."""
+    regime: Regime = Regime.DENSE
+    blocks_read: int = 0
+    """What looking blocks up spared: blocks that steps read, summed over steps and layers ..."""
+    blocks_passed: int = 0
+    """... and blocks that dense attention would have read."""
+    blocks_copied: int = 0
+    """Blocks of single heads that were brought into working sets."""
     pending_saves: int = 0
     state: State = State.WAITING
     aborted: bool = False
@@ -116,9 +126,19 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is exact, so that others may have it: what sparse steps compute is only like it."""
+        return self.num_computed if self.regime is Regime.DENSE else min(self.num_computed, self.num_prompt_tokens)
+
+    @property
     def is_prefilling(self) -> bool:
         """More than one token still lacks KV: the next step computes a chunk, not just the newest token."""
         return len(self.token_ids) - self.num_computed > 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token lacks KV, and it was generated."""
+        return self.num_computed >= self.num_prompt_tokens and not self.is_prefilling
 
     def hashes(self) -> SequenceOf[bytes]:
         """Hashes of all full blocks of ``token_ids``, computed or not."""

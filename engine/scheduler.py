@@ -191,14 +191,20 @@ class Scheduler:
         self.publish(chunk.sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer every newly full and computed block of ``sequence`` to later sequences."""
-        num_full = sequence.num_computed // self.block_size
+        """Offer every newly full and exactly computed block of ``sequence`` to later sequences."""
+        num_full = sequence.num_exact // self.block_size
         if not self.prefix_caching or num_full <= sequence.num_published:
             return
         hashes = sequence.hashes()
         for i in range(sequence.num_published, num_full):
             self.blocks.publish(sequence.block_table[i], hashes[i])
         sequence.num_published = num_full
+
+    def offload(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give the leading ``num_blocks`` of a running sequence back: it has what it needs of them elsewhere."""
+        if num_blocks > sequence.num_offloaded:
+            self.blocks.release(sequence.block_table[sequence.num_offloaded : num_blocks])
+            sequence.num_offloaded = num_blocks
 
     def finish(self, sequence: Sequence) -> None:
         """End ``sequence`` wherever it stands; blocks under a running load are freed when that load ends."""
@@ -277,8 +283,9 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table)
+        self.blocks.release(sequence.block_table[sequence.num_offloaded :])
         sequence.block_table = []
+        sequence.num_offloaded = 0
 
     def __repr__(self) -> str:
         return (

@@ -46,7 +46,7 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
         return keys.mean(-2, keepdim=True)
     if kind == "mean_std":
         return torch.cat([keys.mean(-2, keepdim=True), keys.std(-2, correction=0, keepdim=True)], -1)
-    parts = keys.unflatten(-2, (_parts(kind, keys.shape[-2]), -1))
+    parts = keys.view(*keys.shape[:-2], _parts(kind, keys.shape[-2]), -1, keys.shape[-1])
     return torch.cat([parts.amin(-2), parts.amax(-2)], -1)
 
 
@@ -149,7 +149,7 @@ class BlockIndex:
         vectors = self._vectors[layer, first_row:stop_row, :, :most]
         scores = query_of(self.kind, queries_by_row) @ vectors.transpose(-1, -2)
         if self._parts > 1:
-            scores = scores.unflatten(-1, (-1, self._parts)).amax(-1)
+            scores = scores.view(*scores.shape[:-1], -1, self._parts).amax(-1)
         return [
             best_blocks(scores[row - first_row, ..., first:last], count)
             for row, (first, last, count) in zip(rows, wanted, strict=True)

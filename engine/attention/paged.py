@@ -9,11 +9,13 @@ through every model's layers untouched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention.retrieval import Lookup, Retrieval
 
 __all__ = ["ATTENTION_NAME", "ChunkShape", "PagedBatch", "register"]
 
@@ -27,11 +29,15 @@ _GATHERED_BYTES_ELSEWHERE = 256 << 20
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """One chunk: ``num_tokens`` new tokens after ``num_computed`` with KV, in the blocks of ``block_table``."""
+    """One chunk: ``num_tokens`` new tokens after ``num_computed`` with KV, in the blocks of ``block_table``.
+
+    With ``lookup`` it is one token of a sequence that decodes sparsely, of whose blocks only the newest need be there.
+    """
 
     num_computed: int
     num_tokens: int
     block_table: Sequence[int]
+    lookup: Lookup | None = None
 
     @property
     def context(self) -> int:
@@ -59,16 +65,27 @@ class _Decodes:
     mask: torch.Tensor  # [N, 1, 1, n * block_size]
 
 
+@dataclass(frozen=True)
+class _Sparse:
+    """Chunks of one token each that look blocks up."""
+
+    rows: list[int] = field(default_factory=list)  # of the step's row of tokens
+    lookups: list[Lookup] = field(default_factory=list)
+
+
 class PagedBatch:
     """Where the tokens of one step lie, worked out once for all layers.
 
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         chunks: the step's chunks, in the order of their tokens in the row.
+        retrieval: whose lookups the chunks have, if they have any.
     """
 
-    def __init__(self, kv: torch.Tensor, chunks: Sequence[ChunkShape]) -> None:
+    def __init__(self, kv: torch.Tensor, chunks: Sequence[ChunkShape], retrieval: Retrieval | None = None) -> None:
         self.kv = kv
+        self.retrieval = retrieval
+        self.sparse = _Sparse()
         self.layers: set[int] = set()
         """Layers that attended so far."""
         _, self._num_layers, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
@@ -86,7 +103,10 @@ class PagedBatch:
             positions += chunk_positions
             write_blocks += (chunk.block_table[position // self._block_size] for position in chunk_positions)
             last_rows.append(stop - 1)
-            if chunk.num_tokens == 1:
+            if chunk.lookup is not None:
+                self.sparse.rows.append(start)
+                self.sparse.lookups.append(chunk.lookup)
+            elif chunk.num_tokens == 1:
                 singles.append((start, chunk))
             else:
                 table = torch.tensor([chunk.block_table[: self._width(chunk)]], device=device)
@@ -220,6 +240,9 @@ def paged_attention(
         output[decodes.rows] = scaled_dot_product_attention(
             grouped[:, :, decodes.rows].permute(2, 0, 1, 3), keys, values, attn_mask=decodes.mask, scale=scaling
         )
+    if paged.retrieval is not None and paged.sparse.rows:
+        sparse = grouped[:, :, paged.sparse.rows].permute(2, 0, 1, 3)
+        output[paged.sparse.rows] = paged.retrieval.attend(layer, paged.sparse.lookups, sparse, scaling)
     return output.view(1, tokens, heads, head_dim), None
 
 

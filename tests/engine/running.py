@@ -18,6 +18,7 @@ from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, TokenOutput
 from engine.request import Sequence as EngineSequence
+from engine.retrieval_config import RetrievalConfig
 from engine.scheduler import Scheduler
 from kvstore_backend import BlockPool, StorageBackend
 from kvstore_backend.layers.guarded import GuardedBackend
@@ -81,10 +82,13 @@ class Engine:
         save_outputs: bool = False,
         wait_for_pool: bool = True,
         start: bool = True,
+        retrieval: RetrievalConfig | None = None,
     ) -> None:
         self.block_size = block_size
         self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
         self.runner.allocate_kv(num_blocks)
+        if retrieval:
+            self.runner.enable_retrieval(retrieval, max_num_seqs, num_blocks * block_size)
         self.blocks = BlockManager(num_blocks)
         self.scheduler = Scheduler(
             self.blocks, block_size, max_num_seqs, budget, prefix_caching=True, pool=bool(store or open_store)
