@@ -16,6 +16,8 @@ import logging
 import struct
 from collections.abc import Sequence
 
+from prometheus_client import CollectorRegistry
+
 from kvstore_backend.backend import Span, Status, StorageBackend, Value
 from kvstore_backend.config import load_config
 from kvstore_backend.namespace import Namespace
@@ -93,7 +95,8 @@ class PooledClient:
                 "ssd_offload_path": ssd_offload_path,
             },
         )
-        self._backend = open_backend(config, background=False)
+        # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
+        self._backend = open_backend(config, CollectorRegistry(), background=False)
         self._prefix = namespace.prefix
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvstore_backend.backend import ConfigError, Span, Status, Value
@@ -81,7 +82,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         if getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError("this model's KV pool is only logical in SGLang, which this backend does not serve")
         is_shared = bool(self._storage_config.is_mla_model)
-        self._pools[is_shared] = open_pool(self._config, self._namespace(mem_pool_host, is_shared=is_shared))
+        self._open(mem_pool_host, is_shared=is_shared)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -213,10 +214,14 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         """Mamba's state is each rank's own even where the KV is shared."""
         is_shared = bool(self._storage_config.is_mla_model) and name != PoolName.MAMBA.value
         if is_shared not in self._pools:
-            self._pools[is_shared] = open_pool(
-                self._config, self._namespace(self._host_pools["kv"], is_shared=is_shared)
-            )
+            self._open(self._host_pools["kv"], is_shared=is_shared)
         return self._pools[is_shared]
+
+    def _open(self, host: Any, *, is_shared: bool) -> None:
+        # Where SGLang gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), those of the first pool are gathered
+        # too; a second one's would be written over them.
+        registry = None if self._pools else CollectorRegistry()
+        self._pools[is_shared] = open_pool(self._config, self._namespace(host, is_shared=is_shared), registry)
 
     def _hashes(self, name: str, keys: Sequence[str]) -> list[bytes]:
         suffix = "" if name == "kv" else f".{name}"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
@@ -208,6 +210,13 @@ def test_a_deleted_block_is_gone(instance: TransferProcess) -> None:
     assert instance.storage.client.remove("never stored") == -704
 
 
+def found_blocks(folder: Path) -> float | None:
+    """What FastDeploy's ``/metrics`` would tell of look-ups: it gathers what its processes leave in that folder."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))
+    return registry.get_sample_value("kvstore_blocks_total", {"operation": "exists", "status": "ok"})
+
+
 # In a process of its own, as Mooncake's client takes long to end without its master.
 SURVIVOR = """
 import json, os, sys
@@ -233,7 +242,7 @@ def test_with_the_master_dead_nothing_is_matched_before_mooncake_itself_would_an
     with mooncake_master(tmp_path / "log") as doomed, ThreadPoolExecutor(1) as reader:
         survivor = subprocess.Popen(
             [sys.executable, "-c", SURVIVOR, *argv(models[0])[1:]],
-            env={**os.environ, "FD_PLUGINS": "kvstore"},
+            env={**os.environ, "FD_PLUGINS": "kvstore", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -249,6 +258,7 @@ def test_with_the_master_dead_nothing_is_matched_before_mooncake_itself_would_an
                 # The deadline is 0.5 s; Mooncake's own client blocks for up to 4.5 s, and then says that all is there.
                 assert reader.submit(survivor.stdout.readline).result(timeout=4) == "0\n"
             assert survivor.stdout.readline() == "[(0, True), (0, True)]\n"
+            assert found_blocks(tmp_path)
         finally:
             survivor.kill()
             survivor.communicate()

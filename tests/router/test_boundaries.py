@@ -14,8 +14,9 @@ import router
 
 FILES = sorted(Path(router.__file__).parent.rglob("*.py"))
 OTHER_ROOMS = {"engine", "kvstore_backend", "mooncake", "torch", "transformers"}
-# The sidecar for servers that cannot register themselves is a program of its own, not on a request's way.
-SPEAKERS = {"upstream.py", "register.py"}
+# server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
+# themselves, is a program of its own, not on a request's way.
+SPEAKERS = {"upstream.py", "server.py", "register.py"}
 HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 
 
