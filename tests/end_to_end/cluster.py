@@ -41,7 +41,7 @@ class Instance:
 
 
 class Router:
-    """A running router in prefill/decode mode."""
+    """A running router."""
 
     def __init__(self, process: Child, port: int) -> None:
         self.process = process
@@ -59,10 +59,11 @@ class Router:
 
 
 @contextlib.contextmanager
-def router(folder: Path) -> Iterator[Router]:
-    """A router for prefill and decode instances."""
+def router(folder: Path, splitwise: bool = True) -> Iterator[Router]:
+    """A router for prefill and decode instances, or for mixed ones."""
     port = free_port()
-    argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", "--splitwise"]
+    argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1"]
+    argv += ["--splitwise"] if splitwise else []
     with child(argv, folder / f"router-{port}.out") as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)

@@ -1,0 +1,75 @@
+"""Two mixed instances behind a router, as users meet them: curl, the openai client, and many streams at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.cluster import Instance, Router, instance, router
+from tests.support.waiting import wait_until
+
+STREAMS = 200
+TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[Router, list[Instance]]]:
+    folder = tmp_path_factory.mktemp("served")
+    with router(folder, splitwise=False) as running:
+        towards = ("--router", f"127.0.0.1:{running.port}")
+        with instance(folder, model, *towards) as first, instance(folder, model, *towards) as second:
+            running.wait_for(mixed=2)
+            yield running, [first, second]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(served: tuple[Router, list[Instance]]) -> None:
+    url = f"{served[0].url}/v1/chat/completions"
+    body = '{"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 5}'
+    argv = ["curl", "-sS", "--noproxy", "*", url, "-H", "Content-Type: application/json", "-d", body]
+    answer = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+    assert answer["usage"]["completion_tokens"] <= 5
+    assert answer["choices"][0]["message"]["content"]
+
+
+def test_openai_client(served: tuple[Router, list[Instance]]) -> None:
+    with openai.OpenAI(base_url=f"{served[0].url}/v1", api_key="none") as client:
+        (model,) = client.models.list().data
+        answer = client.completions.create(model=model.id, prompt="Once upon a time", max_tokens=5, temperature=0)
+        with client.completions.create(
+            model=model.id, prompt="Once upon a time", max_tokens=5, temperature=0, stream=True
+        ) as stream:
+            assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+
+
+def test_200_streams_at_once_all_end_well(served: tuple[Router, list[Instance]]) -> None:
+    running, instances = served
+
+    async def stream(client: httpx.AsyncClient, number: int) -> tuple[int, int, str]:
+        """Status, tokens, and how it ended."""
+        messages = [{"role": "user", "content": f"Question {number % 20}: what lies behind hill {number}?"}]
+        options = {"stream_options": {"include_usage": True}, "stream": True, "ignore_eos": True}
+        body = {"messages": messages, "max_tokens": TOKENS, **options}
+        response = await client.post(f"{running.url}/v1/chat/completions", json=body)
+        *events, last, nothing = response.text.split("\n\n")
+        usage = json.loads(events[-1].removeprefix("data: ")).get("usage") or {}
+        return response.status_code, usage.get("completion_tokens", -1), last + nothing
+
+    async def all_of_them() -> list[tuple[int, int, str]]:
+        limits = httpx.Limits(max_connections=STREAMS)
+        async with httpx.AsyncClient(trust_env=False, timeout=100, limits=limits) as client:
+            return await asyncio.gather(*(stream(client, i) for i in range(STREAMS)))
+
+    assert set(asyncio.run(all_of_them())) == {(200, TOKENS, "data: [DONE]")}
+    for each in instances:
+        wait_until(lambda each=each: each.metric("fastdeploy:num_requests_running") == 0, "the instances to be free")
+    registered = httpx.get(f"{running.url}/registered").json()["mixed"]
+    assert [(one["running_requests"], one["running_tokens"]) for one in registered] == [(0, 0), (0, 0)]
