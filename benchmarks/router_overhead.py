@@ -164,7 +164,7 @@ class Bench:
         self.systems = systems
         self.measured: dict[Cell, list[Figures]] = {}
         self.unable: dict[Cell, str] = {}
-        self.worker, self.load = (_compiled(name, folder) for name in ("worker", "load"))
+        self.worker, self.load = (compiled(name, folder) for name in ("worker", "load"))
         self.peers = peers_venv
         if set(systems) & set(PEERS):
             _install_peers(self.peers)
@@ -254,15 +254,15 @@ class Bench:
             answering = [port for role, port in zip(ROLES[mode], workers, strict=True) if role != "prefill"]
             yield System(answering)
             return
-        port = _free_port()
+        port = free_port()
         command = _ours(mode, port) if name == "ours" else _peer(name, mode, port, workers, self.peers)
         with (self.folder / f"{name}-{mode}.log").open("w+") as log, contextlib.ExitStack() as running:
-            process = running.enter_context(_running(command, log))
+            process = running.enter_context(running_process(command, log))
             if name == "ours":
-                running.enter_context(_heartbeats(port, mode, workers))
+                running.enter_context(heartbeats(port, mode, workers))
             probe = CASES[0].body()
             deadline = time.monotonic() + READY_S
-            while (status := _post(port, "/v1/chat/completions", probe)) != 200:
+            while (status := post(port, "/v1/chat/completions", probe)) != 200:
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     last = (log.read().strip().splitlines() or ["it logged nothing"])[-1]
@@ -290,7 +290,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
     return [
         *(str(venv / "bin" / "python"), "-m", f"{name.replace('-', '_')}.launch_router"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         *("--policy", "round_robin", "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
         *("--worker-startup-check-interval", "1"),
         *instances,
@@ -298,7 +298,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
+def running_process(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process and, when it is ended, whatever it started; our router is the one that lies beside this program."""
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as process:
         try:
@@ -309,14 +309,14 @@ def _running(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[byte
 
 
 @contextlib.contextmanager
-def _heartbeats(port: int, mode: str, workers: Sequence[int]) -> Iterator[None]:
+def heartbeats(port: int, mode: str, workers: Sequence[int]) -> Iterator[None]:
     """Register the instances at our router every 5 s, as instances do."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.is_set():
             taken = [
-                _post(port, "/register", json.dumps(_registration(role, worker)).encode())
+                post(port, "/register", json.dumps(_registration(role, worker)).encode())
                 for role, worker in zip(ROLES[mode], workers, strict=True)
             ]
             ended.wait(HEARTBEAT_S if set(taken) == {200} else 0.1)
@@ -348,7 +348,7 @@ def _registration(role: str, port: int) -> dict[str, Any]:
     }
 
 
-def _post(port: int, path: str, body: bytes) -> int:
+def post(port: int, path: str, body: bytes) -> int:
     """The status of the answer; 0 if there is none."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", data=body, headers={"content-type": "application/json"}
@@ -364,7 +364,7 @@ def _post(port: int, path: str, body: bytes) -> int:
         return 0
 
 
-def _compiled(name: str, folder: Path) -> Path:
+def compiled(name: str, folder: Path) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         sys.exit("a C compiler is needed for the mock instances and the load: install gcc")
@@ -387,7 +387,7 @@ def _install_peers(venv: Path) -> None:
     subprocess.run([python, "-c", versions], check=False)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -95,6 +95,7 @@ class Proxy:
             journey.turn_away(refused)
         except Over as over:
             journey.end_with(over.error)
+            over.__traceback__ = None  # its frames hold the journey, and that holds it
         except asyncio.CancelledError:
             # While it waits in line, by ``fail``; otherwise uvicorn cancels what a client that does not read has held
             # up beyond the grace of a shutdown.

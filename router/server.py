@@ -211,7 +211,7 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self._refuse(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
                 message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
@@ -332,6 +332,8 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what is not read to its end, and close the connection."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
         if not self.transport.is_closing():
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()

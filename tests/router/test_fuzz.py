@@ -171,8 +171,14 @@ def faces(thread: LoopThread) -> Iterator[Faces]:
 
 @pytest.fixture
 def errors(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What has been logged as an error so far."""
-    return lambda: [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    """What has been logged as an error since the last call."""
+
+    def logged() -> list[str]:
+        told = [caplog.handler.format(record) for record in caplog.records if record.levelname == "ERROR"]
+        caplog.clear()
+        return told
+
+    return logged
 
 
 Errors = Callable[[], list[str]]

@@ -1,0 +1,248 @@
+"""A soak: does the router grow, leak connections or lose requests under 1,000 clients that do as they like?
+
+    python benchmarks/router_soak.py [--seconds 60] [--connections 1000] [--mode pd|mixed]
+
+A real router process stands before mock instances (2 prefill + 2 decode, or 4 mixed; ``native/worker.c``). Each
+connection sends one request after another, drawn at random: whole answers, streams of paced events, prompts of 32 KB
+that nobody has sent before, bodies that are no JSON, listings; and some clients leave before the answer or in the
+middle of a stream, and come back on a new connection.
+
+The program ends with 1 if an answer was not what it should be (each is read to its end and checked), if the router's
+memory grows by more than --growth-mb after the warm-up, if a request still counts at an instance when all clients are
+gone, or if descriptors are left open. The warm-up, a third of the time, fills what is bounded by design: the records
+kept for /admin/explain (10,000 requests) and the prefix index, which is made small for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import uvloop
+from router_overhead import ROLES, compiled, free_port, heartbeats, post, running_process
+
+CHAT = "/v1/chat/completions"
+EVENTS = 12
+PACE_MS = 20
+LONG_PROMPT_BYTES = 32_000
+PREFIX_ENTRIES = 20_000
+PATIENCE_S = 30.0
+READY_S = 20.0
+# Clients come one by one over this time.
+RAMP_S = 1.0
+# Idle connections that the router keeps to an instance (router/upstream.py).
+MOST_IDLE = 256
+# Kinds of requests, and how often each is sent.
+KINDS = {"whole": 40, "stream": 25, "long": 10, "bad": 5, "models": 2, "leaves at once": 6, "leaves a stream": 12}
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Lost(Exception):
+    """An answer that is not what it should be."""
+
+
+class Tally:
+    """What became of the requests."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        """Requests by kind that ended as they should."""
+        self.lost: Counter[str] = Counter()
+        """Sentences on the others."""
+        self.is_over = False
+        """Whether clients should leave."""
+
+    @property
+    def requests(self) -> int:
+        return self.ended.total() + self.lost.total()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the soak; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long clients send (default 60)")
+    parser.add_argument("--connections", type=int, default=1000, help="clients at once (default 1000)")
+    parser.add_argument("--mode", choices=ROLES, default="pd", help="how requests are served (default pd)")
+    parser.add_argument("--growth-mb", type=float, default=16.0, help="growth allowed after the warm-up (default 16)")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as parts:
+        folder, port = Path(name), free_port()
+        workers = parts.enter_context(_workers(folder, options.mode))
+        log = parts.enter_context((folder / "router.log").open("w+"))
+        process = parts.enter_context(running_process(_router(options.mode, port), log))
+        parts.enter_context(heartbeats(port, options.mode, workers))
+        _wait_until_ready(port)
+        troubles = uvloop.run(_soak(process.pid, port, options))
+        log.seek(0)
+        troubles += [f"the router logged: {line.rstrip()}" for line in log if "ERROR" in line][:5]
+    for trouble in troubles:
+        print(trouble)
+    print("failed" if troubles else "passed")
+    return 1 if troubles else 0
+
+
+async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
+    """Send, print what is seen, and return what is wrong with it."""
+    tally = Tally()
+    clients = [asyncio.ensure_future(_client(port, tally, seed)) for seed in range(options.connections)]
+    print(f"{'':<16}{'RSS MB':>8}{'open files':>12}{'requests':>10}{'lost':>6}")
+    files_before = _show("start", pid, tally)[1]
+    started = time.monotonic()
+    await asyncio.sleep(options.seconds / 3)
+    warm = _show("after warm-up", pid, tally)[0]
+    highest = warm
+    while time.monotonic() < started + options.seconds:
+        await asyncio.sleep(min(1.0, options.seconds / 20))
+        highest = max(highest, _rss_mb(pid))
+    end = _show("end", pid, tally)[0]
+    tally.is_over = True
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    left = await _left_running(port)
+    files_after = _show("clients gone", pid, tally)[1]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in tally.ended.most_common())
+    print(f"requests: {kinds}; {tally.ended.total() / options.seconds:.0f} a second; highest RSS {highest:.1f} MB")
+    troubles = [f"lost {count} times: {how}" for how, count in tally.lost.most_common(10)]
+    if end - warm > options.growth_mb:
+        troubles.append(f"memory grew by {end - warm:.1f} MB after the warm-up; {options.growth_mb:g} MB are allowed")
+    if left:
+        troubles.append(f"{left} requests still count at instances after all clients have gone")
+    # Connections to instances are kept for further use: so many at most as there were at once.
+    if files_after > files_before + MOST_IDLE * len(ROLES[options.mode]):
+        troubles.append(f"{files_after} files are open after all clients have gone, and {files_before} at the start")
+    return troubles
+
+
+async def _client(port: int, tally: Tally, seed: int) -> None:
+    """One connection after another, with requests drawn at random, until cancelled."""
+    draw = random.Random(seed)
+    await asyncio.sleep(draw.random() * RAMP_S)
+    while not tally.is_over:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            stays = True
+            while stays and not tally.is_over:
+                (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
+                try:
+                    stays = await asyncio.wait_for(_ask(kind, reader, writer, draw), PATIENCE_S)
+                except (Lost, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as exc:
+                    tally.lost[f"{kind}: {type(exc).__name__} {exc}"] += 1
+                    break
+                tally.ended[kind] += 1
+        finally:
+            writer.transport.abort()
+
+
+async def _ask(kind: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: random.Random) -> bool:
+    """Send one request and check its answer; False if the client leaves.
+
+    Raises:
+        Lost: the answer is not the right one.
+    """
+    is_stream = kind in ("stream", "leaves a stream")
+    prompt = draw.randbytes(LONG_PROMPT_BYTES // 2).hex() if kind == "long" else f"question {draw.randrange(1000)}"
+    asked: dict[str, object] = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": EVENTS,
+    }
+    if is_stream:
+        asked |= {"stream": True, "seed": PACE_MS}
+    body = b"{oh" if kind == "bad" else json.dumps(asked).encode()
+    start = b"GET /v1/models" if kind == "models" else b"POST " + CHAT.encode()
+    writer.write(start + b" HTTP/1.1\r\nhost: soak\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    if kind == "leaves at once":
+        await asyncio.sleep(draw.random() * 0.01)
+        return False
+    head = await reader.readuntil(b"\r\n\r\n")
+    expected = b"400" if kind == "bad" else b"200"
+    if head.split(b" ", 2)[1] != expected:
+        raise Lost(f"answered {head[:12]!r}")
+    if not is_stream:
+        length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        answer = json.loads(await reader.readexactly(length))
+        if ("error" in answer) != (kind == "bad"):
+            raise Lost(f"answered {answer}")
+        return True
+    return await _read_stream(reader, draw.randrange(EVENTS) if kind == "leaves a stream" else None)
+
+
+async def _read_stream(reader: asyncio.StreamReader, leave_after: int | None) -> bool:
+    """Read a chunked event stream to its end, or until so many events have come."""
+    stream = b""
+    while size := int(await reader.readline(), 16):
+        stream += await reader.readexactly(size)
+        await reader.readexactly(2)
+        if leave_after is not None and stream.count(b"\n\n") > leave_after:
+            return False
+    await reader.readexactly(2)
+    if stream.count(b"\n\n") != EVENTS + 1 or not stream.endswith(b"data: [DONE]\n\n"):
+        raise Lost(f"a stream of {stream.count(bytes(2))} events ended with {stream[-80:]!r}")
+    return True
+
+
+async def _left_running(port: int) -> int:
+    """Requests that count at instances; after giving them time to end."""
+    left = 0
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for _ in range(100):
+            registered = (await client.get(f"http://127.0.0.1:{port}/registered")).json()
+            left = sum(i["running_requests"] for role in ("mixed", "prefill", "decode") for i in registered[role])
+            if not left:
+                break
+            await asyncio.sleep(0.1)
+    return left
+
+
+def _show(when: str, pid: int, tally: Tally) -> tuple[float, int]:
+    """Print a line of the table; return the router's memory in MB and its open files."""
+    rss, files = _rss_mb(pid), len(os.listdir(f"/proc/{pid}/fd"))
+    print(f"{when:<16}{rss:>8.1f}{files:>12}{tally.requests:>10}{tally.lost.total():>6}", flush=True)
+    return rss, files
+
+
+def _rss_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
+
+
+def _router(mode: str, port: int) -> list[str]:
+    splitwise = ["--splitwise"] if mode == "pd" else []
+    bounded = ["--prefix-index-entries", str(PREFIX_ENTRIES), "--access-log", "off", "--log-level", "warn"]
+    return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *splitwise, *bounded]
+
+
+@contextlib.contextmanager
+def _workers(folder: Path, mode: str) -> Iterator[list[int]]:
+    """The mock instances' ports."""
+    command = [str(compiled("worker", folder)), *ROLES[mode]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield [int(port) for port in process.stdout.readline().split()]
+        finally:
+            process.kill()
+
+
+def _wait_until_ready(port: int) -> None:
+    give_up_at = time.monotonic() + READY_S
+    while post(port, CHAT, b"{}") != 200:
+        if time.monotonic() > give_up_at:
+            sys.exit(f"the router does not serve within {READY_S:g} s")
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
