@@ -120,7 +120,7 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
 
         self._blocks = counter("blocks", "Blocks looked up, loaded and saved, by outcome", "operation", "outcome")
-        self._bytes = counter("bytes", "Bytes loaded and saved", "operation")
+        self._bytes = counter("bytes", "Bytes loaded", "operation")
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
 
     def observe(self, transfer_stats_data: dict[str, dict[str, float]], engine_idx: int = 0) -> None:

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 __all__ = ["OUTCOMES", "Counts", "summed"]
 
 OUTCOMES = ("ok", "absent", "failed", "dropped")
-"""What may become of a block that is looked up, loaded or saved. ``dropped``: a save that never began."""
+"""What may become of a block that is looked up, loaded or saved.
+
+``save ok``: the pool has it now, from this save or from before; ``save dropped``: the save never began.
+"""
 
 
 class Counts:

@@ -144,7 +144,8 @@ class WorkerHalf:
         except Exception:
             logger.exception("Saving %d blocks failed", len(save.blocks))
         missing = len(save.blocks) - count
-        self._counts.add("save", time.monotonic() - start, count * self._memory.block_bytes, ok=count, failed=missing)
+        # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
+        self._counts.add("save", time.monotonic() - start, ok=count, failed=missing)
         if missing and not self._pool.settle(0):
             self._when_settled(save, ())
         else:

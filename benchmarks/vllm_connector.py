@@ -1,0 +1,301 @@
+"""What the pool is worth to vLLM, and what it costs: two real instances on CPU with our connector, one without.
+
+    python benchmarks/vllm_connector.py [--prompts 100] [--json FILE] [--only PART]
+
+Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
+Parts: ``hits``, ``answers``, ``throughput``, ``faults``, ``strangers``. Every instance is a process of its own with one
+compute thread; answers are greedy and compared with those of the instance without connector, token by token. The model
+is make_model's: its best word leads clearly, so answers do not depend on how the work was cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "vllm"))
+
+from cluster import Cluster, fail, metric, namespaces, scratch  # noqa: E402
+
+from engine.make_model import default_folder, make_model  # noqa: E402
+
+BLOCK = 128
+LONG = 2000  # tokens
+FIRST_WORD, LAST_WORD = 300, 1600  # token ids that are whole words in make_model's vocabulary
+PARTS = ("hits", "answers", "throughput", "faults", "strangers")
+
+Prompt = list[int]
+
+
+def prompt(length: int, seed: str) -> Prompt:
+    """Token ids, the same for the same seed."""
+    return random.Random(seed).choices(range(FIRST_WORD, LAST_WORD), k=length)
+
+
+def mixed_prompts(count: int, seed: str) -> list[Prompt]:
+    """Of 20 to 2,000 tokens; every third continues another, so that prefixes are shared."""
+    chooser = random.Random(seed)
+    prompts: list[Prompt] = []
+    for number in range(count):
+        fresh = prompt(int(20 * 100 ** chooser.random()), f"{seed} {number}")
+        old = chooser.choice(prompts) if number % 3 == 2 else []
+        prompts.append((old + fresh)[:LONG])
+    return prompts
+
+
+class Client:
+    """Asks instances; whatever is not a whole answer counts as failed."""
+
+    def __init__(self) -> None:
+        self._http = httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=64), trust_env=False)
+
+    async def answer(self, port: int, asked: Prompt, max_tokens: int = 16) -> list[int] | None:
+        """The answer's token ids; ``None``: failed."""
+        body = {"model": "m", "prompt": asked, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        try:
+            response = await self._http.post(
+                f"http://127.0.0.1:{port}/v1/completions", json={**body, "return_token_ids": True}
+            )
+            choice = response.raise_for_status().json()["choices"][0]
+        except (httpx.HTTPError, KeyError, ValueError):
+            return None
+        return choice["token_ids"] if choice["finish_reason"] == "length" else None
+
+    async def answers(self, ports: Sequence[int], asked: Sequence[Prompt], at_once: int = 4) -> list[list[int] | None]:
+        """All answers; prompt ``i`` goes to ``ports[i % len(ports)]``."""
+        turn = asyncio.Semaphore(at_once)
+
+        async def one(i: int) -> list[int] | None:
+            async with turn:
+                return await self.answer(ports[i % len(ports)], asked[i])
+
+        return await asyncio.gather(*(one(i) for i in range(len(asked))))
+
+    async def ttft(self, port: int, asked: Prompt) -> float:
+        """Seconds to the first token."""
+        body = {"model": "m", "prompt": asked, "max_tokens": 2, "temperature": 0, "stream": True}
+        start = time.perf_counter()
+        async with self._http.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    return time.perf_counter() - start
+        raise AssertionError(f"port {port} streamed nothing")
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Poll; saves are asynchronous."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            fail(f"{what}: not within {seconds:g} s")
+        await asyncio.sleep(0.05)
+
+
+def blocks(port: int, operation: str, outcome: str) -> float:
+    """Blocks that the connector of an instance counted."""
+    return metric(port, "vllm:kvstore_blocks_total", f'operation="{operation}"', f'outcome="{outcome}"')
+
+
+class Bench:
+    """The parts, over one running cluster."""
+
+    def __init__(self, cluster: Cluster, plain: int, first: int, second: int, num_prompts: int) -> None:
+        self._cluster = cluster
+        self._plain, self._first, self._second = plain, first, second
+        self._num_prompts = num_prompts
+        self._client = Client()
+        self.figures: dict[str, object] = {}
+
+    async def hits(self) -> None:
+        """Time to first token of 2,000 tokens: computed by the first instance, then loaded by the second."""
+        await self._client.ttft(self._first, prompt(LONG, "warm"))
+        await self._client.ttft(self._second, prompt(LONG, "warm too"))
+        cold, hit = [], []
+        full = (LONG - 1) // BLOCK
+        for number in range(8):
+            asked = prompt(LONG, f"hit {number}")
+            saved = blocks(self._first, "save", "ok")
+            loaded = blocks(self._second, "load", "ok")
+            vllms = metric(self._second, "vllm:external_prefix_cache_hits_total")
+            cold.append(await self._client.ttft(self._first, asked))
+            await until(lambda saved=saved: blocks(self._first, "save", "ok") >= saved + full, "saving")
+            hit.append(await self._client.ttft(self._second, asked))
+            await until(lambda loaded=loaded: blocks(self._second, "load", "ok") > loaded, "loading")
+            ours = (blocks(self._second, "load", "ok") - loaded) * BLOCK
+            vllms = metric(self._second, "vllm:external_prefix_cache_hits_total") - vllms
+            if not ours == vllms == full * BLOCK:
+                fail(f"of {full * BLOCK} tokens our counters say {ours:g} were loaded, and vLLM's {vllms:g}")
+        ratio = statistics.median(hit) / statistics.median(cold)
+        self.figures["hits"] = {
+            "tokens loaded of 2,000, by our counters and by vLLM's": full * BLOCK,
+            "TTFT cold, median s": round(statistics.median(cold), 3),
+            "TTFT full hit, median s": round(statistics.median(hit), 3),
+            "hit / cold": round(ratio, 3),
+        }
+        if ratio > 0.3:
+            fail(f"TTFT of a full hit is {ratio:.2f} of cold, more than 0.3")
+
+    async def answers(self) -> None:
+        """The same answers from all three instances, the second loading what the first computed."""
+        asked = mixed_prompts(self._num_prompts, "answers")
+        truth = await self._client.answers([self._plain], asked)
+        loaded = blocks(self._second, "load", "ok")
+        for name, port in (("first", self._first), ("second", self._second)):
+            self._compare(name, truth, await self._client.answers([port], asked))
+        loaded = blocks(self._second, "load", "ok") - loaded
+        self.figures["answers"] = {"prompts": len(asked), "equal": len(asked), "blocks the second loaded": loaded}
+        if not loaded:
+            fail("the second instance loaded nothing")
+
+    async def throughput(self) -> None:
+        """Prompts that nobody has seen, with connector and without, in turn."""
+        rates: dict[int, list[float]] = {self._plain: [], self._first: []}
+        ratios = []
+        for number in range(7):
+            pair = list(rates)[:: 1 if number % 2 else -1]
+            for port in pair:
+                asked = [prompt(700, f"throughput {port} {number} {i}") for i in range(12)]
+                start = time.perf_counter()
+                answers = await self._client.answers([port], asked, at_once=6)
+                rates[port].append(sum(map(len, filter(None, answers))) / (time.perf_counter() - start))
+            if number:  # the first warms up
+                ratios.append(rates[self._first][-1] / rates[self._plain][-1])
+        medians = {port: statistics.median(found[1:]) for port, found in rates.items()}
+        ratio = medians[self._first] / medians[self._plain]
+        self.figures["throughput"] = {
+            "tokens/s without": round(medians[self._plain], 1),
+            "tokens/s with, 0 % hits": round(medians[self._first], 1),
+            "with / without": round(ratio, 3),
+            "pair by pair": [round(each, 3) for each in sorted(ratios)],
+        }
+        if ratio < 0.95:
+            fail(f"throughput with the connector is {ratio:.3f} of without, less than 0.95")
+
+    async def faults(self) -> None:
+        """The master killed, started again, hung, and going on, in the middle of requests to both instances."""
+        asked = mixed_prompts(self._num_prompts, "faults")
+        truth = await self._client.answers([self._plain], asked)
+        answered = 0
+
+        async def when(share: float, act: Callable[[], object]) -> None:
+            nonlocal answered
+            while answered < share * len(asked):
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(act)
+
+        async def counted(port: int, each: Prompt) -> list[int] | None:
+            nonlocal answered
+            answer = await self._client.answer(port, each)
+            answered += 1
+            return answer
+
+        async def all_answers() -> list[list[int] | None]:
+            turn = asyncio.Semaphore(4)
+
+            async def one(i: int) -> list[int] | None:
+                async with turn:
+                    return await counted((self._first, self._second)[i % 2], asked[i])
+
+            return await asyncio.gather(*(one(i) for i in range(len(asked))))
+
+        master = self._cluster.master
+        events: list[Awaitable[None]] = [
+            when(0.15, lambda: master.send(signal.SIGKILL)),
+            when(0.35, master.start),
+            when(0.55, lambda: master.send(signal.SIGSTOP)),
+            when(0.75, lambda: master.send(signal.SIGCONT)),
+        ]
+        answers, *_ = await asyncio.gather(all_answers(), *events)
+        self._compare("of both instances", truth, answers)
+        await self._heal()
+        self.figures["faults"] = {"prompts": len(asked), "failed": 0, "equal": len(asked)}
+
+    async def _heal(self) -> None:
+        """Until the pool is in use again: a prompt computed by the first is loaded by the second."""
+        deadline = time.monotonic() + 60
+        number = 0
+        while time.monotonic() < deadline:
+            number += 1
+            asked = prompt(600, f"healed {number}")
+            saved, loaded = blocks(self._first, "save", "ok"), blocks(self._second, "load", "ok")
+            await self._client.answer(self._first, asked)
+            await asyncio.sleep(1.0)
+            if blocks(self._first, "save", "ok") > saved:
+                await self._client.answer(self._second, asked)
+                await asyncio.sleep(0.2)
+                if blocks(self._second, "load", "ok") > loaded:
+                    return
+        fail("a minute after the master was back the second instance loads nothing")
+
+    async def strangers(self) -> None:
+        """Instances of another dtype, and of another block size, on the same pool: no block changes hands."""
+        asked = [prompt(LONG, f"stranger {i}") for i in range(4)]
+        await self._client.answers([self._first], asked)
+        found: dict[str, object] = {}
+        seen = {"first": namespaces(self._first)}
+        for name, *flags in (("bfloat16", "--dtype", "bfloat16"), ("block-64", "--block-size", "64")):
+            port = self._cluster.start_vllm(name, *flags)
+            await asyncio.to_thread(self._cluster.wait_ready, name, port)
+            await until(lambda: blocks(self._first, "save", "ok") > 0, "saving")
+            await self._client.answers([port], asked)
+            await until(lambda port=port: blocks(port, "save", "ok") > 0, "saving")
+            seen[name] = namespaces(port)
+            found[f"blocks that {name} found"] = blocks(port, "lookup", "ok") + blocks(port, "load", "ok")
+            if found[f"blocks that {name} found"]:
+                fail(f"the instance with {' '.join(flags)} found blocks of another")
+            self._cluster.stop(name)
+        self.figures["strangers"] = {**found, "namespaces": {name: sorted(spaces) for name, spaces in seen.items()}}
+        if len(set.union(*seen.values())) != len(seen):
+            fail(f"three kinds of instances, but the statistics name {seen}")
+
+    def _compare(self, name: str, truth: Sequence[object], answers: Sequence[object]) -> None:
+        if failed := list(answers).count(None):
+            fail(f"{failed} requests to the {name} failed")
+        if other := sum(one != two for one, two in zip(truth, answers, strict=True)):
+            fail(f"{other} of {len(truth)} answers of the {name} differ")
+
+
+async def run(bench: Bench, parts: Sequence[str]) -> None:
+    """The parts in order."""
+    for part in parts:
+        start = time.monotonic()
+        await getattr(bench, part)()
+        print(f"{part} ({time.monotonic() - start:.0f} s): {json.dumps(bench.figures[part], indent=2)}", flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=100, help="how many prompts are compared")
+    parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
+    parser.add_argument("--no-prefix-caching", action="store_true", help="vLLM's own cache off, in all instances")
+    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    options = parser.parse_args()
+    model = default_folder()
+    make_model(model)
+    flags = ["--no-enable-prefix-caching"] if options.no_prefix_caching else []
+    with scratch("benchmark") as folder, Cluster(folder, model) as cluster:
+        ports = {
+            name: cluster.start_vllm(name, *flags, connector=name != "plain") for name in ("plain", "first", "second")
+        }
+        for name, port in ports.items():
+            cluster.wait_ready(name, port)
+        bench = Bench(cluster, ports["plain"], ports["first"], ports["second"], options.prompts)
+        asyncio.run(run(bench, options.only or PARTS))
+        if options.json:
+            options.json.write_text(json.dumps(bench.figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

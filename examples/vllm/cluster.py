@@ -1,0 +1,217 @@
+"""Processes on loopback: mooncake_master, vLLM instances, our router. Each ends with the ``Cluster``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+__all__ = ["Cluster", "Master", "Process", "fail", "metric", "namespaces"]
+
+START_S = 400.0
+STOP_S = 20.0
+MODEL = "m"  # the name that requests use
+
+
+def fail(sentence: str) -> NoReturn:
+    """End with this sentence."""
+    sys.exit(f"NOT VERIFIED: {sentence}")
+
+
+class Process:
+    """One program in a process group of its own, its output in a log."""
+
+    def __init__(self, argv: Sequence[str | Path], log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [str(part) for part in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, url: str) -> None:
+        """Until ``url`` answers 200."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=2):
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.2)
+        tail = self.log.read_text(errors="replace").splitlines()[-15:]
+        fail("\n".join([*tail, f"{self.log.stem} did not become ready; these are the last lines of {self.log}"]))
+
+    def send(self, signal_number: int) -> None:
+        """Send a signal to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal_number)
+
+    def stop(self) -> None:
+        """TERM, and at the deadline KILL."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self.send(signal.SIGKILL)
+        self._process.wait()
+
+
+class Master:
+    """``mooncake_master``, which may be killed, hung and started again at the same address."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._rpc, self._metrics = free_ports(2)
+        self.pool = f"mooncake://127.0.0.1:{self._rpc}?protocol=tcp&local_hostname=127.0.0.1&global_segment_size=512MiB"
+        self._process: Process | None = None
+
+    def start(self) -> None:
+        """Start it, with an empty pool."""
+        beside = Path(sys.executable).with_name("mooncake_master")
+        program = str(beside) if beside.exists() else shutil.which("mooncake_master")
+        if program is None:
+            fail("mooncake_master is not installed; pip install 'fastdeploy-kvstore[mooncake]' first")
+        flags = (f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics}")
+        self._process = Process([program, "--rpc_address=127.0.0.1", *flags], self._log, {})
+        self._process.wait_ready(f"http://127.0.0.1:{self._metrics}/health")
+
+    def send(self, signal_number: int) -> None:
+        """``SIGKILL``: dead; ``SIGSTOP``: hung; ``SIGCONT``: goes on."""
+        assert self._process is not None
+        self._process.send(signal_number)
+
+    def stop(self) -> None:
+        """End it, if it was started."""
+        if self._process is not None:
+            self._process.send(signal.SIGCONT)
+            self._process.stop()
+
+
+class Cluster:
+    """Starts processes, and stops all of them at its end, the master last.
+
+    Args:
+        folder: for logs and files.
+        model: folder of the checkpoint.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.master = Master(folder / "master.log")
+        self._model = model
+        self._processes: dict[str, Process] = {}
+
+    def __enter__(self) -> Cluster:
+        self.master.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.stop()
+        self.master.stop()
+
+    def start_vllm(self, name: str, *flags: str, connector: bool = True) -> int:
+        """Begin to start an instance; its port. ``wait_ready`` waits for it."""
+        (port,) = free_ports(1)
+        argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
+        argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
+        if connector:
+            transfer = {
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "kvstore_backend.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"pool": self.master.pool},
+            }
+            argv += ["--kv-transfer-config", json.dumps(transfer)]
+        # One compute thread each: several instances share this machine's cores.
+        env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
+        self._processes[name] = Process([*map(str, argv), *flags], self.folder / f"{name}.log", env)
+        return port
+
+    def start_router(self, ports: Sequence[int]) -> int:
+        """Our router before instances that do not know it: a register file names them; its port."""
+        (port,) = free_ports(1)
+        lines = [f"  - {{role: mixed, host_ip: 127.0.0.1, port: {instance}}}\n" for instance in ports]
+        (self.folder / "instances.yaml").write_text("instances:\n" + "".join(lines))
+        (self.folder / "router.yaml").write_text(f"manager:\n  register-path: {self.folder / 'instances.yaml'}\n")
+        argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--config_path", str(self.folder / "router.yaml")]
+        self._processes["router"] = Process(argv, self.folder / "router.log", {})
+        self.wait_ready("router", port)
+        return port
+
+    def wait_ready(self, name: str, port: int) -> None:
+        """Until a started process answers."""
+        self._processes[name].wait_ready(f"http://127.0.0.1:{port}/health")
+
+    def stop(self, name: str) -> None:
+        """Stop one process."""
+        self._processes.pop(name).stop()
+
+
+def metric(port: int, name: str, *labels: str) -> float:
+    """The sum of vLLM's samples of this metric that carry all of ``labels`` (such as ``operation="load"``)."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    samples = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
+    return sum(float(line.rpartition(" ")[2]) for line in samples if all(label in line for label in labels))
+
+
+def namespaces(port: int) -> set[str]:
+    """Of which namespaces an instance's statistics speak."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        return set(re.findall(r'kvstore_blocks_total\{.*?namespace="(\w+)"', answer.read().decode()))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below those that systems give to outgoing connections."""
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        for port in random.sample(range(20000, 32000), 1000):
+            if len(ports) == count:
+                break
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+        return ports
+
+
+def _vllm() -> str:
+    """The program ``vllm``: what the variable VLLM names, beside this Python, or on the PATH."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = os.environ.get("VLLM") or (str(beside) if beside.exists() else shutil.which("vllm"))
+    if program is None:
+        fail(
+            "vLLM is not installed here; set VLLM to the path of its program, in an environment with this project, too"
+        )
+    return program
+
+
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A new folder for logs, which is left behind: they tell what happened."""
+    folder = Path(__file__).with_name(f"log_{name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    yield folder
