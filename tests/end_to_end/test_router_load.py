@@ -69,7 +69,7 @@ def test_200_streams_at_once_all_end_well(served: tuple[Router, list[Instance]])
             return await asyncio.gather(*(stream(client, i) for i in range(STREAMS)))
 
     assert set(asyncio.run(all_of_them())) == {(200, TOKENS, "data: [DONE]")}
-    for each in instances:
-        wait_until(lambda each=each: each.metric("fastdeploy:num_requests_running") == 0, "the instances to be free")
+    free = [0.0] * len(instances)
+    wait_until(lambda: [i.metric("fastdeploy:num_requests_running") for i in instances] == free, "free instances")
     registered = httpx.get(f"{running.url}/registered").json()["mixed"]
     assert [(one["running_requests"], one["running_tokens"]) for one in registered] == [(0, 0), (0, 0)]
