@@ -22,12 +22,13 @@ An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approxim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from engine.retrieval_config import REPRESENTATIVES
 
-__all__ = ["BlockIndex", "best_blocks", "query_of", "representative_of"]
+__all__ = ["BlockIndex", "Index", "best_blocks", "query_of", "representative_of"]
 
 _PART = 32
 
@@ -78,7 +79,34 @@ def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, best, True)
 
 
-class BlockIndex:
+class Index(Protocol):
+    """What finds blocks: ``BlockIndex``, or another in its place."""
+
+    def write(self, row: int, first: int, keys: torch.Tensor) -> None:
+        """Take in blocks of a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
+
+    def search(
+        self,
+        layer: int,
+        rows: Sequence[int],
+        queries: torch.Tensor,
+        wanted: Sequence[tuple[int, int, int]],
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """The best blocks for one query of each of several sequences.
+
+        Args:
+            rows: of these sequences.
+            queries: ``[sequences, kv_heads, group, head_dim]``.
+            wanted: for each sequence, from which block on, up to which, and how many of these are wanted.
+            scale: of attention's scores.
+
+        Returns:
+            For each sequence whether a block is chosen, ``[kv_heads, blocks from first to last]``, equally many a head.
+        """
+
+
+class BlockIndex(Index):
     """The representatives of several sequences, each in a row of its own.
 
     Ownership: whoever uses a row writes a block before it is searched; nothing needs to be cleared for the next user.
@@ -118,7 +146,6 @@ class BlockIndex:
         return self._vectors.numel() * self._vectors.element_size()
 
     def write(self, row: int, first: int, keys: torch.Tensor) -> None:
-        """Take in blocks from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
         vectors = representative_of(self.kind, keys).permute(1, 2, 0, 3, 4).flatten(2, 3)
         self._vectors[:, row, :, first * self._parts : (first + len(keys)) * self._parts] = vectors
 
@@ -130,17 +157,6 @@ class BlockIndex:
         wanted: Sequence[tuple[int, int, int]],
         scale: float,
     ) -> list[torch.Tensor]:
-        """The best blocks for one query of each of several sequences.
-
-        Args:
-            rows: of these sequences.
-            queries: ``[sequences, kv_heads, group, head_dim]``.
-            wanted: for each sequence, from which block on, up to which, and how many of these are wanted.
-            scale: of attention's scores.
-
-        Returns:
-            For each sequence whether a block is chosen, ``[kv_heads, blocks from first to last]``.
-        """
         first_row, stop_row = min(rows), max(rows) + 1
         most = max(last for _, last, _ in wanted) * self._parts
         # A slice of all rows between, searched in vain where a row is not asked for: picking rows out would copy them.

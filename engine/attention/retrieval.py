@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.block_index import BlockIndex
+from engine.attention.block_index import BlockIndex, Index
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import Reach, Regime, RetrievalConfig
 
@@ -175,7 +175,7 @@ class Retrieval:
         self.config = config
         self._kv = kv
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
-        self._index = BlockIndex(
+        self.index: Index = BlockIndex(
             config.representative,
             rows=max_num_seqs,
             num_layers=num_layers,
@@ -208,7 +208,7 @@ class Retrieval:
         if first >= last:
             return
         blocks = self._kv[sequence.block_table[first:last]]
-        self._index.write(lookup.row, first, blocks[:, :, 0])
+        self.index.write(lookup.row, first, blocks[:, :, 0])
         if lookup.host is not None:
             lookup.host[first:last].copy_(blocks, non_blocking=True)
         lookup.num_absorbed = last
@@ -243,7 +243,7 @@ class Retrieval:
         some = [i for i, reach in enumerate(reaches) if reach.num_recalled < reach.num_outside]
         if not some:
             return
-        found = self._index.search(
+        found = self.index.search(
             layer,
             [lookups[i].row for i in some],
             queries[some],

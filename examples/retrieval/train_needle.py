@@ -149,7 +149,7 @@ def train(seed: int) -> Qwen2ForCausalLM:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             now_right = (logits.argmax(-1) == texts.answers).float().mean().item()
-            right += 0.1 * (now_right - right)
+            right += 0.25 * (now_right - right)
         seconds = time.monotonic() - start
         print(f"  length {length:5}: {right:.3f} of the values right after {steps} steps, {seconds:.0f} s", flush=True)
     return model.eval()
