@@ -29,7 +29,7 @@ _log = logging.getLogger("router.launch")
 GRACE_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
-# Requests that fail or are given up are garbage in cycles, so the oldest generation must be looked through now and then.
+# Requests that fail are garbage in cycles, so the oldest generation must be looked through now and then.
 GC_THRESHOLDS = (20_000, 10, 10)
 # As of FastDeploy's Go router: under the folder it is started in.
 LOG_FILE = Path("logs/router.log")
