@@ -37,7 +37,7 @@ def request_features(
     """What a policy may know of the request with this body and these headers (ASGI's); hashes nothing yet."""
     return RequestFeatures(
         prompt_tokens,
-        partial(chunk_hashes, members),
+        partial(chunk_hashes, members) if prompt_tokens >= TOKENS_PER_CHUNK else None,
         tokens_per_chunk=TOKENS_PER_CHUNK,
         key=session_key(members, headers),
     )

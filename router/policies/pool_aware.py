@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from router.policies.base import DEFAULTS, Candidate, Decision, Outcome, PolicyBase, PolicyOptions, RequestFeatures
 from router.prefill_cost import PrefillCost
-from router.prefix_index import PrefixIndex
+from router.prefix_index import Held, PrefixIndex
 
 __all__ = ["PoolAware"]
 
@@ -18,6 +18,8 @@ _ALPHA_PER_WAITING = 2.0
 _MOST_ALPHA = 32.0
 # Means over about so many requests.
 _MEMORY = 100
+
+_NOTHING_HELD = Held(0, {}, [])
 
 
 class PoolAware(PolicyBase):
@@ -60,7 +62,7 @@ class PoolAware(PolicyBase):
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
         chunks, prompt, per_chunk = request.chunks, request.prompt_tokens, request.tokens_per_chunk
-        held = self._index.look_up(chunks, self._kept_secs)
+        held = self._index.look_up(chunks, self._kept_secs) if chunks else _NOTHING_HELD
         alpha, fetch_cost = self.alpha, self.fetch_cost
         own = held.own
         saving = alpha * fetch_cost * per_chunk  # by each chunk that need not be fetched
@@ -73,7 +75,8 @@ class PoolAware(PolicyBase):
             cost = queued - saving * own.get(candidate.key, 0)
             if cost < least:
                 chosen, least = candidate, cost
-        self._index.add(chunks, chosen.key)
+        if chunks:
+            self._index.add(chunks, chosen.key)
 
         own_chunks = own.get(chosen.key, 0)
         cached_tokens = min(held.pool * per_chunk, prompt)
