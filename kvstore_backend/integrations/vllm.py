@@ -41,7 +41,7 @@ from kvstore_backend.integrations.vllm_counts import OUTCOMES, summed
 from kvstore_backend.integrations.vllm_memory import KVMemory
 from kvstore_backend.integrations.vllm_scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm_transfers import Plan, Report
-from kvstore_backend.integrations.vllm_worker import WorkerHalf
+from kvstore_backend.integrations.vllm_worker import Loaded, WorkerHalf
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
 from kvstore_backend.words import instead
@@ -146,7 +146,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         _check(vllm_config, kv_cache_config)
         self._config = _pool_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._failed_blocks: set[int] = set()
+        self._loaded = Loaded()
+        self._report = Report()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -249,17 +250,19 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mover.start_saves(self._get_connector_metadata().plan.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded = self._mover.take_loaded()
-        self._failed_blocks = loaded.blocks
-        return KVConnectorTransferResults(finished_recving=loaded.requests, failed_recving=loaded.failed)
+        """The first of four calls at the end of a step; what it takes, the others tell, so that they agree.
+
+        Counts are asked for between them. They are complete for what is reported: after the last report there may be
+        no step to tell the rest.
+        """
+        self._loaded, self._report = self._mover.take()
+        return KVConnectorTransferResults(finished_recving=self._loaded.requests, failed_recving=self._loaded.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        taken, self._failed_blocks = self._failed_blocks, set()
-        return taken
+        return self._loaded.blocks
 
     def build_connector_worker_meta(self) -> _Report | None:
-        report = self._mover.take_report()
-        return _Report(report) if report is not None else None
+        return _Report(self._report) if self._report.ended or self._report.short else None
 
     @property
     def _planner(self) -> SchedulerHalf:

@@ -66,7 +66,7 @@ class WorkerHalf:
             pool.register(*span)
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
-        """Begin to read; the end is told by ``take_loaded``."""
+        """Begin to read; the end is told by ``take``."""
         for load in loads:
             self._submit(self._loading, lambda load=load: self._load(load))  # type: ignore[misc]
 
@@ -75,19 +75,12 @@ class WorkerHalf:
         for save in saves:
             self._submit(self._saving, lambda save=save: self._save(save))  # type: ignore[misc]
 
-    def take_loaded(self) -> Loaded:
-        """Loads that ended since the last call."""
+    def take(self) -> tuple[Loaded, Report]:
+        """Loads that ended since the last call, and what the scheduler has to know; all of it has been counted."""
         with self._lock:
-            taken, self._loaded = self._loaded, Loaded()
-        return taken
-
-    def take_report(self) -> Report | None:
-        """What the scheduler has to know since the last call; ``None``: nothing."""
-        with self._lock:
-            if not self._report.ended and not self._report.short:
-                return None
-            taken, self._report = self._report, Report()
-        return taken
+            loaded, self._loaded = self._loaded, Loaded()
+            report, self._report = self._report, Report()
+        return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
         """What was counted since the last call."""

@@ -122,12 +122,11 @@ class Instance:
         """One step without work; whether nothing is pinned after it."""
         reports = Report()
         for worker in self.workers:
-            loaded = worker.take_loaded()
+            loaded, report = worker.take()
             total.requests |= loaded.requests
             total.blocks |= loaded.blocks
             total.failed |= loaded.failed
-            if (report := worker.take_report()) is not None:
-                reports.add(report)
+            reports.add(report)
         self.scheduler.heard(reports)
         return not self.scheduler.has_pins
 
