@@ -220,7 +220,7 @@ class RouterProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
         self._undigested = self._body_bytes = 0
-        if self._upgrades:
+        if self.parser.should_upgrade():
             return
         existing = self.cycle
         if not self._data_plane.takes(self.url):
@@ -267,7 +267,7 @@ class RouterProtocol(HttpToolsProtocol):
         """The request is whole: serve it."""
         self._undigested = 0
         request: Any = self.cycle
-        if self._upgrades:
+        if self.parser.should_upgrade():
             return
         if not isinstance(request, ClientRequest):
             super().on_message_complete()
@@ -298,16 +298,14 @@ class RouterProtocol(HttpToolsProtocol):
             if isinstance(request, ClientRequest):
                 request.leave()
 
-    @property
-    def _upgrades(self) -> bool:
-        """Whether the client would rather speak another protocol; CONNECT, which looks alike, fails by itself."""
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-
     def _decline_upgrade(self, rest: bytes) -> None:
         """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
 
         The parser reads no body after such a head; so it is given the head again, without the question.
         """
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
+            return
         start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)

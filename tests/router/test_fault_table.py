@@ -25,8 +25,8 @@ MakeStandIn = Callable[..., StandIn]
 
 REQUESTS = 64
 PIECES = 3
-# Rounds of probes, so short that an instance that hangs is given up within a test.
-PROBES = {"health_check_interval_secs": 0.1, "health_check_timeout_secs": 0.1, "health_failure_threshold": 2}
+# So short that an instance that hangs is given up within a test; not shorter, as a sound one must always answer.
+PROBES = {"health_check_interval_secs": 0.1, "health_check_timeout_secs": 1.0, "health_failure_threshold": 1}
 MIDDLE_OF_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"
 FIRST_EVENT = b'data: {"choices": [{"delta": {"content": "0"}}]}\n\n'
 MIDDLE_OF_STREAM = (
@@ -178,7 +178,7 @@ CUTS_STREAMS = {("decode", "breaks off in the middle"), ("mixed", "breaks off in
 @pytest.fixture
 def fleet(make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fleet]:
     """Starts two instances of each role and a router before them: ``fleet(splitwise=True)``."""
-    monkeypatch.setattr("router.upstream.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("router.upstream.CONNECT_SECONDS", 1.0)
 
     def start(splitwise: bool, **settings: Any) -> Fleet:
         roles = ("prefill", "prefill", "decode", "decode") if splitwise else ("mixed", "mixed")
@@ -215,7 +215,7 @@ def test_prefill_tells_pd_error_to_its_own_client_only(fleet: Callable[..., Flee
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_a_hang_that_probes_do_not_show_is_ended_by_the_time_out(fleet: Callable[..., Fleet], role: str) -> None:
-    running = fleet(role != "mixed", request_timeout_secs=0.6)
+    running = fleet(role != "mixed", request_timeout_secs=2.0)
     failing = running.of(role)[0]
     failing.behave = hangs()
     ended = ask_all(running)

@@ -218,6 +218,13 @@ def test_an_upgrade_is_declined_and_the_request_served(
     assert [client.answer()[2] for _ in range(2)] == [b"6", b"7"]
 
 
+@pytest.mark.parametrize("target", ["x:80", CHAT])
+def test_no_tunnel_is_opened(router: RouterUnderTest, connect: Connect, target: str) -> None:
+    client = connect(router)
+    client.send(request(b"{}", method="CONNECT", path=target))
+    assert client.error() == (405, "method_not_allowed")
+
+
 def test_a_control_request_that_asks_for_an_upgrade_keeps_its_body(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     asks = (b"connection: Upgrade", b"upgrade: h2c")
