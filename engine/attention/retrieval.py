@@ -85,6 +85,11 @@ class WorkingSet:
         self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
         self._num_newest = filled
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that ``attend`` reads for each head, the newest included."""
+        return self._num_full + 1
+
     def attend(self, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of queries ``[kv_head, group, head_dim]`` to everything held; of the same shape."""
         length = self._num_full * self._block_size + self._num_newest
@@ -156,7 +161,7 @@ class Lookup:
             self._kv[sequence.block_table[reach.num_blocks - 1], layer],
             (self.context - 1) % self._config.block_size + 1,
         )
-        sequence.blocks_read += reach.num_read
+        sequence.blocks_read += held.num_blocks
         sequence.blocks_passed += reach.num_blocks
         return held.attend(queries, scale)
 

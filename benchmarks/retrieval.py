@@ -1,0 +1,201 @@
+"""Sparse attention against dense: time of attention alone and of whole steps, and memory, at 16K to 128K tokens.
+
+    python benchmarks/retrieval.py                 # a few minutes, 6 GiB
+    python benchmarks/retrieval.py --lengths 64K   # while working on it
+
+One layer of 8 KV heads of 128, float32, default window and budget. Dense is one plain read of K and V that lie
+contiguously: the best there is, not the engine's own paged attention, which is told beside it. The ceiling is what
+reading fewer tokens could save at most, with all else free: tokens / (window + share of the rest).
+
+What a step costs beyond reading depends on how much of what is recalled changes from step to step. Keys and queries
+are random walks here (along the text, and from step to step), so that neighbours are alike, as in models; the share
+of recalled blocks that were brought in anew is printed. ``still`` asks the same query again and again: nothing
+changes; ``jumping`` draws each query anew: nearly everything does. Steps of dense and sparse alternate, and the
+fastest third of each is averaged: other work on the machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from engine.attention.retrieval import Lookup, Retrieval
+from engine.model_runner import ModelRunner, load_model_config
+from engine.request import Request, SamplingParams, Sequence
+from engine.retrieval_config import Regime, RetrievalConfig
+from engine.scheduler import Chunk
+
+KV_HEADS, GROUP, DIM = 8, 2, 128
+BLOCK = 128
+HIDDEN = KV_HEADS * GROUP * DIM
+CONFIG = RetrievalConfig(BLOCK)
+LIKENESS = {"still": 1.0, "walking": 0.98, "jumping": 0.0}
+SPEED_BAR, MEMORY_BAR = 0.6, 0.25
+
+
+def walk(steps: int, likeness: float, *shape: int) -> torch.Tensor:
+    """``[steps, *shape]`` of variance 1, each like the one before."""
+    values = torch.randn(steps, *shape)
+    for step in range(1, steps):
+        values[step].mul_((1 - likeness**2) ** 0.5).add_(values[step - 1], alpha=likeness)
+    return values
+
+
+def sequence_of(tokens: int, max_tokens: int, regime: Regime) -> Sequence:
+    """A sequence whose next step computes its ``tokens``-th token, with all others' KV in blocks 0, 1, ..."""
+    sequence = Sequence(Request("", (1,) * (tokens - 1), SamplingParams(max_tokens, temperature=0.0)), BLOCK)
+    sequence.token_ids.append(1)
+    sequence.num_computed = tokens - 1
+    sequence.block_table = list(range(-(-(tokens + max_tokens) // BLOCK)))
+    sequence.regime = regime
+    return sequence
+
+
+def alternate(steps: int, *works: Callable[[int], object]) -> list[float]:
+    """Milliseconds of each work, done in turn."""
+    times: list[list[float]] = [[] for _ in works]
+    for step in range(steps):
+        for work, taken in zip(works, times, strict=True):
+            start = time.perf_counter()
+            work(step)
+            taken.append(1000 * (time.perf_counter() - start))
+    fastest = max(1, steps // 3)
+    return [sum(sorted(taken)[:fastest]) / fastest for taken in times]
+
+
+class AttentionOnly:
+    """One layer's attention over one sequence of ``tokens``."""
+
+    def __init__(self, tokens: int, steps: int) -> None:
+        self.tokens = tokens
+        blocks = tokens // BLOCK
+        self._dense = torch.empty(2, 1, KV_HEADS, tokens, DIM)
+        self._dense[0, 0] = walk(tokens // 8, 0.95, KV_HEADS, DIM).movedim(0, 1).repeat_interleave(8, 1)
+        self._dense[0] += 0.3 * torch.randn(KV_HEADS, tokens, DIM)
+        self._dense[1].normal_()
+        # [2, head, block * token, dim] -> [block, layer, 2, head, token, dim]
+        kv = self._dense[:, 0].unflatten(2, (blocks, BLOCK)).movedim(2, 0)[:, None].contiguous()
+        self._kv = kv
+        self._steps = steps
+
+    def run(self, motion: str) -> tuple[float, float, float]:
+        """Milliseconds dense, milliseconds sparse, share of recalled blocks that were new."""
+        retrieval = Retrieval(CONFIG, self._kv, 1, self.tokens)
+        sequence = sequence_of(self.tokens, 1, Regime.OFFLOADED)
+        lookup: Lookup = retrieval.lookup(sequence)
+        retrieval.absorb(sequence)
+        queries = walk(self._steps + 1, LIKENESS[motion], 1, KV_HEADS, GROUP, DIM)
+        retrieval.attend(0, [lookup], queries[0], None)  # fills the working set
+        copied = sequence.blocks_copied
+
+        def dense(step: int) -> None:
+            scaled_dot_product_attention(queries[step + 1], *self._dense)
+
+        def sparse(step: int) -> None:
+            retrieval.attend(0, [lookup], queries[step + 1], None)
+
+        dense_ms, sparse_ms = alternate(self._steps, dense, sparse)
+        recalled = CONFIG.reach(self.tokens, 0).num_recalled
+        new = (sequence.blocks_copied - copied) / (self._steps * KV_HEADS * max(1, recalled))
+        self.resident = sum(held.kv.nbytes for held in [lookup.working_set(0)]) / self._kv.nbytes
+        self.index = retrieval.index.nbytes / self._kv.nbytes  # type: ignore[attr-defined]
+        return dense_ms, sparse_ms, new
+
+
+def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
+    """Print what steps of a model of one layer take, dense and sparse, through the engine's own runner."""
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, BLOCK)
+    runner.allocate_kv(-(-(max(lengths) + steps) // BLOCK) + 1)
+    runner.kv.normal_()
+    print(f"\nwhole steps, {HIDDEN} wide, vocabulary of {runner.vocab_size}; the engine's paged attention is dense's")
+    print(f"{'tokens':>7} {'dense ms':>9} {'sparse ms':>10} {'speed-up':>9} {'read':>6}")
+    for tokens in lengths:
+        runner.enable_retrieval(CONFIG, 1, tokens + steps)
+        assert runner.retrieval
+        dense, sparse = (sequence_of(tokens, steps + 1, regime) for regime in (Regime.DENSE, Regime.OFFLOADED))
+        runner.retrieval.absorb(sparse)
+
+        def step(sequence: Sequence) -> None:
+            [(token, _)] = runner.run([Chunk(sequence, 1)])
+            sequence.num_computed += 1
+            sequence.token_ids.append(token)
+
+        step(sparse)
+        dense_ms, sparse_ms = alternate(steps - 1, lambda _, s=dense: step(s), lambda _, s=sparse: step(s))
+        read = sparse.blocks_read / sparse.blocks_passed
+        print(
+            f"{tokens >> 10:6}K {dense_ms:9.1f} {sparse_ms:10.1f} {dense_ms / sparse_ms:8.2f}x {read:6.1%}", flush=True
+        )
+
+
+def attention_only(lengths: list[int], steps: int) -> None:
+    """Print what one layer's attention takes, and hold it to the bars."""
+    print(f"attention only: {KV_HEADS} KV heads, {GROUP} queries each, d = {DIM}, float32, blocks of {BLOCK}")
+    print(
+        f"{'tokens':>7} {'queries':>8} {'dense ms':>9} {'sparse ms':>10} {'speed-up':>9} {'ceiling':>8} {'of it':>6} "
+        f"{'new':>6} {'resident':>9} {'index':>6}"
+    )
+    for tokens in lengths:
+        layer = AttentionOnly(tokens, steps)
+        window = 8192
+        ceiling = tokens / (window + CONFIG.topk_percent * (tokens - window))
+        for motion in LIKENESS:
+            dense_ms, sparse_ms, new = layer.run(motion)
+            speed_up = dense_ms / sparse_ms
+            bar = ""
+            if tokens >= 64 << 10 and motion != "jumping":
+                bar = "reached" if speed_up >= SPEED_BAR * ceiling else f"below the bar of {SPEED_BAR}"
+            if tokens == 128 << 10 and layer.resident > MEMORY_BAR:
+                bar += f"; more than {MEMORY_BAR} resident"
+            print(
+                f"{tokens >> 10:6}K {motion:>8} {dense_ms:9.2f} {sparse_ms:10.2f} {speed_up:8.2f}x {ceiling:7.2f}x "
+                f"{speed_up / ceiling:6.2f} {new:6.1%} {layer.resident:9.3f} {layer.index:6.3f}  {bar}",
+                flush=True,
+            )
+
+
+def write_model(folder: Path) -> None:
+    """One layer of random weights."""
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=KV_HEADS * GROUP,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=1 << 18,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def tokens_of(text: str) -> int:
+    """``64K`` -> 65536."""
+    return int(text.removesuffix("K")) << 10
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Sparse attention against dense.")
+    parser.add_argument("--lengths", type=tokens_of, nargs="+", default=[n << 10 for n in (16, 32, 64, 128)])
+    parser.add_argument("--steps", type=int, default=30)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        attention_only(args.lengths, args.steps)
+        with TemporaryDirectory() as folder:
+            write_model(Path(folder))
+            whole_steps(Path(folder), args.lengths, args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Sparse attention: exact where it must be, active where it says so, and independent of what must not matter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.retrieval import WorkingSet
+from engine.retrieval_config import Regime, RetrievalConfig
+from kvstore_backend import ConfigError
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.running import Answering, Engine
+from tests.support.waiting import wait_until
+
+BLOCK = 16
+LAYERS = 2
+PROMPTS = [random.Random(i).choices(range(300), k=length) for i, length in enumerate((200, 37, 300, 128))]
+MAX_TOKENS = 40
+
+
+def config(**changes: Any) -> RetrievalConfig:
+    """Every prompt is sparse and none offloaded, unless ``changes`` say otherwise."""
+    sizes = {"init_tokens": BLOCK, "local_tokens": 40, "dense_boundary": 0, "offload_boundary": 10_000}
+    return RetrievalConfig(BLOCK, **{**sizes, **changes})
+
+
+OFFLOADED = {"offload_boundary": 0}
+
+
+def ask(
+    folder: Path, retrieval: RetrievalConfig | None, prompts: Sequence[list[int]], **engine: Any
+) -> list[Answering]:
+    """All prompts at once, each answered to its end."""
+    with Engine(folder, num_blocks=100, retrieval=retrieval, **engine) as running:
+        answers = [running.begin(prompt, MAX_TOKENS, logprobs=0) for prompt in prompts]
+        for answering in answers:
+            answering.wait()
+        running.wait_until_idle()
+    return answers
+
+
+def tokens_of(answers: Sequence[Answering]) -> list[list[int]]:
+    return [answering.wait() for answering in answers]
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_checkpoint: Path) -> list[list[int]]:
+    return tokens_of(ask(tiny_checkpoint, None, PROMPTS))
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+@pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
+def test_reading_every_block_gives_the_dense_answers(
+    tiny_checkpoint: Path, dense: list[list[int]], regime: dict[str, int], stride: int
+) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=1.0, stride=stride, **regime), PROMPTS)
+    assert all(answering.sequence.blocks_read > 0 for answering in answers), "nothing was looked up"
+    assert tokens_of(answers) == dense
+
+
+def test_layers_that_are_to_be_dense_read_every_block(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_layers=LAYERS, **OFFLOADED), PROMPTS)
+    assert tokens_of(answers) == dense
+
+
+def test_prompts_below_the_dense_boundary_are_answered_densely(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=301), PROMPTS)
+    assert tokens_of(answers) == dense
+    assert [answering.sequence.blocks_passed for answering in answers] == [0] * len(PROMPTS)
+
+
+def test_regimes_are_chosen_by_each_prompts_length(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=128, offload_boundary=200), PROMPTS)
+    regimes = [answering.sequence.regime for answering in answers]
+    assert regimes == [Regime.SPARSE, Regime.DENSE, Regime.OFFLOADED, Regime.SPARSE]
+    assert tokens_of(answers)[1] == dense[1]
+
+
+@pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
+def test_batch_mates_do_not_change_a_sparse_answer(tiny_checkpoint: Path, regime: dict[str, int]) -> None:
+    settings = config(topk_percent=0.3, **regime)
+    together = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+    alone = [tokens_of(ask(tiny_checkpoint, settings, [prompt]))[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_offloading_does_not_change_a_sparse_answer(tiny_checkpoint: Path) -> None:
+    here, offloaded = (ask(tiny_checkpoint, config(topk_percent=0.3, **regime), PROMPTS) for regime in ({}, OFFLOADED))
+    assert tokens_of(here) == tokens_of(offloaded)
+
+
+def test_every_step_and_layer_reads_its_budget_and_no_more(
+    tiny_checkpoint: Path, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    attend = WorkingSet.attend
+
+    def counting(self: WorkingSet, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
+        # Counted in what attention is given, not in what the bookkeeping says.
+        read.append(self.num_blocks)
+        return attend(self, queries, scale)
+
+    monkeypatch.setattr(WorkingSet, "attend", counting)
+    [answering] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
+    expected = []
+    for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
+        blocks = -(-context // BLOCK)
+        outside = (context - 40) // BLOCK - 1
+        expected += [blocks - outside + max(1, outside // 4)] * LAYERS
+    assert read == expected
+    assert answering.sequence.blocks_read == sum(expected)
+    assert answering.sequence.blocks_read < 0.7 * answering.sequence.blocks_passed
+    assert tokens_of([answering]) != dense[:1], "the sparse path was not taken"
+
+
+def test_blocks_of_an_offloaded_sequence_are_free_for_others(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, num_blocks=40, retrieval=config(**OFFLOADED)) as engine:
+        answering = engine.begin(PROMPTS[2], 200)
+        wait_until(lambda: answering.sequence.num_output_tokens > 1, "the first tokens")
+        assert engine.blocks.num_blocks - engine.blocks.num_available <= 2
+        engine.answer(PROMPTS[0], 8)  # would not have fitted beside it
+        answering.wait()
+        assert answering.sequence.num_preemptions == 0
+        engine.wait_until_idle()
+
+
+def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+    with Engine(tiny_checkpoint, num_blocks=24, retrieval=config(topk_percent=1.0)) as engine:
+        begun = [engine.begin(PROMPTS[i], MAX_TOKENS) for i in (0, 3)]
+        assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
+        engine.wait_until_idle()
+        assert engine.metric("kvstore_preemptions_total") > 0
+
+
+def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Path) -> None:
+    store, settings = MemoryStore(64 << 20), config(topk_percent=0.3, **OFFLOADED)
+    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as one:
+        first = one.answer(PROMPTS[0], MAX_TOKENS).wait()
+        saved = one.metric("kvstore_saved_blocks_total")
+        assert saved == len(PROMPTS[0]) // BLOCK, "what sparse steps compute is not exact, and must not be shared"
+        one.answer(PROMPTS[0], MAX_TOKENS)
+    puts = store.stats().keys
+    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store) as other:
+        again = other.answer(PROMPTS[0], MAX_TOKENS)
+        assert again.wait() == first
+        assert again.sequence.pool_cached_tokens == (len(PROMPTS[0]) - 1) // BLOCK * BLOCK
+    assert store.stats().keys == puts, "what the pool has is written again"
+
+
+SHAPE = (12, 2, 2, 3, 4, 5)  # blocks, layers, k/v, heads, tokens, head_dim
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_working_set_holds_what_was_last_wanted_whatever_it_held_before(data: st.DataObject) -> None:
+    """And attention over it is that over these blocks in any order."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randn(SHAPE, generator=generator)
+    places = torch.tensor(data.draw(st.permutations(range(12))))
+    tested, queries = WorkingSet(11, source), torch.randn(3, 2, 5, generator=generator)
+    for _ in range(data.draw(st.integers(1, 4))):
+        count = data.draw(st.integers(1, 10))
+        wanted = torch.zeros(3, 12, dtype=torch.bool)
+        rows = [data.draw(st.permutations(range(12)))[:count] for _ in range(3)]
+        for head, row in enumerate(rows):
+            wanted[head, row] = True
+        held_before = tested.hold(wanted, source, places, 1)
+        assert held_before <= 3 * count
+    assert tested.hold(wanted, source, places, 1) == 0, "what it holds already is copied again"
+    newest, filled = torch.randn(2, 3, 4, 5, generator=generator), data.draw(st.integers(1, 4))
+    tested.append(newest, filled)
+    attended = tested.attend(queries, None)
+    for head, row in enumerate(rows):
+        blocks = source[places[data.draw(st.permutations(row))], 1, :, head]
+        keys, values = torch.cat([blocks.transpose(0, 1).flatten(1, 2), newest[:, head, :filled]], 1)
+        expected = torch.softmax(queries[head] @ keys.T / 5**0.5, -1) @ values
+        torch.testing.assert_close(attended[head], expected)
+
+
+@given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
+def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_for(
+    init: int, local: int, percent: float, context: int
+) -> None:
+    reach = RetrievalConfig(BLOCK, init, local, percent, 0, 0).reach(context, 0)
+    assert 0 <= reach.num_initial <= reach.window_start < reach.num_blocks == -(-context // BLOCK)
+    assert context - reach.window_start * BLOCK >= min(local, context - reach.num_initial * BLOCK)
+    assert reach.num_recalled <= max(1, percent * reach.num_outside)
+    assert reach.num_read <= reach.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"init_tokens": -1}, "--retrieval-init-tokens -1 is negative"),
+        ({"local_tokens": BLOCK}, "--retrieval-local-tokens 16 is not more than a block; raise it above 16"),
+        ({"topk_percent": 0.0}, "--retrieval-topk-percent 0.0 is not a share above 0"),
+        ({"topk_percent": 1.1}, "--retrieval-topk-percent 1.1 is not a share"),
+        ({"dense_boundary": 9, "offload_boundary": 8}, "--retrieval-dense-boundary 9 is above"),
+        ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max_32, min_max"),
+        ({"stride": 0}, "--retrieval-stride 0"),
+        ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
