@@ -86,7 +86,10 @@ def test_odd_ways_to_write_a_value_survive(value: str) -> None:
 
 def test_a_name_written_with_escapes_is_the_same_name() -> None:
     data = rb'{"request\u005fid": "theirs", "a": 1.0}'
-    assert splice(parse_inference(data), {"request_id": encode_member("request_id", "ours")}) == b'{"request_id":"ours", "a": 1.0}'
+    assert (
+        splice(parse_inference(data), {"request_id": encode_member("request_id", "ours")})
+        == b'{"request_id":"ours", "a": 1.0}'
+    )
 
 
 def test_an_empty_object_is_extended() -> None:
