@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.args import EngineArgs, parse_args
+from engine.retrieval_config import RetrievalConfig
 from kvstore_backend import ConfigError
 
 
@@ -109,3 +110,45 @@ def test_a_model_is_required() -> None:
 def test_a_debug_switch_that_is_neither_on_nor_off_is_refused() -> None:
     with pytest.raises(ConfigError, match="FD_DEBUG='yes': set it to 1 for debug logs or to 0"):
         parse("--model m", {"FD_DEBUG": "yes"})
+
+
+def test_sparse_attention_is_off_unless_asked_for() -> None:
+    assert parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5"}).retrieval is None
+
+
+def test_sparse_attention_has_the_methods_defaults() -> None:
+    config = parse("--model m --max-model-len 131072 --enable-retrieval --block-size 128").retrieval
+    assert config == RetrievalConfig(128, 1024, 7192, 0.2, 32768, 65536, "min_max_32", 1, 0)
+
+
+def test_flags_of_sparse_attention_go_before_its_variables() -> None:
+    environ = {
+        "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512",
+        "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "4K",
+        "VLLM_RETRIEVAL_TOPK_PERCENT": "0.5",
+        "VLLM_RETRIEVAL_DENSE_BOUNDARY": "8K",
+        "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "1M",
+    }
+    line = "--model m --max-model-len 65536 --enable-retrieval --retrieval-topk-percent 0.1 --retrieval-stride 4"
+    config = parse(f"{line} --retrieval-representative mean --retrieval-offload-boundary 16k", environ).retrieval
+    assert config == RetrievalConfig(64, 512, 4096, 0.1, 8192, 16384, "mean", 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "sentence"),
+    [
+        ("--retrieval-stride 2", {}, "--retrieval-stride has no effect without --enable-retrieval"),
+        ("--enable-retrieval", {}, "no prompt reaches --retrieval-dense-boundary 32768 with --max-model-len 2048"),
+        ("--enable-retrieval --retrieval-local-tokens 64", {}, "--retrieval-local-tokens 64 is not more than a block"),
+        ("--enable-retrieval --retrieval-topk-percent 1.5", {}, "--retrieval-topk-percent: 1.5 is not a share"),
+        ("--enable-retrieval --retrieval-init-tokens 3X", {}, "'3X' is no number of tokens, such as 1024 or 32K"),
+        ("--enable-retrieval", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0"}, "VLLM_RETRIEVAL_TOPK_PERCENT: 0 is not a share"),
+        ("--enable-retreival", {}, "did you mean --enable-retrieval?"),
+    ],
+)
+def test_sparse_attention_that_cannot_be_is_refused_in_one_sentence(
+    line: str, environ: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--model m {line}", environ)
+    assert sentence in str(caught.value)

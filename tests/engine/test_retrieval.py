@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.retrieval import WorkingSet
+from engine.core import Listener, Prefilled
+from engine.request import Request, SamplingParams
+from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import Regime, RetrievalConfig
+from engine.scheduler import Reservation
 from kvstore_backend import ConfigError
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.running import Answering, Engine
@@ -141,17 +146,51 @@ def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: l
 
 def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Path) -> None:
     store, settings = MemoryStore(64 << 20), config(topk_percent=0.3, **OFFLOADED)
-    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as one:
+    with (
+        Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as one,
+        Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store) as other,
+    ):
         first = one.answer(PROMPTS[0], MAX_TOKENS).wait()
-        saved = one.metric("kvstore_saved_blocks_total")
+        saved = store.stats().keys
         assert saved == len(PROMPTS[0]) // BLOCK, "what sparse steps compute is not exact, and must not be shared"
-        one.answer(PROMPTS[0], MAX_TOKENS)
-    puts = store.stats().keys
-    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store) as other:
         again = other.answer(PROMPTS[0], MAX_TOKENS)
         assert again.wait() == first
-        assert again.sequence.pool_cached_tokens == (len(PROMPTS[0]) - 1) // BLOCK * BLOCK
-    assert store.stats().keys == puts, "what the pool has is written again"
+        assert again.sequence.pool_cached_tokens == saved * BLOCK
+        assert store.stats().keys == saved
+
+
+def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -> None:
+    """It builds the index from the keys that it is handed."""
+    settings, prompt = config(topk_percent=0.3, **OFFLOADED), PROMPTS[0]
+    [whole] = tokens_of(ask(tiny_checkpoint, settings, [prompt]))
+    with (
+        Engine(tiny_checkpoint, retrieval=settings) as prefill,
+        Engine(tiny_checkpoint, retrieval=settings) as decode,
+    ):
+        computed: dict[int, torch.Tensor] = {}
+
+        def on_computed(first: int, blocks: Sequence[int]) -> None:
+            computed.update(zip(range(first, first + len(blocks)), prefill.runner.kv[list(blocks)], strict=True))
+            prefill.blocks.release(blocks)
+
+        heard: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        listener = Listener(lambda output: heard.put(output.token_id), on_computed=on_computed)
+        request = Request("prefill", tuple(prompt), SamplingParams(1, temperature=0.0))
+        prefill.core.submit(EngineSequence(request, BLOCK), listener)
+        token = heard.get(timeout=30)
+        assert token is not None
+
+        lent: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
+        decode.core.reserve([], len(prompt), lent.put)
+        reservation = lent.get(timeout=30)
+        assert reservation is not None
+        decode.runner.kv[reservation.blocks] = torch.stack([computed[i] for i in range(len(computed))])
+        asked = Request("decode", tuple(prompt), SamplingParams(MAX_TOKENS, temperature=0.0))
+        answering = Answering(EngineSequence(asked, BLOCK))
+        decode.core.submit(answering.sequence, answering.listener, Prefilled(reservation, token, None))
+        assert answering.wait() == whole
+        assert 0 < answering.sequence.blocks_read < answering.sequence.blocks_passed
+        decode.wait_until_idle()
 
 
 SHAPE = (12, 2, 2, 3, 4, 5)  # blocks, layers, k/v, heads, tokens, head_dim
