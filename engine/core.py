@@ -298,11 +298,11 @@ class EngineCore:
         last = (len(sequence.token_ids) - 1) // sequence.block_size
 
         def done(num_blocks: int, seconds: float, unsettled: SequenceOf[int]) -> None:
-            self._keep_until_settled(unsettled, clear=True)
-            self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
             if not sequence.num_preemptions:
                 sequence.pool_cached_tokens = num_blocks * sequence.block_size
                 sequence.pool_load_seconds = seconds
+            self._keep_until_settled(unsettled, clear=True)
+            self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
 
         self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], done)
 
@@ -360,7 +360,7 @@ class EngineCore:
         """Let the gauges read the engine's state whenever they are scraped."""
         metrics, scheduler, blocks = self.metrics, self.scheduler, self.scheduler.blocks
         metrics.running.set_function(lambda: len(scheduler.running))
-        metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading) + len(scheduler.handed))
+        metrics.waiting.set_function(lambda: len(scheduler.waiting) + len(scheduler.loading) + len(scheduler.ready))
         metrics.reserved_blocks.set_function(lambda: sum(len(held.blocks) for held in list(scheduler.reservations)))
         metrics.available_blocks.set_function(lambda: blocks.num_available)
         metrics.cache_usage.set_function(lambda: 1 - blocks.num_available / blocks.num_blocks)

@@ -50,8 +50,8 @@ class State(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     """It holds blocks, and leading ones of them are being read from the pool."""
-    HANDED = "handed"
-    """It holds its whole prompt's KV, which another instance computed, and waits for a place among the running."""
+    READY = "ready"
+    """It holds blocks, with all KV in them that is not to be computed here, and waits for a place among the running."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -110,6 +110,7 @@ class Sequence:
     pool_cached_tokens: int = 0
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0
+    """How often it had to give its blocks back and begin anew."""
     arrival: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
 

@@ -2,19 +2,23 @@
 
 A sequence's way::
 
-    add ─► waiting ─admit─► loading ─loaded─► running ─► finished
-              ▲                └─(nothing to load)─┘ │ ▲
-              └───────────── preempted ◄─────────────┘ │
-    reserve ─► adopt (another instance computed the prompt) ─► handed
+    add ─► waiting ─admit─► loading ─loaded─► ready ─(a place)─► running ─► finished
+              ▲                └─(nothing to load)─┘ ▲ │             │
+              └──────────────── preempted ◄──────────┼─┴─────────────┘
+    reserve ─► adopt (another instance computed the prompt)
 
 A step first gives every decoding sequence its one token, then fills what is left of the token budget with chunks
-of prompts, oldest first: long prompts never hold up running decodes for more than one budget. When blocks run
-out, the youngest running sequence is preempted: its blocks go back (what was published stays findable), and it is
-computed anew later.
+of prompts: long prompts never hold up running decodes for more than one budget. With a pool, as many sequences as
+may run are let in ahead of that, so that their loads run while others compute.
+
+Everywhere the oldest go first, by arrival, so that each becomes the oldest in time and ends. When blocks run out, the
+youngest is preempted, of those that do not run yet if there are any: its blocks go back (what was published stays
+findable), and it is computed anew later.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -61,10 +65,11 @@ class Scheduler:
     Args:
         blocks: the block manager; this scheduler allocates and releases the blocks of sequences.
         block_size: tokens in a block.
-        max_num_seqs: sequences that may hold blocks at once.
+        max_num_seqs: sequences that may run at once.
         max_num_batched_tokens: token budget of a step.
         prefix_caching: whether published blocks are looked for on admission.
-        pool: whether missing full blocks of a newly admitted sequence are to be loaded before it runs.
+        pool: whether missing full blocks of a newly admitted sequence are to be loaded before it runs. Up to
+            ``max_num_seqs`` more sequences then hold blocks, besides those adopted.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
-        self.handed: deque[Sequence] = deque()
+        self.ready: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reservations: set[Reservation] = set()
         self.num_preemptions = 0
@@ -97,25 +102,21 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, whose prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
-        self.waiting.append(sequence)
+        bisect.insort(self.waiting, sequence, key=_age)
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences, oldest first, to where they hold blocks; return those that need a load."""
         to_load = []
-        # Who has all blocks needs only a place: behind one that waits for blocks it might be what they wait for.
-        while self.handed and self._has_place():
-            self._run(self.handed.popleft())
-        while self.waiting and self._has_place():
-            sequence = self.waiting[0]
-            if not self._give_blocks(sequence):
-                break
-            self.waiting.popleft()
+        self._fill_places()
+        while self.waiting and self._num_holding < self._max_holding and self._give_blocks(self.waiting[0]):
+            sequence = self.waiting.popleft()
             if self.pool and self._loadable(sequence) > 0:
                 sequence.state = State.LOADING
                 self.loading.append(sequence)
                 to_load.append(sequence)
             else:
-                self._run(sequence)
+                self._get_ready(sequence)
+        self._fill_places()
         return to_load
 
     def reserve(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
@@ -140,8 +141,7 @@ class Scheduler:
         sequence.num_published = reservation.num_cached
         sequence.own_cached_tokens = reservation.num_cached * self.block_size
         self.publish(sequence)
-        sequence.state = State.HANDED
-        self.handed.append(sequence)
+        self._get_ready(sequence)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give the blocks of ``reservation`` back."""
@@ -149,7 +149,7 @@ class Scheduler:
         self.blocks.release(reservation.blocks)
 
     def loaded(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
-        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it may run now.
+        """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it is ready to run.
 
         Not ``usable``: its other blocks must not be written yet. It gives them up and waits for different ones.
         """
@@ -161,7 +161,7 @@ class Scheduler:
         sequence.num_computed += num_blocks * self.block_size
         self.publish(sequence)
         if usable:
-            self._run(sequence)
+            self._get_ready(sequence)
         else:
             self._wait_anew(sequence)
 
@@ -213,32 +213,58 @@ class Scheduler:
             return
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.state is State.HANDED:
-            self.handed.remove(sequence)
+        elif sequence.state is State.READY:
+            self.ready.remove(sequence)
             self._free(sequence)
         elif sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
         sequence.state = State.FINISHED
 
-    def _has_place(self) -> bool:
-        return len(self.running) + len(self.loading) < self.max_num_seqs
+    @property
+    def _max_holding(self) -> int:
+        # Holding blocks ahead of a place is of use only for what is loaded into them meanwhile.
+        return 2 * self.max_num_seqs if self.pool else self.max_num_seqs
+
+    @property
+    def _num_holding(self) -> int:
+        return len(self.running) + len(self.ready) + len(self.loading)
 
     def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
         """Whether ``needed`` new blocks can be had beside the ``cached`` ones."""
-        # Room to grow by one block, unless nothing else runs that could give blocks back.
-        spare = 1 if self.running or self.loading else 0
+        # Room to grow by one block, unless nothing else is there that could give blocks back. Who comes ahead of a
+        # place leaves each of the running ones a block: while it loads, nobody can take one from it.
+        spare = min(1, self._num_holding) if self._num_holding < self.max_num_seqs else self.max_num_seqs
         return needed + spare + self.blocks.num_idle(cached) <= self.blocks.num_available
 
-    def _run(self, sequence: Sequence) -> None:
-        sequence.state = State.RUNNING
-        self.running.append(sequence)
+    def _get_ready(self, sequence: Sequence) -> None:
+        sequence.state = State.READY
+        bisect.insort(self.ready, sequence, key=_age)
+
+    def _fill_places(self) -> None:
+        while self.ready and len(self.running) < self.max_num_seqs:
+            sequence = self.ready.pop(0)
+            self._take_up_more(sequence)
+            sequence.state = State.RUNNING
+            bisect.insort(self.running, sequence, key=_age)
+
+    def _take_up_more(self, sequence: Sequence) -> None:
+        """Exchange blocks still to be computed for those that others published since ``sequence`` got its own."""
+        first, hashes = sequence.num_computed // self.block_size, self._cacheable(sequence)
+        last = self.blocks.match(hashes)
+        if last <= first:
+            return
+        cached = self.blocks.take_cached(hashes[first:last])
+        self.blocks.release(sequence.block_table[first:last])
+        sequence.block_table[first:last] = cached
+        sequence.num_computed = last * self.block_size
+        sequence.num_published = last
+        if not sequence.num_preemptions:
+            sequence.own_cached_tokens += (last - first) * self.block_size
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
-        # The last token is always computed: its logits are what comes next.
-        usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
-        hashes = sequence.hashes()[:usable]
+        hashes = self._cacheable(sequence)
         num_cached = self.blocks.match(hashes)
         needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
         if not self._has_room(needed, hashes[:num_cached]):
@@ -250,6 +276,12 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.own_cached_tokens = sequence.num_computed
         return True
+
+    def _cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
+        """The hashes of those blocks that may be taken up from the prefix cache."""
+        # The last token is always computed: its logits are what comes next.
+        usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
+        return sequence.hashes()[:usable]
 
     def _loadable(self, sequence: Sequence) -> int:
         """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
@@ -264,23 +296,23 @@ class Scheduler:
                 sequence.block_table += self.blocks.allocate(1)
                 return True
             except NoFreeBlocks:
-                victim = self.running[-1]
+                victim = self.ready[-1] if self.ready else self.running[-1]
                 self._preempt(victim)
                 if victim is sequence:
                     return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
         self._wait_anew(sequence)
-        sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def _wait_anew(self, sequence: Sequence) -> None:
-        """Give all blocks back, and be the first to get others."""
+        """Give all blocks back, and wait for others."""
         self._free(sequence)
         sequence.num_computed = sequence.num_published = 0
+        sequence.num_preemptions += 1
         sequence.state = State.WAITING
-        self.waiting.appendleft(sequence)
+        bisect.insort(self.waiting, sequence, key=_age)
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table[sequence.num_offloaded :])
@@ -289,6 +321,10 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return (
-            f"<Scheduler {len(self.waiting)} waiting, {len(self.loading)} loading, {len(self.handed)} handed, "
+            f"<Scheduler {len(self.waiting)} waiting, {len(self.loading)} loading, {len(self.ready)} ready, "
             f"{len(self.running)} running, {len(self.reservations)} reserved, {self.blocks!r}>"
         )
+
+
+def _age(sequence: Sequence) -> float:
+    return sequence.arrival

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.block_manager import BlockManager
 from engine.request import Request, SamplingParams, Sequence, State
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Chunk, Reservation, Scheduler
 
 BLOCK = 4
 Prefix = tuple[str, tuple[int, ...]]
@@ -34,11 +36,18 @@ class Memory:
         self._blocks = blocks
         self._slots: dict[tuple[int, int], Prefix] = {}
 
-    def write(self, sequence: Sequence, start: int, stop: int) -> None:
+    def write(self, sequence: Sequence, start: int, stop: int, blocks: list[int] | None = None) -> None:
+        """Write KV of the sequence's tokens into its blocks, or into those that are to become its."""
         for position in range(start, stop):
-            block = sequence.block_table[position // BLOCK]
+            block = (blocks or sequence.block_table)[position // BLOCK]
             assert self._blocks._hash_of[block] is None, f"block {block} is written after it was published"
             self._slots[block, position % BLOCK] = self._prefix(sequence, position)
+
+    def spoil(self, blocks: list[int]) -> None:
+        """Write what nobody can use, as a call does that was given up."""
+        for block in blocks:
+            assert self._blocks._hash_of[block] is None, f"block {block} is spoilt after it was published"
+            self._slots.update({(block, slot): ("garbage", ()) for slot in range(BLOCK)})
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether every token that counts as computed finds its own prefix's KV where its table points."""
@@ -62,7 +71,7 @@ REQUEST = st.tuples(
 
 
 class Batching(RuleBasedStateMachine):
-    """Requests come, load, run, are preempted, saved, aborted and end, in any order, in a pool that is too small."""
+    """Requests come, load, run, are preempted, saved, handed over, aborted, in any order, in a pool too small."""
 
     @initialize(
         num_blocks=st.integers(5, 9),
@@ -90,6 +99,8 @@ class Batching(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.saves: list[list[int]] = []
         self.loads: list[Sequence] = []
+        self.quarantine: list[list[int]] = []
+        self.reserved: dict[Reservation, Sequence] = {}
         self.arrived = 0
         self.first_admissions: list[int] = []
         for request in requests:
@@ -100,26 +111,60 @@ class Batching(RuleBasedStateMachine):
         self.arrive(request)
 
     def arrive(self, request: tuple[int, list[int], int, str]) -> None:
-        shared, own, max_tokens, salt = request
-        room = self.scheduler.capacity_tokens - shared - len(own)
-        sequence = sequence_of([7] * shared + own, min(max_tokens, room), str(self.arrived), salt)
-        self.arrived += 1
+        sequence = self.new(request)
         self.live.append(sequence)
         self.scheduler.add(sequence)
+
+    def new(self, request: tuple[int, list[int], int, str]) -> Sequence:
+        shared, own, max_tokens, salt = request
+        room = self.scheduler.capacity_tokens - shared - len(own)
+        self.arrived += 1
+        return sequence_of([7] * shared + own, min(max_tokens, room), str(self.arrived), salt)
+
+    @rule(request=REQUEST)
+    def another_instance_asks_for_blocks(self, request: tuple[int, list[int], int, str]) -> None:
+        sequence = self.new(request)
+        reservation = self.scheduler.reserve(sequence.hashes(), sequence.num_prompt_tokens)
+        if reservation is not None:
+            assert len(reservation.blocks) == -(-sequence.num_prompt_tokens // BLOCK)
+            self.reserved[reservation] = sequence
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), is_complete=st.booleans())
+    def another_instance_has_written(self, data: st.DataObject, is_complete: bool) -> None:
+        reservation = data.draw(st.sampled_from(list(self.reserved)))
+        sequence = self.reserved.pop(reservation)
+        self.memory.spoil(reservation.missing)
+        if not is_complete:
+            self.scheduler.cancel(reservation)
+            return
+        start = reservation.num_cached * BLOCK
+        self.memory.write(sequence, start, sequence.num_prompt_tokens, reservation.blocks)
+        self.live.append(sequence)
+        self.scheduler.adopt(sequence, reservation)
+        self.append(sequence)
 
     @rule(steps=st.integers(1, 8))
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.run_one_step()
             self.every_sequence_finds_its_own_kv()
-            self.no_more_sequences_than_allowed_hold_blocks()
+            self.no_more_sequences_than_allowed_run_or_hold_blocks()
+            self.every_block_has_exactly_its_owners_references()
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def a_load_ends(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.loads))
         wanted = (len(sequence.token_ids) - 1) // BLOCK - sequence.num_computed // BLOCK
-        self.end_load(sequence, data.draw(st.integers(0, wanted)))
+        self.end_load(sequence, data.draw(st.integers(0, wanted)), given_up=data.draw(st.booleans()))
+
+    @precondition(lambda self: self.quarantine)
+    @rule()
+    def a_call_that_was_given_up_ends(self) -> None:
+        blocks = self.quarantine.pop()
+        self.memory.spoil(blocks)
+        self.scheduler.blocks.release(blocks)
 
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
@@ -144,35 +189,67 @@ class Batching(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_finds_its_own_kv(self) -> None:
-        assert all(self.memory.holds(sequence) for sequence in self.scheduler.running + self.scheduler.loading)
+        assert all(self.memory.holds(sequence) for sequence in self.holding())
 
     @invariant()
-    def no_more_sequences_than_allowed_hold_blocks(self) -> None:
-        holding = self.scheduler.running + self.scheduler.loading
-        assert len(holding) <= self.scheduler.max_num_seqs
-        assert not any(sequence.block_table for sequence in self.scheduler.waiting)
+    def no_more_sequences_than_allowed_run_or_hold_blocks(self) -> None:
+        scheduler = self.scheduler
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        ahead = [s for s in scheduler.loading + scheduler.ready if not s.num_output_tokens]
+        assert len(ahead) <= (2 if scheduler.pool else 1) * scheduler.max_num_seqs
+        assert not any(sequence.block_table for sequence in scheduler.waiting)
+
+    @invariant()
+    def every_block_has_exactly_its_owners_references(self) -> None:
+        owned = [sequence.block_table for sequence in self.holding()]
+        owned += [reservation.blocks for reservation in self.reserved]
+        references = Counter(block for blocks in owned + self.saves + self.quarantine for block in blocks)
+        assert self.scheduler.blocks._references == [references[b] for b in range(self.scheduler.blocks.num_blocks)]
+
+    @invariant()
+    def the_oldest_stand_first(self) -> None:
+        for queue in (self.scheduler.waiting, self.scheduler.ready, self.scheduler.running):
+            ages = [sequence.arrival for sequence in queue]
+            assert ages == sorted(ages)
 
     @invariant()
     def those_who_came_first_are_admitted_first(self) -> None:
         assert self.first_admissions == sorted(self.first_admissions)
 
     def teardown(self) -> None:
-        """Whatever happened, once loads and saves have ended every request does, and all blocks come back."""
+        """Whatever happened, once everybody else has ended every request does, and all blocks come back."""
+        for reservation in self.reserved:
+            self.scheduler.cancel(reservation)
         while self.live or self.loads:
             for sequence in list(self.loads):
                 self.end_load(sequence, 0)
-            while self.saves:
-                self.scheduler.blocks.release(self.saves.pop())
+            while self.saves + self.quarantine:
+                self.scheduler.blocks.release((self.saves or self.quarantine).pop())
             assert self.run_one_step() or self.loads or not self.live, f"stuck: {self.scheduler}"
-        while self.saves:
-            self.scheduler.blocks.release(self.saves.pop())
+        while self.saves + self.quarantine:
+            self.scheduler.blocks.release((self.saves or self.quarantine).pop())
         assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
-        assert [*self.scheduler.waiting, *self.scheduler.loading, *self.scheduler.running] == []
+        assert [*self.scheduler.waiting, *self.holding(), *self.scheduler.reservations] == []
 
-    def end_load(self, sequence: Sequence, num_blocks: int) -> None:
+    def holding(self) -> list[Sequence]:
+        return self.scheduler.running + self.scheduler.ready + self.scheduler.loading
+
+    def end_load(self, sequence: Sequence, num_blocks: int, *, given_up: bool = False) -> None:
+        first = sequence.num_computed // BLOCK
         self.memory.write(sequence, sequence.num_computed, sequence.num_computed + num_blocks * BLOCK)
         self.loads.remove(sequence)
-        self.scheduler.loaded(sequence, num_blocks)
+        if given_up:
+            unsettled = sequence.block_table[first + num_blocks :]
+            self.scheduler.blocks.hold(unsettled)
+            self.quarantine.append(unsettled)
+        self.scheduler.loaded(sequence, num_blocks, usable=not given_up)
+
+    def append(self, sequence: Sequence) -> None:
+        # Few different tokens, so that sequences with equal beginnings stay equal for a while.
+        sequence.token_ids.append(len(sequence.token_ids) % 2)
+        if sequence.num_output_tokens == sequence.request.params.max_tokens:
+            self.live.remove(sequence)
+            self.scheduler.finish(sequence)
 
     def run_one_step(self) -> list[Chunk]:
         """What ``EngineCore`` does in a step."""
@@ -189,11 +266,7 @@ class Batching(RuleBasedStateMachine):
             self.memory.write(sequence, start, start + chunk.num_tokens)
             self.scheduler.computed(chunk)
             if samples:
-                # Few different tokens, so that sequences with equal beginnings stay equal for a while.
-                sequence.token_ids.append(len(sequence.token_ids) % 2)
-                if sequence.num_output_tokens == sequence.request.params.max_tokens:
-                    self.live.remove(sequence)
-                    self.scheduler.finish(sequence)
+                self.append(sequence)
         return chunks
 
     def check(self, chunks: list[Chunk], decoding: list[Sequence]) -> None:
@@ -214,7 +287,7 @@ class Batching(RuleBasedStateMachine):
 
 
 TestBatching = Batching.TestCase
-TestBatching.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestBatching.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
 def test_running_decodes_get_their_token_in_every_step_of_a_long_prefill() -> None:
@@ -260,6 +333,76 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     while scheduler.num_preemptions == 0:
         run(scheduler)
     assert list(scheduler.waiting) == [young, last]
+
+
+def test_loads_begin_while_all_places_are_taken() -> None:
+    scheduler = scheduler_of(40, max_num_seqs=1, pool=True)
+    running, ahead, later = sequence_of([1], 5), sequence_of([2] * 9, 5), sequence_of([3] * 9, 5)
+    for sequence in (running, ahead, later):
+        scheduler.add(sequence)
+    assert scheduler.admit() == [ahead]
+    scheduler.loaded(ahead, 2)
+    assert (scheduler.admit(), scheduler.running, scheduler.ready) == ([], [running], [ahead])
+    scheduler.finish(running)
+    assert scheduler.admit() == [later]
+    assert (scheduler.running, ahead.num_computed) == ([ahead], 2 * BLOCK)
+
+
+def test_loads_ahead_leave_each_running_sequence_a_block_to_grow_by() -> None:
+    scheduler = scheduler_of(8, max_num_seqs=2, pool=True)
+    for token in (1, 2):
+        scheduler.add(sequence_of([token], 20))
+    scheduler.add(sequence_of([3] * 17, 5))
+    assert scheduler.admit() == []
+
+
+def test_those_who_wait_for_a_place_give_their_blocks_to_those_who_run() -> None:
+    scheduler = scheduler_of(6, max_num_seqs=1, pool=True)
+    running, ahead = sequence_of([1], 24), sequence_of([2] * 13, 5)
+    for sequence in (running, ahead):
+        scheduler.add(sequence)
+    assert scheduler.admit() == [ahead]
+    scheduler.loaded(ahead, 3)
+    while ahead.state is State.READY:
+        run(scheduler)
+    assert running.state is State.RUNNING
+    assert running.num_preemptions == 0
+    assert (ahead.state, ahead.block_table) == (State.WAITING, [])
+
+
+def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() -> None:
+    scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
+    first, same = sequence_of([1] * 9, 5), sequence_of([1] * 9, 5)
+    for sequence in (first, same):
+        scheduler.add(sequence)
+    scheduler.admit()
+    for sequence in (first, same):
+        scheduler.loaded(sequence, 0)
+    run(scheduler)
+    scheduler.finish(first)
+    scheduler.admit()
+    assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
+
+
+def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() -> None:
+    scheduler = scheduler_of(12, budget=100, max_num_seqs=3)
+    old, preempted, young = (sequence_of([token] * 9, 30) for token in range(3))
+    scheduler.add(old)
+    scheduler.add(young)
+    scheduler.admit()
+    scheduler.add(preempted)
+    scheduler.admit()
+    assert scheduler.running == [old, preempted, young]
+
+
+def test_what_a_load_that_was_given_up_brought_counts_as_the_pools() -> None:
+    scheduler = scheduler_of(8, pool=True)
+    sequence = sequence_of([1] * 9, 1)
+    scheduler.add(sequence)
+    scheduler.admit()
+    scheduler.loaded(sequence, 1, usable=False)
+    scheduler.admit()
+    assert (sequence.num_computed, sequence.own_cached_tokens) == (BLOCK, 0)
 
 
 def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_aborted() -> None:
