@@ -236,7 +236,7 @@ class Instance:
             _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
             self.healthy = False
             self._registry.changed()
-            self._registry.failed(self)
+        self._registry.failed(self)
 
     def probe_passed(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
@@ -331,11 +331,11 @@ class Registry:
             callback(instance.key)
 
     def on_failure(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance that turns unhealthy."""
+        """Call ``callback`` with each instance that turns unhealthy, and again whenever it is seen to be so still."""
         self._on_failure.append(callback)
 
     def failed(self, instance: Instance) -> None:
-        """``instance`` has turned unhealthy."""
+        """``instance`` is unhealthy."""
         for callback in self._on_failure:
             callback(instance)
 

@@ -54,8 +54,8 @@ class Journey:
     """A request from its arrival to the end of its answer. What ends it early comes through ``fail``."""
 
     __slots__ = (
+        "_attempts",
         "_before_last",
-        "_first_byte",
         "_is_event_stream",
         "_last",
         "_request",
@@ -96,8 +96,8 @@ class Journey:
         self.preemptions = 0
         self.over: Over | None = None
         self._request = request
-        self._first_byte = 0.0
         self._is_event_stream = False
+        self._attempts = 0
         # The last two pieces that came from the instance, in which its usage stands.
         self._before_last = self._last = b""
 
@@ -170,9 +170,10 @@ class Journey:
             info: the encoded member ``disaggregate_info``; empty for an instance alone.
         """
         body, record = self.body, self.record
+        self._attempts += 1
         if body is None:
             return self._request.body, []
-        number = len(record.attempts)
+        number = self._attempts - 1
         request_id = f"{record.request_id}-retry{number}" if number else record.request_id
         added = {"request_id": encode_member("request_id", request_id)}
         if info:
@@ -309,6 +310,8 @@ class Journey:
         if self.attempt is not None:
             self.attempt.give_up()
         self.record.error = error.code if error else "client_left"
+        if self._attempts > len(self.record.attempts):
+            self.attempt_ended(error.message if error else "the client left")
         request = self._request
         if request.response_complete:
             return

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from router.server import HEAD_BYTES
@@ -414,3 +415,17 @@ def test_a_failed_attempt_and_the_one_that_served_are_explained(make_router: Mak
     for attempt, decode in ((first, bad), (second, good)):
         assert [decision["instance"] for decision in attempt["decisions"]] == [prefill.key, decode.key]
         assert all(decision["reasons"] for decision in attempt["decisions"])
+
+
+def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def hangs(request: Received, respond: Responder) -> None:
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance)
+    with pytest.raises(httpx.ReadTimeout):
+        router.client.post("/v1/chat/completions", json={"request_id": "r1"}, timeout=0.2)
+    wait_until(lambda: router.client.get("/admin/explain/r1").status_code == 200, "the record")
+    (attempt,) = router.client.get("/admin/explain/r1").json()["attempts"]
+    assert attempt["ended"] == "the client left"
