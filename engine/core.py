@@ -164,6 +164,16 @@ class EngineCore:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
         self._mailbox.put(lambda: self.scheduler.blocks.release(blocks))
 
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
+
+        It comes after some seconds at the latest, and at once where the pool writes before it answers.
+        """
+        if self._connector:
+            self._connector.when_drained(callback)
+        else:
+            callback()
+
     def abort(self, sequence: Sequence) -> None:
         """End ``sequence`` with finish reason ``abort``; nothing happens if it has ended. From any thread."""
         self._mailbox.put(lambda: self._end(sequence, "abort"))
@@ -207,7 +217,7 @@ class EngineCore:
         for chunk in chunks:
             self._absorb(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = self._runner.run(chunks)
+        tokens = self._timed_run(chunks)
         for chunk in chunks:
             self.scheduler.computed(chunk)
             self._export(chunk.sequence)
@@ -216,6 +226,15 @@ class EngineCore:
         for chunk in chunks:
             if chunk.sequence.state is State.RUNNING:
                 self._save(chunk.sequence)
+
+    def _timed_run(self, chunks: list[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
+        prefills = any(chunk.sequence.is_prefilling for chunk in chunks)
+        start = time.monotonic()
+        tokens = self._runner.run(chunks)
+        if prefills and self._connector:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            self._connector.load_or_compute.computed(num_tokens, time.monotonic() - start)
+        return tokens
 
     def _absorb(self, sequence: Sequence) -> None:
         """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""
@@ -304,7 +323,8 @@ class EngineCore:
             self._keep_until_settled(unsettled, clear=True)
             self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
 
-        self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], done)
+        others = len(self.scheduler.running)
+        self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], others, done)
 
     def _save(self, sequence: Sequence) -> int:
         """Start saving the blocks of ``sequence`` that became full, holding them until they are out.

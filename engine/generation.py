@@ -105,9 +105,21 @@ class Generation:
                 decode.failed(f"prefill ended with {last.finish_reason}")
             elif not await decode.deliver(last.token_id, last.logprobs, *cached) and decode.is_wanted:
                 await saved.wait()
+                await self._drained()
                 decode.saved(*cached)
         for piece in pieces:
             yield piece
+
+    async def _drained(self) -> None:
+        """Wait until other instances can read what was saved."""
+        loop, drained = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the server has shut down meanwhile
+                loop.call_soon_threadsafe(drained.set)
+
+        self._owner.core.when_drained(tell)
+        await drained.wait()
 
     async def _decode(self) -> AsyncIterator[Piece]:
         """Go on from what the prefill instance hands over, or from the prompt."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.background import yield_to_compute
+from engine.load_or_compute import LoadOrCompute
 from engine.model_runner import ModelRunner
 from engine.staging import Staging
 from kvstore_backend import BlockPool, Value
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves are dropped, not queued.
 _SAVE_SHARE = 0.25
 _SETTLE_SECONDS = 60.0
+_DRAIN_SECONDS = 5.0
 
 
 class PoolConnector:
@@ -52,6 +54,8 @@ class PoolConnector:
         self._loads = ThreadPoolExecutor(1, "pool-load", yield_to_compute)
         self._saves = ThreadPoolExecutor(1, "pool-save", yield_to_compute)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
+        self.load_or_compute = LoadOrCompute(runner.shape.block_size)
+        """Told of loads here; to be told of steps by whoever runs them."""
         self.pending_save_blocks = 0
         """Blocks handed to ``start_save`` whose callback has not been posted yet; engine thread only."""
         if self._staged:
@@ -65,10 +69,15 @@ class PoolConnector:
         return self._pool.is_ready
 
     def start_load(
-        self, hashes: Sequence[bytes], blocks: Sequence[int], done: Callable[[int, float, Sequence[int]], None]
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        num_running: int,
+        done: Callable[[int, float, Sequence[int]], None],
     ) -> None:
-        """Read as many leading blocks as the pool has.
+        """Read as many leading blocks as the pool has, or none where computing them is quicker.
 
+        Computing them would delay ``num_running`` other sequences.
         ``done(number, seconds, unsettled)`` is posted at the end; ``unsettled`` are blocks that a call which was
         given up may still write to.
         """
@@ -78,8 +87,8 @@ class PoolConnector:
             present = count = 0
             try:
                 present = self._pool.lookup(hashes)
-                if present:
-                    count = self._load(hashes[:present], blocks[:present])
+                if present and self.load_or_compute.should_load(present, num_running):
+                    count = self._timed_load(hashes[:present], blocks[:present])
             except Exception:
                 log.exception("Loading %d blocks failed; they will be computed", len(blocks))
             seconds = time.monotonic() - start
@@ -131,6 +140,18 @@ class PoolConnector:
 
         threading.Thread(target=wait, name="pool-settle", daemon=True).start()
 
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on a thread of its own once other instances can read what was saved so far.
+
+        Or once that has been given up, or after some seconds: whoever waits finds out what there is.
+        """
+
+        def wait() -> None:
+            self._pool.drain(_DRAIN_SECONDS)
+            callback()
+
+        threading.Thread(target=wait, name="pool-drain", daemon=True).start()
+
     def close(self, flush_seconds: float = 2.0) -> None:
         """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
         drained = threading.Event()
@@ -149,6 +170,12 @@ class PoolConnector:
             executor.submit(job)
         except RuntimeError:
             log.debug("The pool connector is closed; a transfer was dropped")
+
+    def _timed_load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
+        start = time.monotonic()
+        loaded = self._load(hashes, blocks)
+        self.load_or_compute.loaded(loaded, time.monotonic() - start)
+        return loaded
 
     def _load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
         if not self._staged:

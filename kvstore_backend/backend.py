@@ -190,6 +190,16 @@ class StorageBackend(abc.ABC):
         """
         return True
 
+    def drain(self, seconds: float) -> bool:
+        """Wait until other clients of the pool can read what was put so far, or it has been given up.
+
+        Only backends that write later (``layers/write_behind.py``) ever have to wait.
+
+        Returns:
+            False if ``seconds`` were not enough.
+        """
+        return True
+
     @abc.abstractmethod
     def health(self) -> Health:
         """Whether the store works now, as far as it can tell without moving data."""

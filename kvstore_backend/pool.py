@@ -96,6 +96,10 @@ class BlockPool:
         """
         return self._backend.settle(seconds)
 
+    def drain(self, seconds: float) -> bool:
+        """Wait until others can read what was saved so far, or it has been given up; False: ``seconds`` ran out."""
+        return self._backend.drain(seconds)
+
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Announce memory that sources and targets will lie in; call it once per allocation, before using it.
 

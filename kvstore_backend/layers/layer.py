@@ -32,6 +32,9 @@ class Layer(StorageBackend):
     def settle(self, seconds: float) -> bool:
         return self._store.settle(seconds)
 
+    def drain(self, seconds: float) -> bool:
+        return self._store.drain(seconds)
+
     def health(self) -> Health:
         return self._store.health()
 

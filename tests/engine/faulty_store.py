@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
+import time
 from collections.abc import Sequence
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
@@ -41,6 +42,8 @@ class FaultyStore(StorageBackend):
 
     def __init__(self, sound: StorageBackend, fault: Fault = Fault.NOTHING) -> None:
         self.fault = fault
+        self.load_seconds = 0.0
+        """What every read takes beside its own time."""
         self.hanging = threading.Event()
         """Set when a call hangs."""
         self._sound = sound
@@ -73,6 +76,7 @@ class FaultyStore(StorageBackend):
         if not self._loads_go.is_set():
             _fill_with_nan(targets)
         self._wait(self._loads_go)
+        time.sleep(self.load_seconds)
         self._raise_if(Fault.ALL_RAISE)
         if self.fault is Fault.ALL_FAIL:
             return [Status.FAILED] * len(keys)

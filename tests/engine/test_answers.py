@@ -19,9 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.pool_connector import PoolConnector
+from engine.request import State
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
 from tests.engine.running import Engine
+from tests.support.waiting import wait_until
 
 BLOCK = 16
 NEAR_TIE = 1e-3
@@ -187,6 +189,35 @@ class TestPool:
             follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
             assert follow_up.sequence.pool_cached_tokens == cached
             assert qwen2.reference([*prompt, *answer, *prompt_of(5)]).matches(follow_up.wait())
+
+
+def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewhere_may_begin_at_once(
+    qwen2: Checkpoint,
+) -> None:
+    store = MemoryStore(64 << 20)
+    with Engine(qwen2.folder, store=store, save_outputs=True) as one, Engine(qwen2.folder, store=store) as other:
+        prompt = prompt_of(40)
+        answering = one.begin(prompt, 900)
+        answer = [answering.next().token_id for _ in range(MAX_TOKENS)]
+        wait_until(lambda: (store.stats().keys or 0) >= 3, "a block with generated tokens to be in the pool")
+        follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
+        assert answering.sequence.state is State.RUNNING
+        assert follow_up.sequence.pool_cached_tokens == 48
+        one.core.abort(answering.sequence)
+
+
+def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Checkpoint) -> None:
+    # Own cache and pool both: its blocks are taken from it, and what it needs again comes from the pool.
+    with Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, save_outputs=True) as engine:
+        asked = [engine.begin(prompt_of(24, seed), 90) for seed in (1, 2)]
+        for one in asked:
+            one.wait()
+        preempted = asked[1].sequence
+        assert preempted.num_preemptions > 0
+        assert preempted.num_saved >= 6
+        engine.wait_until_idle()
+        follow_up = engine.answer([*preempted.token_ids, 1], 1).sequence
+        assert follow_up.own_cached_tokens + follow_up.pool_cached_tokens == 112
 
 
 def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: Checkpoint) -> None:

@@ -15,6 +15,8 @@ from engine.disaggregation import HandoverReceiver
 from engine.generation import Generation, Generations, Piece
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
+from kvstore_backend import StorageBackend
+from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.faulty_store import FaultyStore
@@ -66,11 +68,15 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair_over(
-    store: FaultyStore, folder: Path, tokenizer: Any, silence_seconds: float = 30.0
+    store: FaultyStore,
+    folder: Path,
+    tokenizer: Any,
+    silence_seconds: float = 30.0,
+    store_of_prefill: StorageBackend | None = None,
 ) -> AsyncIterator[Pair]:
     receiver = HandoverReceiver(None, silence_seconds, silence_seconds)
     await receiver.start(socket.create_server((HOST, 0)))
-    with Engine(folder, store=store) as prefill, Engine(folder, store=store) as decode:
+    with Engine(folder, store=store_of_prefill or store) as prefill, Engine(folder, store=store) as decode:
         yield Pair(prefill, decode, tokenizer, receiver)
     await receiver.close()
     assert not receiver._pending
@@ -168,10 +174,12 @@ async def test_the_answers_usage_tells_what_prefill_found_cached(
 
 
 @in_event_loop
+@pytest.mark.parametrize("writes", ["at once", "behind"])
 async def test_decode_begins_only_when_all_of_the_prompt_is_in_the_pool(
-    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore
+    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, writes: str
 ) -> None:
-    async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
+    behind = WriteBehindBackend(store) if writes == "behind" else None
+    async with pair_over(store, tiny_checkpoint, word_tokenizer, store_of_prefill=behind) as pair:
         store.hang_saves()
         prefill, decode = pair.start()
         legs = asyncio.gather(all_of(prefill), all_of(decode))

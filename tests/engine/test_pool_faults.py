@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.request import State
 from kvstore_backend import PoolUnavailable, StorageBackend
 from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import Fault, FaultyStore
 from tests.engine.running import Answering, Engine
+from tests.support.waiting import wait_until
 
 MAX_TOKENS = 20
 LENGTHS = (1, 16, 17, 33, 48, 65, 100)
@@ -100,6 +102,23 @@ def test_running_decodes_go_on_unharmed_while_a_load_hangs_with_garbage_in_its_b
             assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
         store.go_on()
         ends_well(engine, [loading, *decoding], answers)
+        assert loading.sequence.pool_cached_tokens == 96
+
+
+def test_loads_run_while_all_places_are_taken(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    store.hang_loads()
+    with Engine(tiny_checkpoint, store=store, max_num_seqs=1) as engine:
+        running = engine.begin([1], 900)
+        running.next()
+        loading = engine.begin(LONG, MAX_TOKENS)
+        assert store.hanging.wait(30)
+        store.go_on()
+        wait_until(lambda: engine.scheduler.ready, "the load to end")
+        assert running.sequence.state is State.RUNNING
+        engine.core.abort(running.sequence)
+        ends_well(engine, [loading], answers)
         assert loading.sequence.pool_cached_tokens == 96
 
 
@@ -218,7 +237,9 @@ def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
         store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
         store.hang_loads()
         # Answered while the read still hangs, out of other blocks than those it may yet write to.
-        assert engine.answer(LONG, MAX_TOKENS).wait() == answers[len(LONG)]
+        answering = engine.answer(LONG, MAX_TOKENS)
+        assert answering.wait() == answers[len(LONG)]
+        assert (answering.sequence.own_cached_tokens, answering.sequence.pool_cached_tokens) == (0, 0)
         assert store.hanging.is_set()
         assert engine.blocks.num_available == 20 - 6
         store.go_on()
