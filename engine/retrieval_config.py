@@ -17,7 +17,7 @@ from kvstore_backend import ConfigError
 
 __all__ = ["REPRESENTATIVES", "Reach", "Regime", "RetrievalConfig"]
 
-REPRESENTATIVES = ("min_max_32", "min_max", "mean_std", "mean")
+REPRESENTATIVES = ("min_max", "mean_std", "mean")
 """What stands for a block in the index (``engine.attention.block_index``); the first is the default."""
 
 

@@ -3,15 +3,12 @@
 The score of a block is the inner product of its representative with the query. What a representative is made of, for
 a block's keys ``k`` (after RoPE), and what the query ``q`` becomes to meet it:
 
-=============  ==============================  ==========================  ====================================
-``mean``       mean(k)                         q                           the method's own
-``mean_std``   mean(k), std(k)                 q, |q|                      one deviation above the mean score
-``min_max``    min(k), max(k)                  min(q, 0), max(q, 0)        the greatest score that any key within
-                                                                           these bounds could have (Quest, Tang et
-                                                                           al. 2024)
-``min_max_32`` as ``min_max``, of every 32     as ``min_max``              a block's score is its best part's: bounds
-               tokens                                                      of large blocks say little
-=============  ==============================  ==========================  ====================================
+============  ====================  ========================  =================================================
+``mean``      mean(k)               q                         the method's own
+``mean_std``  mean(k), std(k)       q, |q|                    one deviation above the mean score
+``min_max``   min(k), max(k)        min(q, 0), max(q, 0)      the greatest score that any key within these bounds
+                                                              could have (Quest, Tang et al. 2024)
+============  ====================  ========================  =================================================
 
 The query heads that share a KV head share what is recalled: each turns its scores into shares (softmax), so that no
 head outvotes the others by the length of its query, and a block counts by the greatest share it has of any.
@@ -30,8 +27,6 @@ from engine.retrieval_config import REPRESENTATIVES
 
 __all__ = ["BlockIndex", "Index", "best_blocks", "query_of", "representative_of"]
 
-_PART = 32
-
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
     """Representatives of blocks.
@@ -41,14 +36,13 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
         keys: ``[..., tokens, head_dim]``.
 
     Returns:
-        ``[..., parts, width]``; one part, but for ``min_max_32``.
+        ``[..., width]``.
     """
     if kind == "mean":
-        return keys.mean(-2, keepdim=True)
+        return keys.mean(-2)
     if kind == "mean_std":
-        return torch.cat([keys.mean(-2, keepdim=True), keys.std(-2, correction=0, keepdim=True)], -1)
-    parts = keys.view(*keys.shape[:-2], _parts(kind, keys.shape[-2]), -1, keys.shape[-1])
-    return torch.cat([parts.amin(-2), parts.amax(-2)], -1)
+        return torch.cat([keys.mean(-2), keys.std(-2, correction=0)], -1)
+    return torch.cat([keys.amin(-2), keys.amax(-2)], -1)
 
 
 def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
@@ -58,10 +52,6 @@ def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
     if kind == "mean_std":
         return torch.cat([queries, queries.abs()], -1)
     return torch.cat([queries.clamp(max=0), queries.clamp(min=0)], -1)
-
-
-def _parts(kind: str, block_size: int) -> int:
-    return block_size // _PART if kind == "min_max_32" and block_size % _PART == 0 else 1
 
 
 def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -114,7 +104,7 @@ class BlockIndex(Index):
     Args:
         kind: one of ``REPRESENTATIVES``.
         rows: sequences at once.
-        num_layers, num_kv_heads, block_size, head_dim: as of KV memory.
+        num_layers, num_kv_heads, head_dim: as of KV memory.
         max_blocks: of one sequence.
     """
 
@@ -125,7 +115,6 @@ class BlockIndex(Index):
         rows: int,
         num_layers: int,
         num_kv_heads: int,
-        block_size: int,
         head_dim: int,
         max_blocks: int,
         dtype: torch.dtype,
@@ -134,10 +123,9 @@ class BlockIndex(Index):
         if kind not in REPRESENTATIVES:
             raise ValueError(f"{kind!r} is no representative; there are {', '.join(REPRESENTATIVES)}")
         self.kind = kind
-        self._parts = _parts(kind, block_size)
         width = head_dim if kind == "mean" else 2 * head_dim
         # A row's blocks of one head lie together: a search reads them as one matrix, without a copy.
-        shape = (num_layers, rows, num_kv_heads, max_blocks * self._parts, width)
+        shape = (num_layers, rows, num_kv_heads, max_blocks, width)
         self._vectors = torch.empty(shape, dtype=dtype, device=device)
 
     @property
@@ -146,8 +134,8 @@ class BlockIndex(Index):
         return self._vectors.numel() * self._vectors.element_size()
 
     def write(self, row: int, first: int, keys: torch.Tensor) -> None:
-        vectors = representative_of(self.kind, keys).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        self._vectors[:, row, :, first * self._parts : (first + len(keys)) * self._parts] = vectors
+        vectors = representative_of(self.kind, keys).permute(1, 2, 0, 3)
+        self._vectors[:, row, :, first : first + len(keys)] = vectors
 
     def search(
         self,
@@ -158,14 +146,12 @@ class BlockIndex(Index):
         scale: float,
     ) -> list[torch.Tensor]:
         first_row, stop_row = min(rows), max(rows) + 1
-        most = max(last for _, last, _ in wanted) * self._parts
+        most = max(last for _, last, _ in wanted)
         # A slice of all rows between, searched in vain where a row is not asked for: picking rows out would copy them.
         queries_by_row = queries.new_zeros(stop_row - first_row, *queries.shape[1:])
         queries_by_row[[row - first_row for row in rows]] = queries * scale
         vectors = self._vectors[layer, first_row:stop_row, :, :most]
         scores = query_of(self.kind, queries_by_row) @ vectors.transpose(-1, -2)
-        if self._parts > 1:
-            scores = scores.view(*scores.shape[:-1], -1, self._parts).amax(-1)
         return [
             best_blocks(scores[row - first_row, ..., first:last], count)
             for row, (first, last, count) in zip(rows, wanted, strict=True)

@@ -185,7 +185,6 @@ class Retrieval:
             rows=max_num_seqs,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
-            block_size=block_size,
             head_dim=head_dim,
             max_blocks=-(-max_model_len // block_size),
             dtype=kv.dtype,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -156,11 +156,13 @@ def train(seed: int) -> Qwen2ForCausalLM:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: k0..k63, v0..v191, f0..f7."""
-    words = [f"{kind}{i}" for kind, count in (("k", KEYS), ("v", VALUES), ("f", FILLERS)) for i in range(count)]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="f0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="f0")
+    """The 256 bytes, which are keys and values here, and the fillers; whoever asks says and reads token ids."""
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_tokens([f"<f{i}>" for i in range(FILLERS)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def test_sparse_attention_is_off_unless_asked_for() -> None:
 
 def test_sparse_attention_has_the_methods_defaults() -> None:
     config = parse("--model m --max-model-len 131072 --enable-retrieval --block-size 128").retrieval
-    assert config == RetrievalConfig(128, 1024, 7192, 0.2, 32768, 65536, "min_max_32", 1, 0)
+    assert config == RetrievalConfig(128, 1024, 7192, 0.2, 32768, 65536, "min_max", 1, 0)
 
 
 def test_flags_of_sparse_attention_go_before_its_variables() -> None:

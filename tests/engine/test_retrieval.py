@@ -242,7 +242,7 @@ def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_fo
         ({"topk_percent": 0.0}, "--retrieval-topk-percent 0.0 is not a share above 0"),
         ({"topk_percent": 1.1}, "--retrieval-topk-percent 1.1 is not a share"),
         ({"dense_boundary": 9, "offload_boundary": 8}, "--retrieval-dense-boundary 9 is above"),
-        ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max_32, min_max"),
+        ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max, mean_std"),
         ({"stride": 0}, "--retrieval-stride 0"),
         ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
     ],

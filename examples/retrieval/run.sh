@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Trains the needle model (once), serves it with and without sparse attention, and compares the answers.
+# Exits with 0 only if that is verified. PYTHON, OUTPUT, DENSE_PORT and SPARSE_PORT may be set.
+set -euo pipefail
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+OUTPUT=${OUTPUT:-$ROOT/.cache/retrieval}
+DENSE_PORT=${DENSE_PORT:-8101} SPARSE_PORT=${SPARSE_PORT:-8102}
+MODEL=$OUTPUT/needle
+mkdir -p "$OUTPUT"
+
+instances=()
+stop() {
+    for pid in "${instances[@]}"; do kill "$pid" 2>/dev/null || true; done
+    wait
+}
+trap stop EXIT
+
+serve() { # name port flags...
+    local name=$1 port=$2
+    shift 2
+    FD_LOG_DIR=$OUTPUT/log-$name "$PYTHON" -m engine.api_server --model "$MODEL" --host 127.0.0.1 --port "$port" \
+        --device cpu --block-size 32 --max-model-len 8448 --num-gpu-blocks-override 1200 --max-num-seqs 4 "$@" \
+        >"$OUTPUT/$name.out" 2>&1 &
+    instances+=($!)
+    for _ in $(seq 240); do
+        if curl -sf "http://127.0.0.1:$port/health" >/dev/null; then return; fi
+        if ! kill -0 "${instances[-1]}" 2>/dev/null; then break; fi
+        sleep 0.5
+    done
+    echo "the $name instance did not start; see $OUTPUT/$name.out" >&2
+    exit 1
+}
+
+[[ -f $MODEL/tokenizer.json ]] || "$PYTHON" "$HERE/train_needle.py" --output "$MODEL"
+cd "$ROOT"
+serve dense "$DENSE_PORT"
+serve sparse "$SPARSE_PORT" --enable-retrieval --retrieval-init-tokens 128 --retrieval-local-tokens 256 \
+    --retrieval-topk-percent 0.2 --retrieval-dense-boundary 1K --retrieval-offload-boundary 2K
+"$PYTHON" "$HERE/compare.py" --dense "http://127.0.0.1:$DENSE_PORT" --sparse "http://127.0.0.1:$SPARSE_PORT"
