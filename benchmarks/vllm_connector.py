@@ -107,6 +107,11 @@ def blocks(port: int, operation: str, outcome: str) -> float:
     return metric(port, "vllm:kvstore_blocks_total", f'operation="{operation}"', f'outcome="{outcome}"')
 
 
+def ended(port: int, operation: str) -> float:
+    """Blocks whose load or save has ended, one way or the other."""
+    return sum(blocks(port, operation, outcome) for outcome in ("ok", "failed", "dropped"))
+
+
 class Bench:
     """The parts, over one running cluster."""
 
@@ -116,26 +121,40 @@ class Bench:
         self._num_prompts = num_prompts
         self._client = Client()
         self.figures: dict[str, object] = {}
+        self.missed: list[str] = []
+        self._saved = self._ok = 0.0
 
     async def hits(self) -> None:
         """Time to first token of 2,000 tokens: computed by the first instance, then loaded by the second."""
+        self._saved, self._ok = ended(self._first, "save"), blocks(self._first, "save", "ok")
         await self._client.ttft(self._first, prompt(LONG, "warm"))
+        await self._is_saved((LONG - 1) // BLOCK)
         await self._client.ttft(self._second, prompt(LONG, "warm too"))
-        cold, hit = [], []
+        cold: list[float] = []
+        hit: list[float] = []
         full = (LONG - 1) // BLOCK
-        for number in range(8):
+        for number in range(24):
             asked = prompt(LONG, f"hit {number}")
-            saved = blocks(self._first, "save", "ok")
+            computed = await self._client.ttft(self._first, asked)
+            if not await self._is_saved(full):
+                continue  # this machine was busy with something else: the save passed its deadline
             loaded = blocks(self._second, "load", "ok")
             vllms = metric(self._second, "vllm:external_prefix_cache_hits_total")
-            cold.append(await self._client.ttft(self._first, asked))
-            await until(lambda saved=saved: blocks(self._first, "save", "ok") >= saved + full, "saving")
-            hit.append(await self._client.ttft(self._second, asked))
-            await until(lambda loaded=loaded: blocks(self._second, "load", "ok") > loaded, "loading")
+            loads = ended(self._second, "load")
+            answered = await self._client.ttft(self._second, asked)
+            await until(lambda loads=loads: ended(self._second, "load") >= loads + full, "loading")
             ours = (blocks(self._second, "load", "ok") - loaded) * BLOCK
             vllms = metric(self._second, "vllm:external_prefix_cache_hits_total") - vllms
-            if not ours == vllms == full * BLOCK:
-                fail(f"of {full * BLOCK} tokens our counters say {ours:g} were loaded, and vLLM's {vllms:g}")
+            if ours < full * BLOCK:
+                continue  # busy again
+            if ours != vllms:
+                fail(f"our counters say that {ours:g} tokens were loaded, and vLLM's {vllms:g}")
+            cold.append(computed)
+            hit.append(answered)
+            if len(hit) == 10:
+                break
+        else:
+            fail(f"of 24 prompts only {len(hit)} were saved and loaded within the pool's deadline")
         ratio = statistics.median(hit) / statistics.median(cold)
         self.figures["hits"] = {
             "tokens loaded of 2,000, by our counters and by vLLM's": full * BLOCK,
@@ -143,8 +162,14 @@ class Bench:
             "TTFT full hit, median s": round(statistics.median(hit), 3),
             "hit / cold": round(ratio, 3),
         }
-        if ratio > 0.3:
-            fail(f"TTFT of a full hit is {ratio:.2f} of cold, more than 0.3")
+        self._expect(ratio <= 0.3, f"TTFT of a full hit is {ratio:.2f} of cold, more than 0.3")
+
+    async def _is_saved(self, count: int) -> bool:
+        """Whether the first instance saved ``count`` blocks since the last call; waits until it did or could not."""
+        self._saved += count
+        await until(lambda: ended(self._first, "save") >= self._saved, "saving")
+        ok, self._ok = self._ok, blocks(self._first, "save", "ok")
+        return self._ok == ok + count
 
     async def answers(self) -> None:
         """The same answers from all three instances, the second loading what the first computed."""
@@ -179,8 +204,7 @@ class Bench:
             "with / without": round(ratio, 3),
             "pair by pair": [round(each, 3) for each in sorted(ratios)],
         }
-        if ratio < 0.95:
-            fail(f"throughput with the connector is {ratio:.3f} of without, less than 0.95")
+        self._expect(ratio >= 0.95, f"throughput with the connector is {ratio:.3f} of without, less than 0.95")
 
     async def faults(self) -> None:
         """The master killed, started again, hung, and going on, in the middle of requests to both instances."""
@@ -259,6 +283,11 @@ class Bench:
         if len(set.union(*seen.values())) != len(seen):
             fail(f"three kinds of instances, but the statistics name {seen}")
 
+    def _expect(self, holds: bool, sentence: str) -> None:
+        """Timings that miss their bar do not keep the other parts from running."""
+        if not holds:
+            self.missed.append(sentence)
+
     def _compare(self, name: str, truth: Sequence[object], answers: Sequence[object]) -> None:
         if failed := list(answers).count(None):
             fail(f"{failed} requests to the {name} failed")
@@ -295,6 +324,8 @@ def main() -> None:
         asyncio.run(run(bench, options.only or PARTS))
         if options.json:
             options.json.write_text(json.dumps(bench.figures, indent=2) + "\n")
+        if bench.missed:
+            fail("; ".join(bench.missed))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,7 @@ class Cluster:
         (port,) = free_ports(1)
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
+        argv += ["--shutdown-timeout", "10"]  # else vLLM kills its workers, which then do not take leave of the pool
         if connector:
             transfer = {
                 "kv_connector": "KVStoreConnector",

@@ -6,8 +6,6 @@ Ownership of blocks: ``vllm_transfers``.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 60.0
 _FLUSH_SECONDS = 2.0
-# Of 19: a step waits for the slowest of its compute threads, so these have a core when no other wants it.
-_NICENESS = 15
 
 
 @dataclass
@@ -57,8 +53,8 @@ class WorkerHalf:
         self._pool = pool
         self._memory = memory
         self._counts = Counts(pool.namespace.digest)
-        self._loading = ThreadPoolExecutor(1, "pool-load", _yield_to_compute)
-        self._saving = ThreadPoolExecutor(1, "pool-save", _yield_to_compute)
+        self._loading = ThreadPoolExecutor(1, "pool-load")
+        self._saving = ThreadPoolExecutor(1, "pool-save")
         self._lock = threading.Lock()  # guards the next two
         self._loaded = Loaded()
         self._report = Report()
@@ -158,8 +154,3 @@ class WorkerHalf:
     def _end(self, transfer: Transfer) -> None:
         with self._lock:
             self._report.ended[transfer.number] += 1
-
-
-def _yield_to_compute() -> None:
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
