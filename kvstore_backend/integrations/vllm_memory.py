@@ -6,7 +6,10 @@ attention backend wants. A block of the scheduler is one or several kernel block
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +66,8 @@ class KVMemory:
         self.num_layers = len(self._tensors)
         self._layers = [self._placed(tensor) for tensor in self._tensors]
         self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
+        for span in self.allocations():
+            _prefer_large_pages(span)
 
     def allocations(self) -> list[Span]:
         """All memory that spans may lie in."""
@@ -102,6 +107,20 @@ class KVMemory:
         offsets = tuple(sum(step) for step in itertools.product(*steps))
         stride = self._per_block * tensor.stride(0) * tensor.element_size()
         return _Layer(tensor.data_ptr(), stride, offsets, nbytes)
+
+
+def _prefer_large_pages(span: Span) -> None:
+    """Ask the system to commit memory in large pages as it is first written; advice, which it may not take.
+
+    vLLM leaves it to be committed in pages of 4 KiB. Loading 15 MiB into memory that nobody has written to took 350 ms
+    with them on a busy machine, and 18 ms into memory that had been.
+    """
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-span.address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = span.address + span.nbytes - start
+        if length > 0:
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
 def _layout(axes: Sequence[tuple[str, int, int]], dtype: str) -> str:
