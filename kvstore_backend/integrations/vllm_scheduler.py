@@ -65,9 +65,10 @@ class _Tracked:
 
 @dataclass(frozen=True)
 class _Question:
-    """How many blocks from ``first`` on the pool has."""
+    """How many of the blocks from ``first`` on, which the pool knows by ``names``, it has."""
 
     first: int
+    names: Sequence[bytes]
     answer: Future[int]
 
 
@@ -132,7 +133,7 @@ class SchedulerHalf:
             wanted = self._names(request, first, end)
             if not wanted:
                 return 0
-            question = _Question(first, self._threads.submit(self._look_up, wanted))
+            question = _Question(first, wanted, self._threads.submit(self._look_up, wanted))
             self._questions[request.request_id] = question
         start = time.monotonic()
         try:
@@ -148,11 +149,11 @@ class SchedulerHalf:
         question = self._questions.pop(request.request_id, None)
         if not num_external or question is None:
             return
-        end = question.first + num_external // self._block_size
-        transfer = self._pinned(request, question.first, end, blocks(), is_load=True)
-        self._planned_loads.append(transfer)
+        found = question.names[: num_external // self._block_size]
         tracked.is_loading = True
-        tracked.num_saved = end
+        tracked.num_saved = question.first + len(found)
+        wanted = blocks()[question.first : tracked.num_saved]
+        self._planned_loads.append(self._pinned(request, found, wanted, is_load=True))
 
     def plan(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
         """What the workers do in the step that computes ``scheduled`` tokens of each request."""
@@ -256,21 +257,17 @@ class SchedulerHalf:
         end = min(full, tracked.num_saved + int(_SAVE_SHARE * len(self._blocks.blocks)) - held)
         if end <= tracked.num_saved:
             return
-        transfer = self._pinned(tracked.request, tracked.num_saved, end, blocks(), is_load=False)
-        if transfer.names:
-            self._planned_saves.append(transfer)
-        tracked.num_saved = end
+        first, tracked.num_saved = tracked.num_saved, end
+        if named := self._names(tracked.request, first, end):
+            self._planned_saves.append(self._pinned(tracked.request, named, blocks()[first:end], is_load=False))
 
-    def _pinned(self, request: Request, first: int, end: int, blocks: Sequence[int], *, is_load: bool) -> Transfer:
-        """A transfer of the request's blocks ``first`` to ``end``, which stay in place until it has ended."""
+    def _pinned(self, request: Request, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
+        """A transfer of ``blocks``, which stay in place until it has ended."""
         assert self._blocks is not None
-        wanted = self._names(request, first, end)
-        chosen = list(blocks[first:end]) if wanted else []
         self._last_number += 1
-        if chosen:
-            self._blocks.touch([self._blocks.blocks[block] for block in chosen])
-            self._pins[self._last_number] = _Pin(request.request_id, chosen, len(self._pools), is_load)
-        return Transfer(self._last_number, request.request_id, wanted, chosen)
+        self._blocks.touch([self._blocks.blocks[block] for block in blocks])
+        self._pins[self._last_number] = _Pin(request.request_id, blocks, len(self._pools), is_load)
+        return Transfer(self._last_number, request.request_id, named, blocks)
 
     def _freed(self, pin: _Pin) -> None:
         assert self._blocks is not None
