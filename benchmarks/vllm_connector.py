@@ -187,14 +187,17 @@ class Bench:
     async def throughput(self) -> None:
         """Prompts that nobody has seen, with connector and without, in turn."""
         rates: dict[int, list[float]] = {self._plain: [], self._first: []}
+        names = {self._plain: "plain", self._first: "first"}
+        spent: dict[int, list[float]] = {port: [] for port in rates}
         ratios = []
         for number in range(10):
             pair = list(rates)[:: 1 if number % 2 else -1]
             for port in pair:
                 asked = [prompt(700, f"throughput {port} {number} {i}") for i in range(12)]
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), self._cluster.cpu_seconds(names[port])
                 answers = await self._client.answers([port], asked, at_once=6)
                 rates[port].append(sum(map(len, filter(None, answers))) / (time.perf_counter() - start))
+                spent[port].append(self._cluster.cpu_seconds(names[port]) - cpu)
             if number:  # the first warms up
                 ratios.append(rates[self._first][-1] / rates[self._plain][-1])
         medians = {port: statistics.median(found[1:]) for port, found in rates.items()}
@@ -203,6 +206,9 @@ class Bench:
             "tokens/s without": round(medians[self._plain], 1),
             "tokens/s with, 0 % hits": round(medians[self._first], 1),
             "with / without, median of pairs": round(ratio, 3),
+            "processor seconds a round, without and with": [
+                round(statistics.median(spent[port][1:]), 2) for port in rates
+            ],
             "pair by pair": [round(each, 3) for each in sorted(ratios)],
         }
         self._expect(ratio >= 0.95, f"throughput with the connector is {ratio:.3f} of without, less than 0.95")
