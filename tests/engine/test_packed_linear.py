@@ -7,16 +7,21 @@ import copy
 import pytest
 import torch
 
-from engine.packed_linear import PackedLinear, pack_linears
+from engine.packed_linear import PackedLinear, filled_up, pack_linears
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 100])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 100, 129])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_packed_layer_computes_what_the_layer_does(rows: int, bias: bool) -> None:
     torch.manual_seed(rows)
     linear, inputs = torch.nn.Linear(48, 80, bias=bias), torch.randn(1, rows, 48)
     with torch.inference_mode():
         torch.testing.assert_close(PackedLinear(linear)(inputs), linear(inputs))
+
+
+def test_layers_meet_few_numbers_of_rows_and_few_rows_too_many() -> None:
+    assert len({filled_up(rows) for rows in range(1, 2049)}) == 16 + 7 * 8
+    assert all(rows <= filled_up(rows) <= 1.125 * rows for rows in range(1, 2049))
 
 
 def test_every_float32_layer_is_packed_wherever_it_is_and_nothing_else() -> None:
