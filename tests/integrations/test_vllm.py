@@ -216,6 +216,22 @@ def test_chunks_of_a_prompt_are_saved_as_they_become_full(two: tuple[Instance, I
     assert second.matched(asked(name="late")) == 20
 
 
+def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    request = asked()
+    for index, block_hash in enumerate(request.block_hashes[:3]):
+        for layer, tensor in enumerate(first.kv):
+            tensor[index] = content(block_hash, layer)
+    first.scheduler.allocated(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+    first.step({"a": 12}, {"a": [0, 1, 2, 3, 4, 5]})
+    loaded = first.load(request, [20, 21, 22, 23, 24, 25])
+    assert (loaded.requests, loaded.blocks) == ({"a"}, set())
+    assert all(first.has(request, index, 20 + index) for index in range(3))
+    request.num_computed_tokens = 12
+    first.step({"a": 10}, {"a": [20, 21, 22, 23, 24, 25]})
+    assert second.matched(asked(name="b")) == 20
+
+
 def test_a_request_that_ends_saves_what_became_full_last(two: tuple[Instance, Instance]) -> None:
     first, second = two
     request = asked()
