@@ -98,7 +98,7 @@ class _Handover:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task})
+                await asyncio.gather(task, return_exceptions=True)  # it may fail before it hears of that
 
     def _drop(self) -> None:
         if not self._result.done() or self._is_taken:

@@ -84,7 +84,13 @@ class BlockMemory:
             loop.call_soon_threadsafe(deliver, reservation)
 
         self._core.reserve(prompt.hashes, prompt.num_tokens, answer)
-        return await answered
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            # The answer may be there already, and now nobody takes it.
+            if answered.done() and not answered.cancelled() and (reservation := answered.result()):
+                self.cancel(reservation, clear=False)
+            raise
 
     def cancel(self, reservation: Reservation, *, clear: bool) -> None:
         """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
