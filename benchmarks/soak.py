@@ -54,7 +54,7 @@ DEADLINE = 60.0  # seconds in which a request must have ended
 TRIES = 20  # of a user whose answer was cut off
 WARM = 30.0  # seconds after which a process should not grow any more
 MIB_GROWN = 48.0  # that an instance may grow by: its part of the pool, and what malloc keeps
-FDS_GROWN = 12
+FDS_GROWN, FDS_PER_END = 12, 3  # file descriptors: Mooncake keeps connections to every process that ended, for good
 IDLE_SECONDS = 75.0  # in which blocks must be free: D keeps those that a lost P may still write to for 60 s
 
 Message = dict[str, str]
@@ -216,10 +216,11 @@ async def read_metrics(port: int) -> dict[str, float] | None:
     """All metrics at ``port`` by name and labels; None if nobody answers."""
     try:
         async with httpx.AsyncClient(timeout=5) as client:
-            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+            answer = await client.get(f"http://127.0.0.1:{port}/metrics")
+            answer.raise_for_status()
     except httpx.TransportError:
         return None
-    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    lines = (line.rpartition(" ") for line in answer.text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
@@ -363,6 +364,8 @@ class Chaos:
 
     def __init__(self, instances: Sequence[Instance], master: Child, logs: Path, seed: int, until: float) -> None:
         self.done: Counter[str] = Counter()
+        self.ends: list[float] = []
+        """When processes were killed."""
         self.master = Life("mooncake_master", master, time.monotonic())
         self._instances = instances
         self._logs = logs
@@ -382,7 +385,8 @@ class Chaos:
                     await self._stop_for_a_while(instance.life.process)
                 else:
                     self.done[f"{role} killed"] += 1
-                    instance.life.process.kill()
+                    self.ends.append(time.monotonic())
+                    await asyncio.to_thread(instance.life.process.kill)
                     await asyncio.sleep(self._choices.uniform(0, 4))
                     instance.start()
                     await instance.until_ready()
@@ -394,7 +398,8 @@ class Chaos:
                 await self._stop_for_a_while(self.master.process)
             else:
                 self.done["master killed"] += 1
-                self.master.process.kill()
+                self.ends.append(time.monotonic())
+                await asyncio.to_thread(self.master.process.kill)
                 await asyncio.sleep(self._choices.uniform(0, 8))
                 log = self._logs / f"master-{self.done['master killed']}.out"
                 self.master = Life("mooncake_master", Child(self.master.process.argv, log), time.monotonic())
@@ -467,7 +472,8 @@ class Soak:
                     *self._troubles(chaos, script),
                     *self._answers(users.record),
                     *leaks,
-                    *itertools.chain.from_iterable(map(self._growth, lives)),
+                    self._tracebacks(),
+                    *(line for life in lives for line in self._growth(life, chaos.ends)),
                 ]
             finally:
                 for instance in instances:
@@ -588,12 +594,18 @@ class Soak:
             Line("errors without an instance's end under them", str(sum(errors.values())), "0", not errors),
         ]
 
-    def _growth(self, life: Life) -> list[Line]:
+    def _tracebacks(self) -> Line:
+        """What no part may leave in its log, whatever becomes of the others."""
+        number = sum(log.read_text(errors="replace").count("Traceback (most") for log in self._logs.rglob("*out"))
+        return Line("tracebacks in logs", str(number), "0", not number)
+
+    def _growth(self, life: Life, ends: Sequence[float]) -> list[Line]:
         grown = life.grown(self._warm)
         if grown is None:
             return [Line(f"{life.name}: too young for growth", f"{len(life.samples)} s")]
         mib, mib_now, fds, fds_now = grown
         age = life.samples[-1][0] - life.ready_at
+        fds_grown = FDS_GROWN + FDS_PER_END * sum(end > life.ready_at + self._warm for end in ends)
         return [
             Line(
                 f"{life.name}: MiB after {self._warm:.0f} s and {age:.0f} s",
@@ -604,8 +616,8 @@ class Soak:
             Line(
                 f"{life.name}: file descriptors",
                 f"{fds} -> {fds_now}",
-                f"+ {FDS_GROWN}",
-                fds_now <= fds + FDS_GROWN,
+                f"+ {fds_grown}",
+                fds_now <= fds + fds_grown,
             ),
         ]
 
