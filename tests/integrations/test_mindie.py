@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_the_pool_it_names_opens_by_another_protocol_where_there_are_no_cards(tm
         pool.close()
 
 
+@pytest.fixture
+def own_log_level() -> Iterator[None]:
+    """The doctor silences the log, for it is a program of its own: here it is part of this one."""
+    logger = logging.getLogger("kvstore_backend")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_log_level")
 def test_the_doctor_says_what_the_cards_links_take(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(EXAMPLE / "config.json")])
     said = capsys.readouterr().out
@@ -106,6 +117,7 @@ def test_the_doctor_says_what_the_cards_links_take(capsys: pytest.CaptureFixture
     assert "lower it from 0.92 to 0.91" in said
 
 
+@pytest.mark.usefixtures("own_log_level")
 def test_the_doctor_stops_at_what_mindie_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(pair(tmp_path, lambda b, _: models(b)[0].pop("plugin_params")))]) == 1
     assert "a pool needs the prefix cache" in capsys.readouterr().out

@@ -180,11 +180,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.inside))
-        self.inside.remove(client)
         events = [lambda: self.gate.leave(client)]
         if self.line and data.draw(st.booleans()):  # at the same moment another gives up, perhaps whose turn it is
             events.append(data.draw(st.sampled_from(self.line))[1].cancel)
-        for event in data.draw(st.permutations(events)):
+        events = data.draw(st.permutations(events))
+        self.inside.remove(client)
+        for event in events:
             event()
         self.guests.settle()
         self._look()
@@ -214,12 +215,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all have gone, nothing is left."""
-        while self.inside:
-            self.guests.leave(self.inside.pop())
-            self._look()
-        assert repr(self.gate) == "<Admission 0 running, 0 waiting of 0 clients>"
-        assert not self.line
-        self.guests.loop.close()
+        with self.guests:
+            while self.inside:
+                self.guests.leave(self.inside.pop())
+                self._look()
+            assert repr(self.gate) == "<Admission 0 running, 0 waiting of 0 clients>"
+            assert not self.line
 
 
 def _entered(task: asyncio.Task[None]) -> bool:
