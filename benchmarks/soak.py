@@ -38,11 +38,13 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.make_model import WORDS, make_model
+from engine.packed_linear import filled_up
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child
 
 LAYERS = 2
+BATCHED = 128  # tokens computed in a step
 BLOCK, BLOCKS, SEQUENCES, LONGEST = 16, 128, 6, 1024  # an instance holds two of the longest conversations
 SEGMENT = "16MiB"  # what an instance gives the pool: 512 blocks
 MARGIN = 1e-3  # nats by which the right token must lead, so that rounding (2e-5) never decides
@@ -188,13 +190,22 @@ class Instance:
         self.lives.append(Life(self.name, process))
 
     async def until_ready(self) -> None:
-        """Wait until it answers and has registered (which it does at once when it is ready)."""
+        """Wait until it answers (it registers at once then) and has computed steps of all lengths."""
         async with _waiting_for(self.name, 120):
             while await self.metrics() is None:
                 if self.life.process.exit_code is not None:
                     sys.exit(f"{self.name} ended by itself:\n{self.life.process.output[-3000:]}")
                 await asyncio.sleep(0.1)
+        await self._compute_all_lengths()
         self.life.ready_at = time.monotonic()
+
+    async def _compute_all_lengths(self) -> None:
+        """Prompts of all lengths for which oneDNN keeps code (70 MiB), that it does not look like a leak later."""
+        async with httpx.AsyncClient(base_url=f"http://{self.key}", timeout=60) as client:
+            for length in sorted({filled_up(length) for length in range(1, BATCHED + 1)}):
+                prompt = f" {_words(random.Random(length), length)}"
+                answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+                answer.raise_for_status()
 
     async def metrics(self) -> dict[str, float] | None:
         """Its metrics by name; None if it does not answer."""
@@ -504,7 +515,13 @@ class Soak:
         settings = master.settings(global_segment_size=SEGMENT)
         env = self._env() | {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
         argv = [*self._argv(model), "--router", f"127.0.0.1:{router}", "--kvcache-storage-backend", "mooncake"]
-        argv += ["--max-num-batched-tokens", "128", "--cache-transfer-protocol", "tcp", "--enable-output-caching"]
+        argv += [
+            "--max-num-batched-tokens",
+            str(BATCHED),
+            "--cache-transfer-protocol",
+            "tcp",
+            "--enable-output-caching",
+        ]
         return [
             Instance(role, number, [*argv, "--splitwise-role", role], env, self._logs)
             for role, count in (("prefill", self._options.prefill), ("decode", self._options.decode))
