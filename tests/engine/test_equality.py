@@ -98,7 +98,7 @@ def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_pat
 
     settings: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True, "store": store}
     with (
-        Engine(folder, num_blocks=20, max_num_seqs=6, **settings) as one,
+        Engine(folder, num_blocks=14, max_num_seqs=6, **settings) as one,
         Engine(folder, num_blocks=400, max_num_seqs=16, **settings) as other,
     ):
         answers = check(one, PROMPTS)
