@@ -116,15 +116,17 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
 
     old = wait_for(leading, "none of the masters leads")
     print(f"the master with metrics on port {old.metrics_port} leads", flush=True)
-    if not check.is_shared(1, old, "a new prompt", seconds=30):
-        fail("a prompt that instance 0 had computed was not read from the pool by instance 1, with nothing killed yet")
+    seeds_before, seeds_after = range(1, 4), itertools.count(4)
+    # One miss proves nothing: a look-up that a busy machine holds up beyond its deadline is a miss, too.
+    if not any(check.is_shared(seed, old, "a new prompt", seconds=30) for seed in seeds_before):
+        fail("no prompt that instance 0 had computed was read from the pool by instance 1, with nothing killed yet")
     conversation(check, old)
     killed = time.monotonic()
     new = wait_for(lambda: None if (now := leading()) == old else now, "no other master took the lead")
     print(f"the master with metrics on port {new.metrics_port} leads now", flush=True)
-    for seed in itertools.count(2):
+    for number, seed in enumerate(seeds_after, 1):
         # Instances mount their memory at the new leader in their own time; until then a save is dropped, not late.
-        if check.is_shared(seed, new, f"brand-new prompt {seed - 1}", seconds=10):
+        if check.is_shared(seed, new, f"brand-new prompt {number}", seconds=10):
             break
         if time.monotonic() > killed + HEALING:
             print_table(HEADS, check.rows)
