@@ -1,4 +1,4 @@
-"""The router's application: the control plane in FastAPI, and beside it the data plane as a plain ASGI callable."""
+"""The router's parts put together, and its control plane in FastAPI; ``server`` leads the data plane past it."""
 
 from __future__ import annotations
 

@@ -75,14 +75,14 @@ class RouterMetrics(Collector):
 
     def record(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        self.answered(record.method, record.path, record.status, record.total_ms / 1e3)
+        self._answered(record.method, record.path, record.status, record.total_ms / 1e3)
         if record.path in _COMPLETIONS:
-            self.served(record.mixed, record.prefill, record.decode, record.status)
+            self._served(record.mixed, record.prefill, record.decode, record.status)
             self._count_tokens(record)
             if record.streamed and record.first_byte_ms:
                 self._time_tokens(record)
 
-    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+    def _answered(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count one answer; ``status`` is 499 where the client left before it."""
         endpoint = path if path in _ENDPOINTS else "other"
         key = (method, endpoint, status)
@@ -94,7 +94,7 @@ class RouterMetrics(Collector):
         durations.sum += seconds
         durations.last.append(seconds)
 
-    def served(self, mixed: str, prefill: str, decode: str, status: int) -> None:
+    def _served(self, mixed: str, prefill: str, decode: str, status: int) -> None:
         """Count one completion request by the instances it went to last; ``""`` for a role it did not use."""
         workers = (mixed, prefill, decode, status)
         count = self._inference.get(workers, 0)
