@@ -2,8 +2,8 @@
 
 uvicorn reads a request's head and body for us, and runs the control plane as the ASGI application it is. A request of
 the data plane skips what ASGI would cost it: messages as dictionaries, a task that waits for the client's leaving,
-headers matched against patterns on their way out. Together with a prefill
-leg that needs no task, this took a P/D request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
+headers matched against patterns on their way out. Together with a prefill leg that needs no task, this took a P/D
+request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
 """
 
 from __future__ import annotations
