@@ -130,6 +130,7 @@ class HandoverReceiver:
         self._server: asyncio.Server | None = None
         # By request id, from whichever comes first, the request or P's connection, until the request has its answer.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
@@ -140,7 +141,7 @@ class HandoverReceiver:
 
     async def start(self, connector: socket.socket) -> None:
         """Listen on a bound socket."""
-        self._server = await asyncio.start_server(self._serve, sock=connector, limit=LINE_LIMIT)
+        self._server = await asyncio.start_server(self._accept, sock=connector, limit=LINE_LIMIT)
 
     async def close(self) -> None:
         """Stop listening."""
@@ -181,6 +182,12 @@ class HandoverReceiver:
             del self._pending[request_id]
         if begun.done():
             begun.result().give_up()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Left to asyncio, Python 3.11 reports a task that is cancelled at the process's end as an error of ours.
+        serving = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request_id, handover = "?", None

@@ -543,6 +543,7 @@ async def test_prefill_answers_and_is_free_whatever_decode_says(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], reserved: dict[str, Any] | None
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        hung_up = asyncio.Event()
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readline()
@@ -552,10 +553,12 @@ async def test_prefill_answers_and_is_free_whatever_decode_says(
                 writer.write(b'{"type": "rejected"}\n')
                 await reader.read()
             writer.close()
+            hung_up.set()
 
         server = await asyncio.start_server(answer, HOST, 0)
         info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=server.sockets[0].getsockname()[1])
         request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
         assert tokens_of(await all_of(pair.prefill.generations.start(request, info))) == expected[:1]
         await eventually(lambda: pair.prefill.is_free, "prefill to be free")
+        await hung_up.wait()
         server.close()
