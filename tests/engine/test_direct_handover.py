@@ -4,184 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
-import socket
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.disaggregation import BlockMemory, HandoverReceiver, Prompt, Transfer
-from engine.generation import Generation, Generations, Piece
+from engine.disaggregation import Prompt
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.pair import HOST, PROMPT, Pair, all_of, pair_of, tokens_of
 from tests.engine.running import Engine
 from tests.support.ports import free_port
 
-HOST = "127.0.0.1"
 BLOCK = 16
-PROMPT = tuple(range(1, 101))
 SHORT = 0.3
-
-
-class TroubledTransfer(Transfer):
-    """A real one, that can be made to fail, to spoil a byte, or to hang."""
-
-    def __init__(self, engine: Engine) -> None:
-        kv = engine.runner.kv
-        super().__init__(HOST, "tcp", kv.data_ptr(), kv.numel() * kv.element_size())
-        self.fails = False
-        self.spoils: Engine | None = None
-        """Whose memory gets a wrong byte after each write."""
-        self.hanging = threading.Event()
-        """Set when a write hangs."""
-        self._go = threading.Event()
-        self._go.set()
-
-    def hang(self) -> None:
-        """Writes hang from now on."""
-        self._go.clear()
-
-    def go_on(self) -> None:
-        """Whatever hangs goes on."""
-        self._go.set()
-
-    def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
-        if not self._go.is_set():
-            self.hanging.set()
-            self._go.wait()
-        if self.fails:
-            return False
-        written = super().write(session, sources, targets, nbytes)
-        if self.spoils:
-            memory = self.spoils.runner.kv.view(-1)
-            memory[(targets[0] - memory.data_ptr()) // memory.element_size()] += 1
-        return written
-
-
-class Side:
-    """One instance: its engine, and what others reach it by."""
-
-    def __init__(self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0) -> None:
-        self.engine = engine
-        self.transfer = transfer_of(engine)
-        self.transfer.fails, self.transfer.spoils = False, None
-        self.transfer.hanging.clear()
-        self.memory = BlockMemory(engine.core, engine.runner, self.transfer)
-        self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
-        self.generations = Generations(engine.core, tokenizer, role, BLOCK, self.receiver, self.memory)
-
-        self._before = {way: self._handed_over(way) for way in ("direct", "pool", "computed")}
-        self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")
-
-    def handed_over(self, way: str) -> float:
-        """Requests of this test."""
-        return self._handed_over(way) - self._before[way]
-
-    def _handed_over(self, way: str) -> float:
-        return self.engine.metric("kvstore_handed_over_total", way=way)
-
-    @property
-    def bytes_handed_over(self) -> float:
-        """In this test."""
-        return self.engine.metric("kvstore_handed_over_bytes_total") - self._bytes_before
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing holds a block."""
-        return self.engine.metric("fastdeploy:available_gpu_block_num") == self.engine.blocks.num_blocks
-
-    @property
-    def num_reserved(self) -> float:
-        return self.engine.metric("kvstore_reserved_blocks")
-
-
-class Pair:
-    """A prefill and a decode instance; both must be free of requests when the test is over."""
-
-    def __init__(self, prefill: Side, decode: Side) -> None:
-        self.prefill, self.decode = prefill, decode
-
-    @property
-    def info(self) -> DisaggregateInfo:
-        return DisaggregateInfo(decode_ip=HOST, decode_connector_port=self.decode.receiver.port)
-
-    def start(
-        self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, name: str = "r", **params: Any
-    ) -> tuple[Generation, Generation]:
-        """Both legs of one request."""
-        sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
-        request = Request(name, tuple(prompt), sampling)
-        return (self.prefill.generations.start(request, self.info), self.decode.generations.start(request, self.info))
-
-    async def answer(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **params: Any) -> list[Piece]:
-        """What decode answers."""
-        _, pieces = await asyncio.gather(*map(all_of, self.start(prompt, max_tokens, **params)))
-        return pieces
-
-    async def until_free(self) -> None:
-        await eventually(lambda: self.prefill.is_free and self.decode.is_free, f"all blocks: {self}")
-
-    def __repr__(self) -> str:
-        return f"{self.prefill.engine.scheduler} {self.decode.engine.scheduler}"
-
-
-async def all_of(generation: Generation) -> list[Piece]:
-    return [piece async for piece in generation.pieces()]
-
-
-def tokens_of(pieces: list[Piece]) -> list[int]:
-    return [piece.token_id for piece in pieces if piece.token_id is not None]
-
-
-@functools.cache
-def transfer_of(engine: Engine) -> TroubledTransfer:
-    """One for each engine's memory, and for good: taking a TransferEngine down takes a second."""
-    return TroubledTransfer(engine)
-
-
-@functools.cache
-def shared_engines(folder: str) -> tuple[Engine, Engine]:
-    """Two engines for all tests that need no special ones; their threads end with the process."""
-    return Engine(Path(folder)), Engine(Path(folder))
-
-
-def forget_prefixes(engine: Engine) -> None:
-    """Empty an idle engine's prefix cache."""
-    blocks = engine.blocks
-    blocks.release(blocks.allocate(blocks.num_available))
-
-
-@contextlib.asynccontextmanager
-async def pair_of(
-    folder: Path, tokenizer: Any, *, expiry_seconds: float = 10.0, num_blocks: int = 64, **options: Any
-) -> AsyncIterator[Pair]:
-    own = options or num_blocks != 64
-    with contextlib.ExitStack() as started:
-        engines = shared_engines(str(folder))
-        if own:
-            engines = (
-                started.enter_context(Engine(folder, **options)),
-                started.enter_context(Engine(folder, num_blocks=num_blocks, **options)),
-            )
-        p, d = engines
-        pair = Pair(Side(p, "prefill", tokenizer), Side(d, "decode", tokenizer, expiry_seconds))
-        await pair.decode.receiver.start(socket.create_server((HOST, 0)))
-        try:
-            yield pair
-            await pair.until_free()
-            assert pair.decode.num_reserved == 0
-        finally:
-            pair.prefill.transfer.go_on()
-            await pair.decode.receiver.close()
-            for engine in engines:
-                forget_prefixes(engine)
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +49,6 @@ class ScriptedPrefill:
     async def hear(self) -> dict[str, Any]:
         heard: dict[str, Any] = json.loads(await self._reader.readline())
         return heard
-
-    def hang_up(self) -> None:
-        self._writer.close()
 
 
 @contextlib.asynccontextmanager

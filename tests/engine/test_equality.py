@@ -1,13 +1,15 @@
 """With everything on, greedy answers are those of transformers' own ``generate`` from the same checkpoint.
 
 Everything: prefix cache, pool, output caching, chunked prefill, batches, and too few blocks, so that sequences are
-preempted. The checkpoints are random float32 weights. Sums of the same numbers in another order differ in their last
-bits, so where an answer first differs from the reference's, the reference itself must find the other token as likely,
-within ``TOLERANCE``; what follows is another text, and is not compared.
+preempted; by one instance, and by two of which one hands over to the other directly. The checkpoints are random float32
+weights. Sums of the same numbers in another order differ in their last bits, so where an answer first differs from the
+reference's, the reference itself must find the other token as likely, within ``TOLERANCE``; what follows is another
+text, and is not compared.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.event_loop import in_event_loop
+from tests.engine.pair import Pair, pair_of, tokens_of
 from tests.engine.running import Engine
 
 BLOCK, CHUNK = 16, 40
@@ -40,6 +44,8 @@ SYSTEM = random_tokens(3 * BLOCK + 5, "a beginning that several prompts share")
 PROMPTS = [random_tokens(length, f"prompt {i}") for i, length in enumerate(LENGTHS)]
 PROMPTS += [SYSTEM + random_tokens(length, f"shared {length}") for length in (1, 10, 11, 12, 27, 40)]
 assert len(PROMPTS) >= 50
+QUESTION = random_tokens(9, "a second question")
+SETTINGS: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True}
 
 
 class Reference:
@@ -80,9 +86,20 @@ def asked_at_once(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list
     return tokens
 
 
+async def asked_of_pair_at_once(pair: Pair, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    answers = (pair.answer(prompt, MAX_TOKENS, name=str(i)) for i, prompt in enumerate(prompts))
+    tokens = [tokens_of(pieces) for pieces in await asyncio.gather(*answers)]
+    await pair.until_free()
+    return tokens
+
+
 def full_blocks(prompts: Sequence[Sequence[int]]) -> int:
     """Tokens in full blocks."""
     return sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
+
+
+def next_turns(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*prompt, *answer, *QUESTION] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -96,19 +113,37 @@ def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_pat
         same.extend(reference.check(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
         return answers
 
-    settings: dict[str, Any] = {"block_size": BLOCK, "budget": CHUNK, "save_outputs": True, "store": store}
     with (
-        Engine(folder, num_blocks=14, max_num_seqs=6, **settings) as one,
-        Engine(folder, num_blocks=400, max_num_seqs=16, **settings) as other,
+        Engine(folder, num_blocks=14, max_num_seqs=6, store=store, **SETTINGS) as one,
+        Engine(folder, num_blocks=400, max_num_seqs=16, store=store, **SETTINGS) as other,
     ):
         answers = check(one, PROMPTS)
         assert one.metric("kvstore_preemptions_total") > 0
         # The next turns of all conversations, on another instance.
-        question = random_tokens(9, "a second question")
-        turns = [[*prompt, *answer, *question] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        turns = next_turns(PROMPTS, answers)
         check(other, turns)
         assert other.metric("kvstore_pool_cached_tokens_total") > 0.6 * full_blocks(turns)
         check(other, PROMPTS)
         assert other.metric("fastdeploy:prefix_gpu_cache_token_num_total") > 0.6 * full_blocks(PROMPTS)
     # Near-ties are rare: else this test would compare little.
+    assert sum(same) > 0.95 * len(same)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@in_event_loop
+async def test_answers_of_a_pair_that_hands_over_directly_are_those_of_transformers(
+    name: str, tmp_path: Path, word_tokenizer: Any
+) -> None:
+    folder = write_checkpoint(CHECKPOINTS[name](), tmp_path)
+    reference, store = Reference(folder), MemoryStore(64 << 20)
+    async with pair_of(folder, word_tokenizer, num_blocks=500, max_num_seqs=16, store=store, **SETTINGS) as pair:
+        answers = await asked_of_pair_at_once(pair, PROMPTS)
+        turns = next_turns(PROMPTS, answers)
+        answers += await asked_of_pair_at_once(pair, turns)
+        ways = {way: pair.decode.handed_over(way) for way in ("direct", "pool", "computed")}
+        assert ways == {"direct": len(PROMPTS) + len(turns), "pool": 0, "computed": 0}
+        # Prefill had few blocks and found the first turns in the pool, decode had kept its own.
+        assert pair.prefill.engine.metric("kvstore_pool_cached_tokens_total") > 0.3 * full_blocks(turns)
+        assert pair.decode.engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") > 0.6 * full_blocks(turns)
+    same = [reference.check(prompt, answer) for prompt, answer in zip([*PROMPTS, *turns], answers, strict=True)]
     assert sum(same) > 0.95 * len(same)
