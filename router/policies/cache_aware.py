@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from router.policies.base import DEFAULTS, Candidate, Decision, PolicyBase, PolicyOptions, RequestFeatures
-from router.prefix_index import PrefixIndex
+from router.policies.base import Candidate, Decision, RequestFeatures
+from router.policies.prefix_policy import PrefixPolicy
 
 __all__ = ["CacheAware", "RemoteCacheAware"]
 
 
-class CacheAware(PolicyBase):
+class CacheAware(PrefixPolicy):
     """The lowest (1 - hit ratio) x hit-ratio-weight + (load / highest load) x load-balance-weight.
 
     Load is the number of requests running. Where it differs by more than both thresholds, caches are not looked
@@ -19,10 +18,6 @@ class CacheAware(PolicyBase):
     """
 
     name = "cache_aware"
-
-    def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(options, clock)
-        self._index = PrefixIndex(options.prefix_index_entries, 60 * options.eviction_duration_mins, clock)
 
     def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
         """See ``Policy.choose``."""
@@ -49,22 +44,6 @@ class CacheAware(PolicyBase):
         self._index.add(chunks, chosen.key)
         cached = min(own * request.tokens_per_chunk, request.prompt_tokens)
         return Decision(chosen.key, reasons, request.prompt_tokens - cached, cached)
-
-    def forget(self, key: str) -> None:
-        """See ``Policy.forget``."""
-        self._index.forget(key)
-
-    def dump(self) -> bytes:
-        """What it knows of caches, for ``load``."""
-        return self._index.dump()
-
-    def load(self, data: bytes) -> None:
-        """Take over what another one's ``dump`` gave.
-
-        Raises:
-            ValueError: it cannot be used.
-        """
-        self._index.load(data)
 
     def _load(self, candidate: Candidate) -> int:
         return candidate.requests

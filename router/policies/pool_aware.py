@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from router.policies.base import DEFAULTS, Candidate, Decision, Outcome, PolicyBase, PolicyOptions, RequestFeatures
+from router.policies.base import DEFAULTS, Candidate, Decision, Outcome, PolicyOptions, RequestFeatures
+from router.policies.prefix_policy import PrefixPolicy
 from router.prefill_cost import PrefillCost
-from router.prefix_index import Held, PrefixIndex
+from router.prefix_index import Held
 
 __all__ = ["PoolAware"]
 
@@ -22,7 +23,7 @@ _MEMORY = 100
 _NOTHING_HELD = Held(0, {}, [])
 
 
-class PoolAware(PolicyBase):
+class PoolAware(PrefixPolicy):
     """The lowest cost = queue ahead + alpha x (tokens in neither place + fetch cost x tokens only in the pool).
 
     A token of work delays its own request, and all that come while the queue lasts. So **alpha** is what a token of
@@ -40,7 +41,6 @@ class PoolAware(PolicyBase):
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(options, clock)
         self._longest_kept = 60 * options.eviction_duration_mins
-        self._index = PrefixIndex(options.prefix_index_entries, self._longest_kept, clock)
         self._cost = PrefillCost()
         self._kept_secs = self._longest_kept  # by an instance, after the last use
         self._mean_queue = 0.0
@@ -116,22 +116,6 @@ class PoolAware(PolicyBase):
             self._pool_found += min(pool_expected, max(0.0, cached - own_expected)) - self._pool_found / _MEMORY
         if outcome.ttft is not None:
             self._cost.observe(outcome.queued, request.prompt_tokens - cached, cached - own, outcome.ttft)
-
-    def forget(self, key: str) -> None:
-        """See ``Policy.forget``."""
-        self._index.forget(key)
-
-    def dump(self) -> bytes:
-        """What it knows of caches, for ``load``."""
-        return self._index.dump()
-
-    def load(self, data: bytes) -> None:
-        """Take over what another one's ``dump`` gave.
-
-        Raises:
-            ValueError: it cannot be used.
-        """
-        self._index.load(data)
 
     def _learn_how_long_kept(self, unused_secs: float, kept: bool) -> None:
         # It settles where what was unused for nearly so long is gone as often as not.
