@@ -15,7 +15,7 @@ import orjson
 
 from router.aborts import Aborter
 from router.admission import Admission
-from router.audit import Audit
+from router.audit import Audit, RequestRecord
 from router.auth import Auth
 from router.body import encode_member
 from router.errors import ApiError, Refused
@@ -108,6 +108,12 @@ class Proxy:
             if journey.client is not None:
                 self._admission.leave(journey.client)
             self._record(journey)
+
+    def refused(self, method: str, path: str, error: ApiError) -> None:
+        """Note a request that was answered with ``error`` without being read."""
+        record = RequestRecord(method, path, time.time(), status=error.status, error=error.code)
+        self._metrics.record(record)
+        self._audit.write(record)
 
     def stop(self) -> None:
         """End every request in progress with a clear error: the router is stopping."""

@@ -40,6 +40,9 @@ class DataPlane(Protocol):
     async def serve(self, request: ClientRequest) -> None:
         """Answer a request whose body has been read."""
 
+    def refused(self, method: str, path: str, error: ApiError) -> None:
+        """Note a request that was answered with ``error`` without being read; ``""`` for what was not understood."""
+
 
 class _NobodyWaits:
     """Stands for the event that uvicorn sets when something has come: here nobody waits for it."""
@@ -223,6 +226,8 @@ class RouterProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         existing = self.cycle
+        if not self.url.startswith((b"/", b"*")):
+            self.url = _origin_form(self.url)
         if not self._data_plane.takes(self.url):
             super().on_headers_complete()
             return
@@ -318,6 +323,7 @@ class RouterProtocol(HttpToolsProtocol):
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
             error = self._too_large()
+            self._data_plane.refused(request.method, request.path, error)
             request.respond(error.status, [(b"content-type", b"application/json")], error.body())
 
     def _has_its_turn(self, request: Any) -> bool:
@@ -333,6 +339,7 @@ class RouterProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
         if not self.transport.is_closing():
+            self._data_plane.refused("", "", error)
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
             self.transport.write(head % (STATUS_LINE[error.status], len(body)) + body)
@@ -352,3 +359,10 @@ class RouterProtocol(HttpToolsProtocol):
 
 _NOBODY_WAITS = _NobodyWaits()
 _DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that names scheme and host too, as any server must take it (RFC 9112, 3.2.2)."""
+    parsed = httptools.parse_url(target)
+    path: bytes = parsed.path or b"/"
+    return path if parsed.query is None else b"%s?%s" % (path, parsed.query)

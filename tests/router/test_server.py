@@ -249,6 +249,30 @@ def test_a_body_over_the_limit_is_refused_and_the_connection_closed(
     assert (status, answered["connection"], json.loads(body)["error"]["code"]) == (413, "close", "body_too_large")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/health"])
+def test_a_target_may_name_the_host(router: RouterUnderTest, connect: Connect, path: str) -> None:
+    client = connect(router)
+    client.send(request(method="POST" if path == CHAT else "GET", path=f"http://router:8000{path}?a=b"))
+    assert client.answer()[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://", "x:y", "v1/chat/completions", "http://a:b:c/v1"])
+def test_a_target_that_is_none_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
+    client = connect(router)
+    client.send(request(path=target))
+    assert client.answer()[0] in (400, 404)
+
+
+def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Connect) -> None:
+    for refused in (request(b" " * (LIMIT + 1)), b"nonsense\r\n\r\n"):
+        client = connect(router)
+        client.send(refused)
+        client.answer()
+    metrics = httpx.get(f"{router.url}/metrics").text
+    assert 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="413"} 1.0' in metrics
+    assert 'http_requests_total{endpoint="other",method="",status_code="400"} 1.0' in metrics
+
+
 def test_who_is_refused_while_it_still_sends_can_read_why(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     client.send(request(b" " * (20 * LIMIT)))
