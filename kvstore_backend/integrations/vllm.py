@@ -5,7 +5,8 @@
 
 The extra configuration may hold ``pool``, a URL or the path of a JSON file in any dialect (not given: the environment
 decides, ``MOONCAKE_CONFIG_PATH`` first), and ``weights_version``, for weights that are updated in place. ``kv_role``
-may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads).
+may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is
+given a request at the same time as a prefill instance: how long a prompt waits for its next block to come to the pool.
 
 This file is vLLM's side of it: what ``KVConnectorBase_V1`` of vLLM 0.32 asks, put into the words of ``vllm_scheduler``
 and ``vllm_worker``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ __all__ = ["KVStoreConnector", "KVStoreMetrics", "KVStoreStats"]
 
 logger = logging.getLogger("vllm.kvstore")  # below vLLM's, whose handlers and level it shares
 
-_OPTIONS = ("pool", "weights_version")
+_OPTIONS = ("pool", "prefill_wait_s", "weights_version")
 _HASHES = ("sha256", "sha256_cbor")
 # Mooncake cannot do with less; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
@@ -146,6 +148,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         _check(vllm_config, kv_cache_config)
         self._config = _pool_config(self._kv_transfer_config.kv_connector_extra_config)
+        prefill_wait_s = _prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
         self._scheduler: SchedulerHalf | None = None
@@ -157,6 +160,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 vllm_config.cache_config.block_size,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
+                prefill_wait_s=prefill_wait_s,
             )
 
     @property
@@ -286,6 +290,20 @@ def _pool_config(extra: dict[str, Any]) -> PoolConfig:
     if isinstance(config.store, MemorySettings):
         raise ConfigError("a memory pool is one process's own, and vLLM has several: name a mooncake or a file pool")
     return config
+
+
+def _prefill_wait(transfer: Any) -> float:
+    """How long a prompt waits for a block from a prefill instance; 0 where it was not said: not at all."""
+    seconds = transfer.kv_connector_extra_config.get("prefill_wait_s", 0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"prefill_wait_s in kv_connector_extra_config is {seconds!r}; it must be a number of seconds, 0 or more"
+        )
+    if seconds and not transfer.is_kv_consumer:
+        raise ConfigError(
+            f"prefill_wait_s is set, but kv_role is {transfer.kv_role}, which loads nothing from the pool"
+        )
+    return float(seconds)
 
 
 def _lookup_only(config: PoolConfig) -> PoolConfig:

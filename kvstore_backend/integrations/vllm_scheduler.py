@@ -3,6 +3,10 @@
 It never waits for the pool: look-ups run on threads of their own, and a request whose answer is not there yet is asked
 for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
 be 50 ms away.) Ownership of blocks: ``vllm_transfers``.
+
+Where prefill and decode are instances of their own, and both are given a request at once, decode waits for the blocks
+that prefill saves: it looks them up again and again, until all blocks of the prompt are there or nothing new has come
+for ``prefill_wait_s``. What is not there then it computes itself.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.002
 _LOOKUPS = 4
+# Between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
+_AGAIN_S = 0.02
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
 _SAVE_SHARE = 0.25
 
@@ -39,6 +45,7 @@ class Request(Protocol):
 
     request_id: str
     num_tokens: int
+    num_prompt_tokens: int
     num_computed_tokens: int
     block_hashes: Sequence[bytes]
     lora_request: Any
@@ -63,13 +70,21 @@ class _Tracked:
     is_loading: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Question:
-    """How many of the blocks from ``first`` on, which the pool knows by ``names``, it has."""
+    """How many of the blocks from ``first`` on, which the pool knows by ``names``, it has.
+
+    Attributes:
+        answer: of the last look-up, which began at ``asked_at``.
+        found: by the look-ups before, the last block of them at ``found_at``.
+    """
 
     first: int
     names: Sequence[bytes]
     answer: Future[int]
+    asked_at: float
+    found_at: float
+    found: int = 0
 
 
 @dataclass
@@ -90,13 +105,23 @@ class SchedulerHalf:
         block_size: tokens in a block.
         loads: whether to look up and load.
         saves: whether to save.
+        prefill_wait_s: how long a prompt waits for its next block, as a prefill instance has been given it, too.
     """
 
-    def __init__(self, backend: StorageBackend, block_size: int, *, loads: bool = True, saves: bool = True) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        block_size: int,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+        prefill_wait_s: float = 0.0,
+    ) -> None:
         self._backend = backend
         self._block_size = block_size
         self._loads = loads
         self._saves = saves
+        self._prefill_wait_s = prefill_wait_s
         self._pools: list[BlockPool] = []
         self._counts: Counts | None = None
         self._blocks: Blocks | None = None
@@ -133,15 +158,13 @@ class SchedulerHalf:
             wanted = self._names(request, first, end)
             if not wanted:
                 return 0
-            question = _Question(first, wanted, self._threads.submit(self._look_up, wanted))
+            now = time.monotonic()
+            question = _Question(first, wanted, self._threads.submit(self._look_up, wanted), now, now)
             self._questions[request.request_id] = question
-        start = time.monotonic()
-        try:
-            return question.answer.result(self._patience) * self._block_size
-        except NotYet:
+        found = self._answered(question)
+        if found is None or self._is_prefilled_elsewhere(request, question, found):
             return None
-        finally:
-            self._patience = max(0.0, self._patience - (time.monotonic() - start))
+        return found * self._block_size
 
     def allocated(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
         """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
@@ -220,8 +243,41 @@ class SchedulerHalf:
     def _is_ready(self) -> bool:
         return bool(self._pools) and self._backend.is_ready
 
-    def _look_up(self, wanted: Sequence[bytes]) -> int:
-        """How many leading blocks every rank finds."""
+    def _answered(self, question: _Question) -> int | None:
+        """How many blocks the last look-up found; ``None``: it goes on."""
+        start = time.monotonic()
+        try:
+            return question.answer.result(self._patience)
+        except NotYet:
+            return None
+        finally:
+            self._patience = max(0.0, self._patience - (time.monotonic() - start))
+
+    def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
+        """Whether more blocks of the prompt are expected soon; then they are looked up again.
+
+        A request that was preempted has tokens of its own, which no prefill instance saves: it does not wait.
+        """
+        if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
+            return False
+        missing, now = len(question.names) - found, time.monotonic()
+        if found > question.found:
+            question.found, question.found_at = found, now
+        if missing and now - question.found_at >= self._prefill_wait_s:
+            logger.warning(
+                "Request %s: %d blocks of its prompt did not come from a prefill instance; they are computed. (Does it "
+                "save, to this pool, in this namespace?)",
+                request.request_id,
+                missing,
+            )
+            return False
+        if missing and now - question.asked_at >= _AGAIN_S:
+            question.asked_at = now
+            question.answer = self._threads.submit(self._look_up, question.names, question.found)
+        return missing > 0
+
+    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> int:
+        """How many leading blocks every rank finds; of a look-up made again only what is new is counted."""
         assert self._counts is not None
         start = time.monotonic()
         count = len(wanted)
@@ -231,7 +287,11 @@ class SchedulerHalf:
         except Exception:
             logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
             count = 0
-        self._counts.add("lookup", time.monotonic() - start, ok=count, absent=len(wanted) - count)
+        seconds = time.monotonic() - start
+        if found_before is None:
+            self._counts.add("lookup", seconds, ok=count, absent=len(wanted) - count)
+        else:
+            self._counts.add("lookup", seconds, ok=max(0, count - found_before))
         return count
 
     def _names(self, request: Request, first: int, end: int) -> list[bytes]:

@@ -61,6 +61,7 @@ class Request:
     num_computed_tokens: int = 0
     salt: str = ""
     lora_request: Any = None
+    num_output_tokens: int = 0
     block_hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,15 +71,21 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) - self.num_output_tokens
+
 
 class Instance:
     """One vLLM instance: KV memory, a scheduler half, and one worker half for each rank."""
 
-    def __init__(self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1) -> None:
+    def __init__(
+        self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, prefill_wait_s: float = 0.0
+    ) -> None:
         self.kv = [torch.zeros(NUM_BLOCKS, 2, block_size, 6) for _ in range(LAYERS)]
         memory = KVMemory({f"layers.{i}": tensor for i, tensor in enumerate(self.kv)}, NUM_BLOCKS)
         self.blocks = Blocks()
-        self.scheduler = SchedulerHalf(store, block_size)
+        self.scheduler = SchedulerHalf(store, block_size, prefill_wait_s=prefill_wait_s)
         namespaces = [
             Namespace("m", "float32", block_size, LAYERS, 2, 3, memory.layout, tp_size=ranks, tp_rank=rank)
             for rank in range(ranks)
@@ -408,6 +415,82 @@ def test_producers_do_not_load_and_consumers_do_not_save(store: StorageBackend) 
         first.scheduler._loads = False
         assert first.matched(asked(name="d")) == 0
         assert second.matched(asked(name="e")) == 20
+
+
+class TestDecodeBesidePrefill:
+    """Both are given a request at once: decode waits for what prefill saves."""
+
+    @pytest.fixture
+    def pair(self, store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
+        with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 60.0)) as second:
+            yield first, second
+
+    def test_it_waits_until_all_blocks_of_the_prompt_are_there(self, pair: tuple[Instance, Instance]) -> None:
+        prefill, decode = pair
+        request, table, waiting = asked(), [0, 1, 2, 3, 4, 5], asked(name="b")
+        keeps_waiting(decode, waiting)
+        prefill.scheduler.allocated(request, lambda: table, 0)
+        prefill.step({"a": 12}, {"a": table})
+        keeps_waiting(decode, waiting)
+        request.num_computed_tokens = 12
+        prefill.step({"a": 10}, {"a": table})
+        assert decode.matched(waiting) == 20
+
+    def test_each_block_is_counted_once_as_absent_and_once_as_found(self, pair: tuple[Instance, Instance]) -> None:
+        prefill, decode = pair
+        keeps_waiting(decode, waiting := asked(name="b"))
+        prefill.compute(asked(), [0, 1, 2, 3, 4, 5])
+        decode.matched(waiting)
+        (counts,) = decode.scheduler.take_counts().values()
+        assert (counts["lookup absent"], counts["lookup ok"]) == (5, 5)
+
+    def test_when_nothing_comes_it_takes_what_is_there_and_says_so(
+        self, store: StorageBackend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 0.1)) as second:
+            first.compute(asked(10), [0, 1, 2])
+            assert second.matched(asked(name="b")) == 8
+        assert "Request b: 3 blocks of its prompt did not come from a prefill instance" in caplog.text
+
+    def test_a_request_with_an_answer_begun_does_not_wait(self, pair: tuple[Instance, Instance]) -> None:
+        prefill, decode = pair
+        prefill.compute(asked(10), [0, 1, 2])
+        assert decode.matched(asked(name="b", num_output_tokens=12)) == 8
+
+    def test_it_does_not_wait_for_a_pool_that_is_away(self) -> None:
+        faulty = FaultInjector(MemoryStore(1 << 20))
+        guarded = GuardedBackend(lambda: CheckedBackend(faulty))
+        assert guarded.wait_ready(10.0)
+        with contextlib.closing(decode_instance(guarded, 60.0)) as instance:
+            keeps_waiting(instance, waiting := asked(name="b"))
+            faulty.faults = [Fault.FAILED] * 100
+            assert instance.matched(waiting) == 0
+
+    def test_an_aborted_request_is_forgotten(self, pair: tuple[Instance, Instance]) -> None:
+        _, decode = pair
+        keeps_waiting(decode, waiting := asked(name="b"))
+        decode.scheduler.finished(waiting, [])
+        assert decode.scheduler._questions == {}
+
+
+def decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
+    return Instance(store, prefill_wait_s=prefill_wait_s)
+
+
+def keeps_waiting(instance: Instance, request: Request) -> None:
+    """Looked up twice and more, and still not known."""
+    answers: list[object] = []
+
+    def looked_up_again() -> bool:
+        instance.scheduler.plan({}, {}.__getitem__)
+        before = instance.scheduler._questions.get(request.request_id)
+        asked_at = before.asked_at if before else None
+        answers.append(instance.scheduler.matched_tokens(request, 0))
+        return asked_at is not None and instance.scheduler._questions[request.request_id].asked_at > asked_at
+
+    wait_until(looked_up_again, "a look-up")
+    wait_until(looked_up_again, "another look-up")
+    assert set(answers) == {None}
 
 
 def test_both_halves_count_under_their_namespace(two: tuple[Instance, Instance]) -> None:

@@ -20,11 +20,11 @@ from kvstore_backend.integrations.vllm import KVStoreConnector, KVStoreMetrics, 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def transfer(**extra: object) -> KVTransferConfig:
+def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="KVStoreConnector",
         kv_connector_module_path="kvstore_backend.integrations.vllm",
-        kv_role="kv_both",
+        kv_role=role,
         kv_connector_extra_config=extra,
     )
 
@@ -72,6 +72,7 @@ def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path
     ("extra", "changes", "sentence"),
     [
         ({"pol": "file:///tmp/pool"}, {}, 'unknown key "pol" in kv_connector_extra_config; did you mean pool'),
+        ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
         ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
         ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
@@ -84,6 +85,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         KVStoreConnector(*_ordered(config(spec, extra, **changes)))
+
+
+def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
+    vllm_config, kv_cache_config = config(spec, {})
+    vllm_config.kv_transfer_config = transfer("kv_producer", pool="file:///tmp/pool", prefill_wait_s=1)
+    with pytest.raises(ConfigError, match="kv_role is kv_producer, which loads nothing"):
+        KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
 
 
 def test_models_without_full_attention_are_refused() -> None:
