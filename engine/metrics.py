@@ -28,6 +28,8 @@ class EngineMetrics:
             ["way"],
             registry=self.registry,
         )
+        for way in ("direct", "pool", "computed"):
+            self.handed_over.labels(way)  # so that what has not happened yet reads 0
         self.handed_over_bytes = self._counter(
             "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
         )

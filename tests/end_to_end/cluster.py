@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,18 @@ def router(folder: Path, splitwise: bool = True) -> Iterator[Router]:
 
 @contextlib.contextmanager
 def instance(
-    folder: Path, model: Path, *flags: str, port: int | None = None, master: MooncakeMaster | None = None
+    folder: Path,
+    model: Path,
+    *flags: str,
+    port: int | None = None,
+    master: MooncakeMaster | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Instance]:
     """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables."""
     port = port or free_port()
     argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--max-model-len", "4096", *flags]
-    env = {"FD_LOG_DIR": str(folder / f"log_{port}")}
+    env = {"FD_LOG_DIR": str(folder / f"log_{port}"), **(environ or {})}
     if master is not None:
         argv += ["--kvcache-storage-backend", "mooncake"]
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")

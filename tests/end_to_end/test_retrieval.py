@@ -1,0 +1,112 @@
+"""Sparse attention over a prefill and a decode instance: the answers are those of one instance that does both.
+
+No index is sent. What it holds of a block is a function of the block's keys, so decode makes it of the blocks that it
+is handed, whichever way they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, instance, router
+from tests.end_to_end.test_prefill_decode import text
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.waiting import wait_until
+
+BLOCK = 32
+DENSE_BOUNDARY, OFFLOAD_BOUNDARY = 400, 800
+RETRIEVAL = (
+    *("--block-size", str(BLOCK), "--enable-retrieval", "--retrieval-topk-percent", "0.1"),
+    *("--retrieval-init-tokens", str(BLOCK), "--retrieval-local-tokens", str(2 * BLOCK)),
+    *("--retrieval-dense-boundary", str(DENSE_BOUNDARY), "--retrieval-offload-boundary", str(OFFLOAD_BOUNDARY)),
+)
+BLOCKS = 256
+
+
+@contextlib.contextmanager
+def side(
+    role: str, folder: Path, model: Path, towards: Router, master: MooncakeMaster, **options: Any
+) -> Iterator[Instance]:
+    flags = ("--splitwise-role", role, "--router", f"127.0.0.1:{towards.port}")
+    blocks = ("--num-gpu-blocks-override", str(BLOCKS))
+    with instance(folder, model, *RETRIEVAL, *flags, *blocks, master=master, **options) as running:
+        yield running
+
+
+def conversations(about: str) -> list[list[dict[str, str]]]:
+    """One for each regime."""
+    return [[{"role": "user", "content": f"{about} {times}: {QUESTION * times}"}] for times in (1, 3, 6)]
+
+
+def ask_at_once(url: str, questions: Sequence[list[dict[str, str]]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(questions)) as threads:
+        return list(threads.map(lambda messages: ask(url, messages, max_tokens=40), questions))
+
+
+def told(answers: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, int] | None]]:
+    """What was answered, and how many blocks were read of how many."""
+    return [(text(answer), answer["usage"].get("retrieval_details")) for answer in answers]
+
+
+def handed_over(decode: Instance) -> dict[str, float]:
+    return {way: decode.metric(f'kvstore_handed_over_total{{way="{way}"}}') for way in ("direct", "pool", "computed")}
+
+
+def without_transfer_engine(folder: Path) -> dict[str, str]:
+    """The environment of an instance that can load Mooncake's store, but not what writes to other instances."""
+    (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["mooncake.engine"] = None\n')
+    return {"PYTHONPATH": str(folder)}
+
+
+def check_that_blocks_are_free_while_they_are_looked_up(url: str, decode: Instance) -> None:
+    """Of a prompt that is offloaded."""
+    body = {"messages": conversations("offloaded")[-1], "max_tokens": 2000, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=100) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wait_until(lambda: decode.metric("fastdeploy:available_gpu_block_num") >= BLOCKS - 2, "blocks to be free")
+        assert decode.metric("fastdeploy:num_requests_running") == 1
+
+
+def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tmp_path: Path, model: Path) -> None:
+    directly, by_pool = conversations("directly"), conversations("by the pool")
+    with instance(tmp_path, model, *RETRIEVAL) as one:
+        expected = {"direct": ask_at_once(one.url, directly), "pool": ask_at_once(one.url, by_pool)}
+    for answers in expected.values():
+        dense, sparse, offloaded = (answer["usage"] for answer in answers)
+        assert dense["prompt_tokens"] < DENSE_BOUNDARY <= sparse["prompt_tokens"] <= OFFLOAD_BOUNDARY
+        assert offloaded["prompt_tokens"] > OFFLOAD_BOUNDARY
+        assert "retrieval_details" not in dense
+        for details in (sparse["retrieval_details"], offloaded["retrieval_details"]):
+            assert 0 < details["blocks_read"] < 0.5 * details["blocks_total"]
+
+    with (
+        mooncake_master(tmp_path / "master.log") as master,
+        router(tmp_path) as between,
+        side("decode", tmp_path, model, between, master) as decode,
+    ):
+        with side("prefill", tmp_path, model, between, master) as prefill:
+            between.wait_for(prefill=1, decode=1)
+            assert told(ask_at_once(between.url, directly)) == told(expected["direct"])
+            assert handed_over(decode) == {"direct": len(directly), "pool": 0, "computed": 0}
+            check_that_blocks_are_free_while_they_are_looked_up(between.url, decode)
+
+        environ = without_transfer_engine(tmp_path)
+        with side("prefill", tmp_path, model, between, master, port=prefill.port, environ=environ) as another:
+            assert "Prompts are handed over through the pool only" in another.process.output
+            short = [{"role": "user", "content": "Are you there?"}]
+            wait_until(lambda: ask(between.url, short, max_tokens=1)["status"] == 200, "the pair to serve")
+            before = handed_over(decode)
+            assert told(ask_at_once(between.url, by_pool)) == told(expected["pool"])
+            after = handed_over(decode)
+            assert {way: after[way] - before[way] for way in after} == {
+                "direct": 0,
+                "pool": len(by_pool),
+                "computed": 0,
+            }
