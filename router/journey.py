@@ -241,9 +241,9 @@ class Journey:
         return True
 
     async def _relay_pieces(self, attempt: Attempt, first: bytes) -> bool:
-        request, record, exchange = self._request, self.record, attempt.answering.exchange
+        request, exchange = self._request, attempt.answering.exchange
         stitcher = self.stitcher if isinstance(self.stitcher, StreamStitcher) else None
-        self._is_event_stream = record.streamed = attempt.is_event_stream
+        self._is_event_stream = self.record.streamed = attempt.is_event_stream
         if not request.response_started:
             self._start(exchange.status, _end_to_end(exchange.headers, _HOP_BY_HOP))
         data, held = first, b""
@@ -254,24 +254,40 @@ class Journey:
             elif held:
                 data, held = held + data, b""
             if data:
-                self._before_last, self._last = self._last, data
-                record.chunks += 1
+                self._note_piece(data)
                 if stitcher is not None:
                     data = stitcher.feed(data)
-                    if stitcher.preempted:
-                        attempt.finish()
-                        record.bytes_sent += len(data)
-                        await request.send(data)
-                        return False
-                record.bytes_sent += len(data)
+                self.record.bytes_sent += len(data)
+                if stitcher is not None and stitcher.preempted:
+                    attempt.finish()
+                    await request.send(data)
+                    return False
             if ended:
                 break
             if data:
                 await request.send(data)
-            data = await attempt.more()
+            data = await attempt.more(None if held else self._pass_on)
         request.finish(data)
         attempt.finish()
         return True
+
+    def _pass_on(self, data: bytes) -> bool:
+        """Send on a piece in the middle of the answer as it comes; False where ``_relay_pieces`` must look at it."""
+        stitcher, sent = self.stitcher, data
+        if not self._request.is_ready or (self._is_event_stream and not data.endswith(_EVENT_ENDS)):
+            return False
+        if isinstance(stitcher, StreamStitcher):
+            if stitcher.must_parse(data):
+                return False
+            sent = stitcher.feed(data)
+        self._note_piece(data)
+        self.record.bytes_sent += len(sent)
+        self._request.send_now(sent)
+        return True
+
+    def _note_piece(self, data: bytes) -> None:
+        self._before_last, self._last = self._last, data
+        self.record.chunks += 1
 
     def finish_locally(self) -> None:
         """Give the client the end of an answer whose last leg was put down when nothing was left to generate."""
@@ -355,6 +371,7 @@ class Journey:
 
 
 _NO_USAGE = Usage()
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
@@ -374,9 +391,9 @@ def _end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     """Split server-sent events after the last whole one."""
-    if data.endswith((b"\n\n", b"\r\n\r\n")):
+    if data.endswith(_EVENT_ENDS):
         return data, b""
-    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in (b"\n\n", b"\r\n\r\n"))
+    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
     if end == 0 and len(data) > EVENT_BYTES:
         return data, b""
     return data[:end], data[end:]

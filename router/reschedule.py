@@ -103,7 +103,7 @@ class StreamStitcher:
         """Take whole server-sent events of the current leg; give what goes to the client."""
         if self.preempted:
             return b""
-        if self._leg or self._asked or b"pd_reschedule" in events or b'"error"' in events:
+        if self.must_parse(events):
             return self._feed_parsed(events)
         if _IDS_MARK not in events:
             if not self._blind:
@@ -116,6 +116,10 @@ class StreamStitcher:
             if self._kept_bytes > _KEPT_BYTES:
                 self._fold()
         return stripped
+
+    def must_parse(self, events: bytes) -> bool:
+        """Whether these events may end the leg, or need more than ids taken out of them."""
+        return self._leg > 0 or self._asked or b"pd_reschedule" in events or b'"error"' in events
 
     @property
     def complete(self) -> bool:

@@ -134,11 +134,19 @@ class ClientRequest:
         self.response_started = True
         self._write(b"".join(head))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client has taken what was sent before."""
+        return not self._protocol.flow.write_paused
+
     async def send(self, data: bytes) -> None:
         """Send a piece of the body, once the client has taken what was sent before."""
-        flow = self._protocol.flow
-        if flow.write_paused and not self.disconnected:
-            await flow.drain()
+        if not self.is_ready and not self.disconnected:
+            await self._protocol.flow.drain()
+        self.send_now(data)
+
+    def send_now(self, data: bytes) -> None:
+        """Send a piece of the body."""
         if data and self.method != "HEAD":
             self._left_to_send -= len(data)
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

@@ -191,15 +191,15 @@ class Attempt:
             self.answering.prefilled()
         return first
 
-    async def more(self) -> bytes:
-        """The next bytes of the answer; ``b""`` at its end.
+    async def more(self, sink: Callable[[bytes], bool] | None = None) -> bytes:
+        """The next bytes of the answer that ``sink`` did not take (see ``Exchange.chunk``); ``b""`` at its end.
 
         Raises:
             UpstreamError: the answering leg failed.
             Exception: whatever ``fail`` was given.
         """
         try:
-            return await self.answering.exchange.chunk()
+            return await self.answering.exchange.chunk(sink)
         except UpstreamError as exc:
             self._on_trouble(self.answering.instance, exc)
             raise

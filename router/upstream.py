@@ -141,6 +141,7 @@ class Exchange:
         "_may_be_stale",
         "_on_end",
         "_request",
+        "_sink",
         "_upstream",
         "_waiter",
         "address",
@@ -167,6 +168,7 @@ class Exchange:
         self._connecting: asyncio.Future[Any] | None = None
         self._on_end: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._may_be_stale = False
@@ -224,8 +226,12 @@ class Exchange:
         """The first bytes of the body of an exchange that was drained."""
         return b"".join(self._chunks)
 
-    async def chunk(self) -> bytes:
+    async def chunk(self, sink: Callable[[bytes], bool] | None = None) -> bytes:
         """What has arrived of the body and was not taken yet, waiting for at least one byte; ``b""`` at the end.
+
+        Args:
+            sink: is given what arrives while this waits, which saves waking the task that waits; what it does not
+                take (it answers False), and what comes with the body's end, is returned.
 
         Raises:
             UpstreamError: it failed before the end; or whatever ``fail`` was given.
@@ -235,12 +241,13 @@ class Exchange:
                 raise self._error
             if self._complete:
                 return b""
-            await self._wait()
-        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self._buffered = 0
-        if self._connection is not None:
-            self._connection.resume()
+            self._sink = sink
+            try:
+                await self._wait()
+            finally:
+                self._sink = None
+        data = self._arrived()
+        self._taken()
         return data
 
     async def read(self, enough: int) -> bytes:
@@ -283,10 +290,14 @@ class Exchange:
         self._chunks.append(data)
         self._buffered += len(data)
         self.last_heard = time.monotonic()
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
         return self._buffered > HIGH_WATER
+
+    def received_piece(self) -> None:
+        """All that came at once was given to ``received_body``, and it is not the end."""
+        if self._chunks and self._sink is not None and self._sink(self._arrived()):
+            self._taken()
+        elif self._chunks:
+            self._wake()
 
     def received_all(self) -> None:
         self._complete = True
@@ -344,6 +355,17 @@ class Exchange:
             connection.abort()
             raise
         return connection
+
+    def _arrived(self) -> bytes:
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0]
+
+    def _taken(self) -> None:
+        self._chunks.clear()
+        self._buffered = 0
+        if self._connection is not None:
+            self._connection.resume()
 
     def _check(self) -> None:
         """Raise what ``fail`` was given."""
@@ -597,7 +619,10 @@ class _Connection(asyncio.Protocol):
         exchange.received_all()
 
     def _after_feeding(self) -> None:
-        if self._exchange is not None or self._dropped:
+        if self._exchange is not None:
+            self._exchange.received_piece()
+            return
+        if self._dropped:
             return
         self.resume()
         if self._keep_alive and self.usable:
