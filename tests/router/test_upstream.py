@@ -278,6 +278,39 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
         client.run(use)
 
 
+def test_a_sink_gets_what_comes_while_its_owner_waits(client: Client, stand_in: MakeStandIn) -> None:
+    taken: list[bytes] = []
+    go_on = asyncio.Event()
+
+    def sink(data: bytes) -> bool:
+        go_on.set()
+        if data == b"refused":
+            return False
+        taken.append(data)
+        return True
+
+    async def one_by_one(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in (b"one", b"two", b"refused", b"last"):
+            await go_on.wait()
+            go_on.clear()
+            await respond.raw(b"%x\r\n%s\r\n" % (len(piece), piece) + b"0\r\n\r\n" * (piece == b"last"))
+
+    instance = stand_in("mixed", one_by_one)
+
+    async def use(upstream: Upstream) -> list[bytes]:
+        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"{}")
+        await exchange.head()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        try:
+            return [await exchange.chunk(sink) for _ in range(3)]
+        finally:
+            exchange.close()
+
+    assert client.run(use) == [b"refused", b"last", b""]
+    assert taken == [b"one", b"two"]
+
+
 def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in()
 
