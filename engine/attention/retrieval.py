@@ -211,10 +211,14 @@ class Retrieval:
         first, last = lookup.num_absorbed, sequence.num_computed // self.config.block_size
         if first >= last:
             return
-        blocks = self._kv[sequence.block_table[first:last]]
-        self.index.write(lookup.row, first, blocks[:, :, 0])
-        if lookup.host is not None:
-            lookup.host[first:last].copy_(blocks, non_blocking=True)
+        # A prompt that was handed over comes as a whole: in pieces, it takes no second memory as large as itself.
+        at_once = max(1, _MOVED_BYTES // (self._kv[0].numel() * self._kv.element_size()))
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
+            blocks = self._kv[sequence.block_table[start:stop]]
+            self.index.write(lookup.row, start, blocks[:, :, 0])
+            if lookup.host is not None:
+                lookup.host[start:stop].copy_(blocks, non_blocking=True)
         lookup.num_absorbed = last
 
     def keep(self, sequences: Iterable[EngineSequence]) -> None:

@@ -101,6 +101,15 @@ def test_offloading_does_not_change_a_sparse_answer(tiny_checkpoint: Path) -> No
     assert tokens_of(here) == tokens_of(offloaded)
 
 
+def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(topk_percent=0.3, **OFFLOADED)
+    whole = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+    monkeypatch.setattr("engine.attention.retrieval._MOVED_BYTES", 1)
+    assert tokens_of(ask(tiny_checkpoint, settings, PROMPTS)) == whole
+
+
 def test_every_step_and_layer_reads_its_budget_and_no_more(
     tiny_checkpoint: Path, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
