@@ -21,12 +21,13 @@ from tests.support.waiting import wait_until
 
 BLOCK = 32
 DENSE_BOUNDARY, OFFLOAD_BOUNDARY = 400, 800
+BLOCKS = 256
 RETRIEVAL = (
-    *("--block-size", str(BLOCK), "--enable-retrieval", "--retrieval-topk-percent", "0.1"),
+    *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)),
+    *("--enable-retrieval", "--retrieval-topk-percent", "0.1"),
     *("--retrieval-init-tokens", str(BLOCK), "--retrieval-local-tokens", str(2 * BLOCK)),
     *("--retrieval-dense-boundary", str(DENSE_BOUNDARY), "--retrieval-offload-boundary", str(OFFLOAD_BOUNDARY)),
 )
-BLOCKS = 256
 
 
 @contextlib.contextmanager
@@ -34,8 +35,7 @@ def side(
     role: str, folder: Path, model: Path, towards: Router, master: MooncakeMaster, **options: Any
 ) -> Iterator[Instance]:
     flags = ("--splitwise-role", role, "--router", f"127.0.0.1:{towards.port}")
-    blocks = ("--num-gpu-blocks-override", str(BLOCKS))
-    with instance(folder, model, *RETRIEVAL, *flags, *blocks, master=master, **options) as running:
+    with instance(folder, model, *RETRIEVAL, *flags, master=master, **options) as running:
         yield running
 
 
