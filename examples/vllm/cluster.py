@@ -15,12 +15,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-__all__ = ["Cluster", "Master", "Process", "fail", "metric", "namespaces"]
+__all__ = ["Cluster", "Master", "Process", "fail", "metric", "namespaces", "scratch", "wait_for_interrupt"]
 
 START_S = 400.0
 STOP_S = 20.0
@@ -140,8 +140,15 @@ class Cluster:
             process.stop()
         self.master.stop()
 
-    def start_vllm(self, name: str, *flags: str, connector: bool = True) -> int:
-        """Begin to start an instance; its port. ``wait_ready`` waits for it."""
+    def start_vllm(self, name: str, *flags: str, connector: bool = True, **options: object) -> int:
+        """Begin to start an instance; its port. ``wait_ready`` waits for it.
+
+        Args:
+            name: the instance's, and its log's.
+            flags: further flags of ``vllm serve``.
+            connector: whether it has our connector.
+            options: of ``kv_connector_extra_config``, beside the pool.
+        """
         (port,) = free_ports(1)
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
@@ -151,7 +158,7 @@ class Cluster:
                 "kv_connector": "KVStoreConnector",
                 "kv_connector_module_path": "kvstore_backend.integrations.vllm",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"pool": self.master.pool},
+                "kv_connector_extra_config": {"pool": self.master.pool, **options},
             }
             argv += ["--kv-transfer-config", json.dumps(transfer)]
         # One compute thread each: several instances share this machine's cores.
@@ -160,16 +167,21 @@ class Cluster:
         self._processes[name] = Process([*map(str, argv), *flags], self.folder / f"{name}.log", env)
         return port
 
-    def start_router(self, ports: Sequence[int]) -> int:
-        """Our router before instances that do not know it: a register file names them; its port."""
+    def start_router(self, roles: Mapping[int, str]) -> int:
+        """Our router before instances that do not know it: a register file names them; its port.
+
+        Args:
+            roles: of the instances, by port; all ``mixed``, or each ``prefill`` or ``decode``.
+        """
         (port,) = free_ports(1)
-        lines = [f"  - {{role: mixed, host_ip: 127.0.0.1, port: {instance}}}\n" for instance in ports]
+        lines = [f"  - {{role: {role}, host_ip: 127.0.0.1, port: {instance}}}\n" for instance, role in roles.items()]
         (self.folder / "instances.yaml").write_text("instances:\n" + "".join(lines))
         (self.folder / "router.yaml").write_text(f"manager:\n  register-path: {self.folder / 'instances.yaml'}\n")
         argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--config_path", str(self.folder / "router.yaml")]
+        argv += ["--splitwise"] * ("prefill" in roles.values())
         self._processes["router"] = Process(argv, self.folder / "router.log", {})
-        self.wait_ready("router", port)
+        self._processes["router"].wait_ready(f"http://127.0.0.1:{port}/health_generate")  # all instances answer it
         return port
 
     def wait_ready(self, name: str, port: int) -> None:
@@ -210,6 +222,13 @@ def free_ports(count: int) -> list[int]:
                 held.enter_context(socket.create_server(("127.0.0.1", port)))
                 ports.append(port)
         return ports
+
+
+def wait_for_interrupt() -> None:
+    """Until Ctrl-C."""
+    print("(Ctrl-C stops everything)")
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
 
 
 def _vllm() -> str:

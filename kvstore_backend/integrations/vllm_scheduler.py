@@ -36,6 +36,8 @@ _PATIENCE_S = 0.002
 _LOOKUPS = 4
 # Between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
 _AGAIN_S = 0.02
+# A step that has nothing to do but wait for prefill takes this long; vLLM would make a thousand of them a second.
+_IDLE_S = 0.005
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
 _SAVE_SHARE = 0.25
 
@@ -128,6 +130,7 @@ class SchedulerHalf:
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
         self._patience = _PATIENCE_S
+        self._is_waiting = False  # whether some request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
         self._questions: dict[str, _Question] = {}
         self._barred: set[str] = set()  # requests whose load was short: they compute the rest
@@ -162,7 +165,10 @@ class SchedulerHalf:
             question = _Question(first, wanted, self._threads.submit(self._look_up, wanted), now, now)
             self._questions[request.request_id] = question
         found = self._answered(question)
-        if found is None or self._is_prefilled_elsewhere(request, question, found):
+        if found is None:
+            return None
+        if self._is_prefilled_elsewhere(request, question, found):
+            self._is_waiting = True
             return None
         return found * self._block_size
 
@@ -187,6 +193,9 @@ class SchedulerHalf:
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
+        if self._is_waiting and not (scheduled or loads or saves or self._pins):
+            time.sleep(_IDLE_S)
+        self._is_waiting = False
         return Plan(loads, saves)
 
     def finished(self, request: Request, blocks: Sequence[int]) -> None:
