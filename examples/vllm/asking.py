@@ -7,12 +7,13 @@ import random
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
 from cluster import MODEL, fail, metric
 
 from engine.make_model import WORDS
 
-__all__ = ["ANSWER_TOKENS", "BLOCK", "answered", "blocks", "complete", "wait_for", "words"]
+__all__ = ["ANSWER_TOKENS", "BLOCK", "answered", "blocks", "complete", "wait_answered", "wait_for", "words"]
 
 BLOCK = 128
 """Tokens in a block: what vLLM takes on CPU where nobody says otherwise."""
@@ -56,8 +57,17 @@ def blocks(port: int, operation: str) -> int:
 
 def wait_for(port: int, operation: str, count: int) -> None:
     """Until an instance has counted so many blocks; transfers do not hold answers up."""
+    _wait(lambda: blocks(port, operation), count, f"the instance on port {port} has {{}} blocks ({operation})")
+
+
+def wait_answered(port: int, count: int) -> None:
+    """Until an instance has answered so many requests; a router's client may have its answer before prefill ends."""
+    _wait(lambda: answered(port), count, f"the instance on port {port} has answered {{}} requests")
+
+
+def _wait(counted: Callable[[], int], count: int, sentence: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while (now := blocks(port, operation)) < count:
+    while (now := counted()) < count:
         if time.monotonic() > deadline:
-            fail(f"after {DEADLINE_S:g} s the instance on port {port} has {now} blocks ({operation}), not {count}")
+            fail(f"after {DEADLINE_S:g} s {sentence.format(now)}, not {count}")
         time.sleep(0.1)

@@ -15,7 +15,7 @@ import argparse
 import operator
 from typing import NamedTuple
 
-from asking import ANSWER_TOKENS, BLOCK, answered, blocks, complete, words
+from asking import ANSWER_TOKENS, BLOCK, answered, blocks, complete, wait_answered, words
 from cluster import Cluster, fail, metric, scratch, wait_for_interrupt
 
 from engine.make_model import default_folder, make_model
@@ -62,6 +62,7 @@ def ask(prefill: int, decode: int, router: int, prompts: list[str]) -> list[str]
     print(f"asking through the router: {len(prompts)} prompts, every other answer as a stream")
     before = Counted.of(prefill), Counted.of(decode)
     answers = [complete(router, prompt, stream=bool(number % 2)) for number, prompt in enumerate(prompts)]
+    wait_answered(prefill, before[0].requests + len(prompts))
     by_prefill, by_decode = Counted.of(prefill) - before[0], Counted.of(decode) - before[1]
     expected = Counted(len(prompts), len(prompts), sum(LENGTHS), 0, 0)
     if by_prefill != expected:
