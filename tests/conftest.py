@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,9 @@ from tests.support.mooncake import mooncake_master as running_mooncake_master
 # No test asserts on a clock: the machine may be busy.
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
+
+# Whoever started the tests with "&" has them ignore Ctrl-C, and every script and server that they start, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
