@@ -22,7 +22,9 @@ from engine.make_model import default_folder, make_model
 
 ONE_TOKEN = ("--override-generation-config", '{"max_new_tokens": 1}')
 PREFILL_WAIT_S = 10.0
-WARM_UP_TOKENS = 1200  # the first transfers open connections and commit memory, which may take longer than they may
+# The first transfers open connections and commit memory, which may take longer than the pool allows.
+WARM_UP_TOKENS = 1200
+MOST_WARM_UPS = 20
 # What comes later than the pool's deadlines allow is computed, which two cores under load make happen.
 ENOUGH = 0.75
 LENGTHS = (2000, 1500, 100, 700, 1025, 300, 1900, 640)  # tokens; one prompt is shorter than a block
@@ -55,10 +57,23 @@ class Counted(NamedTuple):
         return Counted(*map(operator.sub, self, before))
 
 
+def warm_up(prefill: int, decode: int, router: int) -> None:
+    """Ask until two prompts in a row were handed over whole."""
+    whole = 0
+    for seed in range(MOST_WARM_UPS):
+        loaded = blocks(decode, "load")
+        complete(router, words(WARM_UP_TOKENS, seed))
+        for port in (prefill, decode):
+            wait_answered(port, seed + 1)
+        whole = whole + 1 if blocks(decode, "load") - loaded == (WARM_UP_TOKENS - 1) // BLOCK else 0
+        if whole == 2:
+            return
+    fail(f"of {MOST_WARM_UPS} prompts, no two in a row were handed over whole")
+
+
 def ask(prefill: int, decode: int, router: int, prompts: list[str]) -> list[str]:
     """Ask the router, and see by the instances' metrics who did what."""
-    for seed in range(2):
-        complete(router, words(WARM_UP_TOKENS, seed))
+    warm_up(prefill, decode, router)
     print(f"asking through the router: {len(prompts)} prompts, every other answer as a stream")
     before = Counted.of(prefill), Counted.of(decode)
     answers = [complete(router, prompt, stream=bool(number % 2)) for number, prompt in enumerate(prompts)]
