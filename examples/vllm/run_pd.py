@@ -5,8 +5,8 @@
 The router sends each request to both at once, unchanged. Prefill answers every request with one token
 (``--override-generation-config``) and saves the prompt's blocks; decode waits for them (``prefill_wait_s``), loads
 them, computes what is left, and answers. Exits 0 only if vLLM's own metrics say so: of two prompts in a row, every
-whole block was loaded; of eight more, half at least (what comes too late is computed); and if all answers are those of an
-instance without connector, asked before.
+whole block was loaded; of eight more, half at least (what comes too late is computed); and if all answers are those of
+an instance without connector, asked before.
 What must be installed: ``README.md`` here.
 """
 
