@@ -95,7 +95,6 @@ class Proxy:
             journey.turn_away(refused)
         except Over as over:
             journey.end_with(over.error)
-            over.__traceback__ = None  # its frames hold the journey, and that holds it
         except asyncio.CancelledError:
             # While it waits in line, by ``fail``; otherwise uvicorn cancels what a client that does not read has held
             # up beyond the grace of a shutdown.
@@ -104,6 +103,7 @@ class Proxy:
             _log.exception("%s %s failed", request.method, request.path)
             journey.end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
+            journey.over = None  # its traceback leads to the journey: only the collector could free both
             self._journeys.discard(journey)
             if journey.client is not None:
                 self._admission.leave(journey.client)
@@ -169,35 +169,36 @@ class Proxy:
             LegFailed: no attempt had; this is the last one's failure.
             Over: no instance could take the request, or the journey was ended.
         """
-        failure: LegFailed | None = None
-        for _ in range(ATTEMPTS):
+        try:
+            selection = self._select(journey)
+        except NoInstance as none:
+            raise Over(none.error) from None
+        attempts = 0
+        while True:
             if journey.over is not None:
                 raise journey.over
-            try:
-                journey.selection = selection = self._select(journey)
-            except NoInstance as none_left:
-                if failure is None:
-                    raise Over(none_left.error) from None
-                break
+            journey.selection = selection
             attempt = self._attempt(journey, selection)
+            attempts += 1
             try:
                 first = await attempt.begin()
-            except LegFailed as exc:
-                failure = exc
-                attempt.give_up(culprit=exc.instance)
-                journey.attempt_ended(str(exc))
-                self._note_failure(exc)
-                if not exc.another_may_serve:
-                    break
-                self._metrics.retried(exc.instance.key)
-                await journey.back_off(exc)
+            except LegFailed as failure:
+                attempt.give_up(culprit=failure.instance)
+                journey.attempt_ended(str(failure))
+                self._note_failure(failure)
+                if not failure.another_may_serve or attempts == ATTEMPTS:
+                    raise
+                self._metrics.retried(failure.instance.key)
+                await journey.back_off(failure)
+                try:
+                    selection = self._select(journey)
+                except NoInstance:
+                    raise failure from None
                 continue
             answering = selection.answering
             if answering.breaker.failures:
                 answering.succeeded(time.monotonic())
             return first
-        assert failure is not None
-        raise failure
 
     async def _resume(self, journey: Journey) -> None:
         """Prepare the next leg of a request that its decode instance put down.

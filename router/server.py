@@ -307,6 +307,8 @@ class RouterProtocol(HttpToolsProtocol):
         """Tell every request of this connection that its client is gone."""
         requests: list[Any] = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         super().connection_lost(exc)
+        # They hold us, and only the collector could free both.
+        self.cycle = self._served = None  # type: ignore[assignment]
         for request in requests:
             if isinstance(request, ClientRequest):
                 request.leave()

@@ -237,8 +237,7 @@ class Exchange:
             UpstreamError: it failed before the end; or whatever ``fail`` was given.
         """
         while not self._chunks:
-            if self._error is not None:
-                raise self._error
+            self._check()
             if self._complete:
                 return b""
             self._sink = sink
@@ -330,10 +329,11 @@ class Exchange:
         try:
             connection = await self._upstream.connect(self.address)
         except UpstreamError as exc:
-            self._connecting = None
+            self._connecting = None  # or else ``fail`` would cancel us
             self.fail(exc)
             return
-        self._connecting = None
+        finally:
+            self._connecting = None
         if self._error is None:
             self._start(connection)
         else:
@@ -341,9 +341,9 @@ class Exchange:
 
     async def _connect(self) -> _Connection:
         self._check()
-        self._connecting = connecting = asyncio.ensure_future(self._upstream.connect(self.address))
+        self._connecting = asyncio.ensure_future(self._upstream.connect(self.address))
         try:
-            connection = await connecting
+            connection: _Connection = await self._connecting
         except asyncio.CancelledError:
             self._check()  # ``fail`` cancelled it, and not our own task's end
             raise
@@ -368,9 +368,17 @@ class Exchange:
             self._connection.resume()
 
     def _check(self) -> None:
-        """Raise what ``fail`` was given."""
+        """Raise what ended the exchange early."""
         if self._error is not None:
-            raise self._error
+            raise self._taken_error(self._error)
+
+    def _taken_error(self, error: Exception) -> Exception:
+        """``error``, no longer kept here: once raised its traceback leads here, and only the collector could free both.
+
+        (For the same reason it is no variable of the function that raises it.)
+        """
+        self._error = ConnectionLost(f"the exchange with {self.address} had failed")
+        return error
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -399,6 +407,7 @@ class Upstream:
         self._idle: dict[Address, deque[tuple[float, _Connection]]] = {}
         self._open: set[_Connection] = set()
         self._hosts: dict[Address, bytes] = {}
+        self._closing_old: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         idle = sum(map(len, self._idle.values()))
@@ -456,8 +465,8 @@ class Upstream:
             UpstreamError: it failed.
         """
         exchange = self.exchange(address, method, target.encode(), headers, body, fresh=True)
-        late = TimedOut(f"{address} did not answer {method} {target} within {timeout:g} s")
-        timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, late)
+        message = f"{address} did not answer {method} {target} within {timeout:g} s"
+        timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, TimedOut(message))
         try:
             status = await exchange.head()
             return Answer(status, exchange.headers, await exchange.read(FETCH_BYTES))
@@ -470,6 +479,8 @@ class Upstream:
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
+        if self._closing_old is not None:
+            self._closing_old.cancel()
 
     # What follows is called by exchanges and connections.
 
@@ -507,7 +518,20 @@ class Upstream:
         idle = self._idle.setdefault(connection.address, deque(maxlen=IDLE_CONNECTIONS))
         if len(idle) == IDLE_CONNECTIONS:
             idle.popleft()[1].abort()
-        idle.append((asyncio.get_running_loop().time(), connection))
+        loop = asyncio.get_running_loop()
+        idle.append((loop.time(), connection))
+        if self._closing_old is None:
+            self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old)
+
+    def _close_old(self) -> None:
+        """Close the connections that are too old to be used, and come back when there may be more."""
+        loop = asyncio.get_running_loop()
+        for address, idle in list(self._idle.items()):
+            while idle and loop.time() - idle[0][0] >= IDLE_SECONDS:
+                idle.popleft()[1].abort()
+            if not idle:
+                del self._idle[address]
+        self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None
 
 
 class _Connection(asyncio.Protocol):
@@ -517,7 +541,7 @@ class _Connection(asyncio.Protocol):
         self.address = address
         self._upstream = upstream
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self._parser: Any = httptools.HttpResponseParser(self)
+        self._parser: Any = None
         self._exchange: Exchange | None = None
         self._headers: Headers = []
         self._framed = False
@@ -549,6 +573,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
         self._upstream.opened(self)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -573,6 +598,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._dropped = True
+        self._parser = None  # it holds us, and only the collector could free both
         self._upstream.closed(self)
         exchange = self._exchange
         if exchange is None:

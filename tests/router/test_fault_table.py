@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -268,6 +269,55 @@ def test_clients_that_leave_take_their_legs_with_them(fleet: Callable[..., Fleet
     mode = "prefill and decode" if splitwise else "mixed"
     REPORTS.append(Report(f"{mode}: half of the clients leave", REQUESTS, served, len(stayed) - served, 0, left))
     assert (len(stayed), served, left) == (REQUESTS // 2, REQUESTS // 2, 0)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_what_failed_requests_leave_is_freed_without_the_garbage_collector(
+    fleet: Callable[..., Fleet], role: str, fault: str
+) -> None:
+    running = fleet(role != "mixed", **PROBES)
+    with contextlib.ExitStack() as faults:
+        for failing in running.of(role):
+            faults.enter_context(FAULTS[fault](failing))
+        left = faults.enter_context(garbage())
+        ask_all(running)
+        left_running(running, running.of(role))
+    assert left == []
+
+
+@pytest.mark.parametrize("splitwise", [True, False])
+def test_what_clients_leave_that_go_is_freed_without_the_garbage_collector(
+    fleet: Callable[..., Fleet], splitwise: bool
+) -> None:
+    running = fleet(splitwise)
+    slow = {"prefill": prefills(), "decode": slowly(running.instances), "mixed": slowly([])}
+    for instance in running.instances:
+        instance.behave = slow[instance.role]
+    with garbage() as left:
+        ask_all(running, leaving=True)
+        left_running(running, [])
+    assert left == []
+
+
+@contextlib.contextmanager
+def garbage() -> Iterator[list[str]]:
+    """The types of the router's objects that only the garbage collector could free, once the block is left.
+
+    Not everybody's: clients and stand-ins of this process leave some too.
+    """
+    types: list[str] = []
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield types
+        gc.collect()
+        types += {type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("router.")}
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
 
 
 def slowly(fleet: list[StandIn]) -> Behaviour:

@@ -23,6 +23,7 @@ from router.upstream import (
 )
 from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 MakeStandIn = Callable[..., StandIn]
 
@@ -121,6 +122,15 @@ def test_a_connection_idle_for_long_is_not_used(
     client.post(instance)
     assert client.post(instance).status == 200
     assert instance.connections == 2
+
+
+def test_idle_connections_are_closed_though_nobody_asks_for_one_again(
+    client: Client, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.upstream.IDLE_SECONDS", 0.05)
+    for _ in range(2):
+        client.post(stand_in())
+        wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")
 
 
 def test_a_pooled_connection_lost_without_a_byte_is_told_apart(client: Client, stand_in: MakeStandIn) -> None:
