@@ -28,6 +28,8 @@ __all__ = ["STALE_SECONDS", "Remembering", "Snapshot"]
 _log = logging.getLogger("router.snapshot")
 
 _FORMAT = "kvrouter snapshot 1"
+# The document without its policies, and of each role the policy's name and what encodes its memory.
+_Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
 # By then, caches have turned over, and ports may have been given to others.
 STALE_SECONDS = 600.0
 
@@ -36,11 +38,11 @@ STALE_SECONDS = 600.0
 class Remembering(Protocol):
     """What a policy may have beside ``Policy``, if what it has learned is worth keeping over a restart."""
 
-    def dump(self) -> bytes:
-        """What it has learned."""
+    def remembered(self) -> Callable[[], bytes]:
+        """What it has learned by now: a function that encodes it, which may take long and is for any thread."""
 
     def load(self, data: bytes) -> None:
-        """Take over what another router's policy of the same name dumped.
+        """Take over what another router's policy of the same name remembered.
 
         Raises:
             ValueError: ``data`` is nothing that this policy can use; it is then as if it had not been called.
@@ -77,12 +79,11 @@ class Snapshot:
         """Write the file every ``seconds``, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            data = self._encode()
-            await asyncio.to_thread(self._write, data)
+            await asyncio.to_thread(self._write, self._contents())
 
     def save(self) -> None:
         """Write the file now."""
-        self._write(self._encode())
+        self._write(self._contents())
 
     def restore(self, now: float) -> None:
         """Take over what the file has, if there is one and it can be used.
@@ -120,8 +121,9 @@ class Snapshot:
             except ValueError as exc:
                 _log.warning("what the snapshot %s has of the %s policy is left aside: %s", self._path, role, exc)
 
-    def _encode(self) -> bytes:
-        document = {
+    def _contents(self) -> _Contents:
+        """What goes into the file; requests are relayed only once this has returned."""
+        document: dict[str, Any] = {
             "format": _FORMAT,
             "written_at": self._clock(),
             "splitwise": self._registry.splitwise,
@@ -134,18 +136,23 @@ class Snapshot:
                 }
                 for instance in self._registry
             ],
-            "policies": {
-                role.value: {"policy": type(policy).__name__, "data": base64.b64encode(policy.dump()).decode()}
-                for role, policy in self._policies.items()
-                if isinstance(policy, Remembering)
-            },
         }
-        return orjson.dumps(document)
+        memories = {
+            role.value: (type(policy).__name__, policy.remembered())
+            for role, policy in self._policies.items()
+            if isinstance(policy, Remembering)
+        }
+        return document, memories
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, contents: _Contents) -> None:
+        document, memories = contents
+        document["policies"] = {
+            role: {"policy": name, "data": base64.b64encode(encode()).decode()}
+            for role, (name, encode) in memories.items()
+        }
         new = self._path.with_name(self._path.name + ".new")
         try:
-            new.write_bytes(data)
+            new.write_bytes(orjson.dumps(document))
             os.replace(new, self._path)
         except OSError as exc:
             _log.warning("the snapshot %s cannot be written: %s", self._path, exc.strerror)

@@ -22,12 +22,12 @@ class PrefixPolicy(PolicyBase):
         """See ``Policy.forget``."""
         self._index.forget(key)
 
-    def dump(self) -> bytes:
-        """What it knows of caches, for ``load``."""
-        return self._index.dump()
+    def remembered(self) -> Callable[[], bytes]:
+        """See ``Remembering.remembered``: what it knows of caches."""
+        return self._index.copy().dump
 
     def load(self, data: bytes) -> None:
-        """Take over what another one's ``dump`` gave.
+        """Take over what another one remembered.
 
         Raises:
             ValueError: it cannot be used.

@@ -81,7 +81,7 @@ def test_cache_aware_forgets_a_restarted_instance() -> None:
 def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
     policy, restarted = POLICIES[name](), POLICIES[name]()
     first = policy.choose(prompt(1, 2, 3), instances(8)).key
-    restarted.load(policy.dump())  # type: ignore[attr-defined]
+    restarted.load(policy.remembered()())  # type: ignore[attr-defined]
     decision = restarted.choose(prompt(1, 2, 3), instances(8))
     assert (decision.key, decision.cached_tokens) == (first, 300)
 

@@ -127,6 +127,17 @@ def test_a_snapshot_brings_all_back() -> None:
     assert held(other, [1, 2**64 - 1, 3]) == (3, {"a": 3, "b": 1})
 
 
+def test_a_copy_stays_as_it_was() -> None:
+    index = PrefixIndex()
+    index.add([1], "a")
+    copy = index.copy()
+    index.add([1, 2], "b")
+    index.forget("a")
+    other = PrefixIndex()
+    other.load(copy.dump())
+    assert held(copy, [1, 2]) == held(other, [1, 2]) == (1, {"a": 1})
+
+
 def test_an_empty_snapshot_is_a_snapshot() -> None:
     index = PrefixIndex()
     index.load(PrefixIndex().dump())

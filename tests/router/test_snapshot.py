@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ class Remembers:
     def __init__(self, learned: bytes = b"") -> None:
         self.learned = learned
 
-    def dump(self) -> bytes:
-        return self.learned
+    def remembered(self) -> Callable[[], bytes]:
+        learned = self.learned
+        return lambda: learned
 
     def load(self, data: bytes) -> None:
         if data == b"\x00damaged":
@@ -206,3 +209,25 @@ def test_a_router_that_stops_writes_it(path: Path, make_router: MakeRouter, stan
     router = make_router(stand_in(), snapshot_path=str(path))
     router.stop()
     wait_until(lambda: path.exists() and b"host_ip" in path.read_bytes(), "the snapshot to be written")
+
+
+def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> None:
+    encoded_by: list[threading.Thread] = []
+
+    class Slow(Remembers):
+        def remembered(self) -> Callable[[], bytes]:
+            def encode() -> bytes:
+                encoded_by.append(threading.current_thread())
+                return b"slow"
+
+            return encode
+
+    async def until_written() -> None:
+        writing = asyncio.ensure_future(snapshot(path, policy=Slow()).keep_writing(0.01))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        writing.cancel()
+
+    asyncio.run(asyncio.wait_for(until_written(), 10))
+    assert encoded_by
+    assert threading.main_thread() not in encoded_by
