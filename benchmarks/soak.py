@@ -515,13 +515,8 @@ class Soak:
         settings = master.settings(global_segment_size=SEGMENT)
         env = self._env() | {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
         argv = [*self._argv(model), "--router", f"127.0.0.1:{router}", "--kvcache-storage-backend", "mooncake"]
-        argv += [
-            "--max-num-batched-tokens",
-            str(BATCHED),
-            "--cache-transfer-protocol",
-            "tcp",
-            "--enable-output-caching",
-        ]
+        argv += ["--max-num-batched-tokens", str(BATCHED), "--enable-output-caching"]
+        argv += ["--cache-transfer-protocol", "tcp"]
         return [
             Instance(role, number, [*argv, "--splitwise-role", role], env, self._logs)
             for role, count in (("prefill", self._options.prefill), ("decode", self._options.decode))
