@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -62,6 +63,26 @@ def test_an_added_name_stands_once_in_the_result(written: tuple[bytes, list[tupl
     json.loads(spliced.decode("utf-8", "surrogatepass"), object_pairs_hook=lambda found: pairs.append(found) or {})
     names = [name for name, _ in pairs[-1]]
     assert [names.count(name) for name in ADDED] == [1, 1]
+
+
+@given(st.lists(st.sampled_from([b"\\\\", rb"\"", rb"\n", rb"\u005c", b"{", b"]", b",", b"a", "é".encode()])))
+def test_splicing_reads_escapes_as_json_does(characters: list[bytes]) -> None:
+    text = b'"%s"' % b"".join(characters)
+    spliced = splice(parse_inference(b'{"x":%s, %s: [%s], "request_id": "theirs"}' % (text, text, text)), ENCODED)
+    assert spliced.endswith(b',"x":%s, %s: [%s]}' % (text, text, text))
+    assert json.loads(spliced) == {"x": json.loads(text), json.loads(text): [json.loads(text)], **ADDED}
+
+
+@pytest.mark.parametrize("escape", [rb"\n", rb"\"", rb"\\"])
+def test_escapes_cost_no_memory_beyond_copies_of_the_body(escape: bytes) -> None:
+    body = parse_inference(b'{"request_id": "theirs", "prompt": "%s"}' % (escape * 500_000))
+    tracemalloc.start()
+    try:
+        splice(body, ENCODED)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * len(body.data)
 
 
 @pytest.mark.parametrize(

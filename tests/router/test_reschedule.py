@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -245,6 +246,17 @@ def test_stripping_takes_out_the_added_members_and_no_other_byte(
         for chunk in chunks
     )
     assert strip_token_ids(edited) == plain
+
+
+def test_stripping_a_long_text_of_escapes_costs_no_memory_beyond_copies() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"a","prompt_tokens":"%s"}}]}\n\n' % (rb"\n" * 500_000)
+    tracemalloc.start()
+    try:
+        assert strip_token_ids(event) == b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * len(event)
 
 
 def test_a_client_that_asked_for_ids_gets_them() -> None:
