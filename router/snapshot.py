@@ -13,8 +13,9 @@ import binascii
 import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,24 +67,30 @@ class Snapshot:
             clock: seconds since the epoch, because it must outlive the process.
 
         Raises:
-            SettingsError: there is no folder for the file.
+            SettingsError: there is no folder for the file, or it is a folder itself.
         """
         if not path.parent.is_dir():
             raise SettingsError(f"manager.snapshot-path is {str(path)!r}, but there is no folder {path.parent}")
+        if path.is_dir():
+            raise SettingsError(f"manager.snapshot-path is {str(path)!r}, which is a folder; it must be a file")
         self._path = path
         self._registry = registry
         self._policies = policies
         self._clock = clock
+        # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
+        self._one_at_a_time = threading.Lock()
 
     async def keep_writing(self, seconds: float) -> None:
         """Write the file every ``seconds``, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            await asyncio.to_thread(self._write, self._contents())
+            with self._failures_logged():
+                await asyncio.to_thread(self._write, self._contents())
 
     def save(self) -> None:
         """Write the file now."""
-        self._write(self._contents())
+        with self._failures_logged():
+            self._write(self._contents())
 
     def restore(self, now: float) -> None:
         """Take over what the file has, if there is one and it can be used.
@@ -144,20 +151,30 @@ class Snapshot:
         }
         return document, memories
 
-    def _write(self, contents: _Contents) -> None:
-        document, memories = contents
-        document["policies"] = {
-            role: {"policy": name, "data": base64.b64encode(encode()).decode()}
-            for role, (name, encode) in memories.items()
-        }
-        new = self._path.with_name(self._path.name + ".new")
+    @contextlib.contextmanager
+    def _failures_logged(self) -> Iterator[None]:
         try:
-            new.write_bytes(orjson.dumps(document))
-            os.replace(new, self._path)
+            yield
         except OSError as exc:
             _log.warning("the snapshot %s cannot be written: %s", self._path, exc.strerror)
-            with contextlib.suppress(OSError):
-                new.unlink()
+        except Exception:
+            _log.exception("the snapshot %s cannot be written", self._path)
+
+    def _write(self, contents: _Contents) -> None:
+        with self._one_at_a_time:
+            document, memories = contents
+            document["policies"] = {
+                role: {"policy": name, "data": base64.b64encode(encode()).decode()}
+                for role, (name, encode) in memories.items()
+            }
+            new = self._path.with_name(self._path.name + ".new")
+            try:
+                new.write_bytes(orjson.dumps(document))
+                os.replace(new, self._path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
 
     def _read(self) -> dict[str, Any]:
         """The file's content; registrations parsed, policies' data decoded.

@@ -189,6 +189,11 @@ def test_a_folder_that_is_not_there_is_one_sentence_at_the_start(tmp_path: Path)
         snapshot(tmp_path / "nowhere" / "snapshot")
 
 
+def test_a_path_that_is_a_folder_is_one_sentence_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="which is a folder; it must be a file"):
+        snapshot(tmp_path)
+
+
 def test_a_restarted_router_serves_before_any_heartbeat(
     path: Path, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
@@ -231,3 +236,60 @@ def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> N
     asyncio.run(asyncio.wait_for(until_written(), 10))
     assert encoded_by
     assert threading.main_thread() not in encoded_by
+
+
+class Blocking(Remembers):
+    """Its memory is encoded only once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__(b"learned")
+        self.encoding = threading.Event()
+        self.released = threading.Event()
+
+    def remembered(self) -> Callable[[], bytes]:
+        def encode() -> bytes:
+            self.encoding.set()
+            assert self.released.wait(10)
+            return b"learned"
+
+        return encode
+
+
+def test_one_writing_ends_before_the_next_begins(path: Path) -> None:
+    policy = Blocking()
+    keeper = snapshot(path, policy=policy)
+
+    async def cancelled_while_it_writes() -> threading.Thread:
+        writing = asyncio.ensure_future(keeper.keep_writing(0.0))
+        assert await asyncio.to_thread(policy.encoding.wait, 10)
+        writing.cancel()
+        policy.encoding.clear()
+        last = threading.Thread(target=keeper.save)
+        last.start()
+        assert not policy.encoding.wait(0.2)
+        policy.released.set()
+        return last
+
+    asyncio.run(cancelled_while_it_writes()).join()
+    assert policy.encoding.is_set()
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_an_unexpected_failure_is_logged_and_the_next_writing_tried(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Flawed(Remembers):
+        def remembered(self) -> Callable[[], bytes]:
+            if not caplog.records:
+                raise RuntimeError("a flaw")
+            return super().remembered()
+
+    async def until_written() -> None:
+        writing = asyncio.ensure_future(snapshot(path, policy=Flawed()).keep_writing(0.01))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        writing.cancel()
+
+    asyncio.run(asyncio.wait_for(until_written(), 10))
+    assert "cannot be written" in caplog.text
+    assert "a flaw" in caplog.text
