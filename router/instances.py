@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from router.breaker import Breaker
 from router.policies import Candidate
 from router.upstream import Address
@@ -101,6 +103,7 @@ class Registration:
         Raises:
             RegistrationError: a field is missing or makes no sense.
         """
+        _check_encodable(fields)
         address = _address(fields)
         protocols = _strings(fields, "transfer_protocol")
         for protocol in protocols:
@@ -364,6 +367,14 @@ class Registry:
         return gone
 
 
+def _check_encodable(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        try:
+            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest that the router writes it
+        except orjson.JSONEncodeError as exc:
+            raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
+
+
 def _role(value: Any) -> Role:
     # FastDeploy's own enumeration numbers them in this order, and its Go router takes the number too.
     names = [role.value for role in Role]
@@ -409,8 +420,9 @@ def _port(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, (int, str)) and str(value).isdecimal() and 0 < int(value) < 65536:
-        return str(int(value))
+    number = _whole_number(value)
+    if 0 < number < 65536:
+        return str(number)
     raise RegistrationError(f"{name} is {value!r}; it must be a port, 1 to 65535")
 
 
@@ -428,6 +440,12 @@ def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def _tp_size(value: Any) -> int:
     if value is None:
         return 1
-    if isinstance(value, (int, str)) and str(value).isdecimal() and int(value) > 0:
-        return int(value)
+    if number := _whole_number(value):
+        return number
     raise RegistrationError(f"tp_size is {value!r}; it must be a positive integer")
+
+
+def _whole_number(value: Any) -> int:
+    """The number that ``value`` or its text is; 0 for what is none, and for one of absurdly many digits."""
+    text = str(value) if isinstance(value, (int, str)) else ""
+    return int(text) if text.isdecimal() and len(text) < 20 else 0

@@ -31,6 +31,10 @@ def registration(**changes: Any) -> Registration:
     return Registration.parse({**FIELDS, **changes})
 
 
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else []
+
+
 def test_everything_fastdeploy_sends_is_understood() -> None:
     parsed = registration()
     assert (parsed.role, parsed.key, parsed.connector_port) == (Role.DECODE, "10.0.0.1:52500", "8002")
@@ -107,6 +111,14 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"transfer_protocol": ["udp"]}, "transfer_protocol has 'udp'; it may have 'ipc', 'rdma' and 'tcp'"),
         ({"tp_size": 0}, "tp_size is 0; it must be a positive integer"),
         ({"tp_size": 1.5}, "tp_size is 1.5"),
+        ({"tp_size": "1" * 5000}, "it must be a positive integer"),
+        ({"port": "1" * 5000}, "it must be a port, 1 to 65535"),
+        ({"connected_decodes": ["d:" + "1" * 5000]}, "an entry must be 'host:port'"),
+        ({"version": "\ud800x"}, "'version' cannot be passed on as JSON: str is not valid UTF-8"),
+        ({"\ud800": 1}, r"'\ud800' cannot be passed on as JSON"),
+        ({"gpu": 2**64}, "'gpu' cannot be passed on as JSON: Integer exceeds 64-bit range"),
+        ({"port": 16**5000}, "'port' cannot be passed on as JSON"),
+        ({"gpu": _nested(252)}, "'gpu' cannot be passed on as JSON: Recursion limit reached"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
