@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from router.instances import Registration, RegistrationError, Registry
 from router.settings import SettingsError
+from router.yaml_file import YamlFileError, read_yaml
 
 __all__ = ["expect_registered", "read_register_file"]
 
@@ -35,11 +34,9 @@ def read_register_file(path: Path) -> list[Registration]:
     """
     where = f"manager.register-path {path}"
     try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as exc:
-        raise SettingsError(f"{where}: {exc.strerror}") from exc
-    except (UnicodeDecodeError, yaml.YAMLError) as exc:
-        raise SettingsError(f"{where} is not YAML: {' '.join(str(exc).split())}") from exc
+        document = read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"{where}: {exc}") from exc
     if not isinstance(document, dict) or set(document) != {"instances"}:
         raise SettingsError(f"{where} must have 'instances:' and nothing beside it, with a list of instances under it")
     entries = document["instances"]

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from router.policies import POLICIES, PolicyOptions
 from router.prefix_index import DEFAULT_MAX_ENTRIES
+from router.yaml_file import YamlFileError, read_yaml
 
 __all__ = ["RouterSettings", "SettingsError", "load_settings"]
 
@@ -277,11 +276,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as exc:
-        raise SettingsError(f"--config_path {path}: {exc.strerror}") from exc
-    except (UnicodeDecodeError, yaml.YAMLError) as exc:
-        raise SettingsError(f"--config_path {path} is not YAML: {' '.join(str(exc).split())}") from exc
+        document = read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"--config_path {path}: {exc}") from exc
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -330,7 +327,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
     if choices and value not in choices:
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{_nearest(value, choices)}")
     if field.name == "port" and not 0 <= value <= 65535:
-        raise SettingsError(f"{name} is {value}; a port is at most 65535")
+        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
     if field.name.endswith(("_secs", "_mins")) and not 0 < value < float("inf"):
         unit = "seconds" if field.name.endswith("_secs") else "minutes"
         raise SettingsError(f"{name} is {value:g}; it must be more than 0 {unit}")

@@ -1,0 +1,60 @@
+"""Reads the YAML files that operators write: whatever is wrong with one is one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["YamlFileError", "read_yaml"]
+
+# Those of the largest number of 64 bits.
+_MOST_DIGITS = 20
+
+
+class YamlFileError(Exception):
+    """A file that cannot be read, or is no good YAML: one sentence, to stand behind the file's name."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader takes the last of two equal keys, and numbers so long that Python does not print them."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise YamlFileError(f"line {key.start_mark.line + 1}: {key.value!r} is given a second time")
+                names.add(key.value)
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MOST_DIGITS:
+            raise YamlFileError(
+                f"line {node.start_mark.line + 1} has a whole number of {len(node.value)} digits; "
+                f"it may have {_MOST_DIGITS}"
+            )
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def read_yaml(path: Path) -> Any:
+    """The document that the file has; None if it is empty.
+
+    Raises:
+        YamlFileError: it cannot be read, or is no YAML, or has a key twice in one place.
+    """
+    try:
+        return yaml.load(path.read_text(), Loader=_Loader)
+    except OSError as exc:
+        raise YamlFileError(exc.strerror) from exc
+    except (UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise YamlFileError(f"it is not YAML: {' '.join(str(exc).split())}") from exc
+    except RecursionError:
+        raise YamlFileError("it is nested too deep") from None
+    except (ValueError, LookupError, AttributeError) as exc:  # what the library meets in a date of month 13, say
+        raise YamlFileError(f"a value in it cannot be read: {exc}") from exc
