@@ -64,6 +64,8 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--register-path", "/no/such.yaml"], "manager.register-path /no/such.yaml: No such file or directory"),
         (["--snapshot-path", "/no/such/file"], "there is no folder /no/such"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is not an address"),
+        (["--host", "a..b"], "--host a..b is not an address"),
+        (["--snapshot-path", "."], "manager.snapshot-path is '.', which is a folder; it must be a file"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: list[str], said: str) -> None:
