@@ -15,7 +15,7 @@ import orjson
 
 __all__ = [
     *("BadBody", "InferenceBody", "encode_member", "estimate_tokens", "hide_escapes", "parse_inference"),
-    *("parse_object", "show_escapes", "splice"),
+    *("parse_object", "show_escapes", "splice", "whole_number"),
 ]
 
 # A string or an array of numbers, as a whole; or a character that opens, closes or separates. Escapes must be hidden.
@@ -75,11 +75,23 @@ def parse_inference(data: bytes) -> InferenceBody:
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
     token_ids = members.get("prompt_token_ids")
     prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
-    n, prompt = members.get("n"), members.get("prompt")
-    choices = n if isinstance(n, int) and n > 0 else 1
+    n, prompt = whole_number(members.get("n")), members.get("prompt")
+    choices = n if n is not None and n > 0 else 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
     return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES))
+
+
+def whole_number(value: Any) -> int | None:
+    """The number for which engines take a member; by pydantic they read 10.0, "10" and "10.0" as 10. None if none."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and abs(value) < 2**63 else None
 
 
 def estimate_tokens(data: bytes) -> int:

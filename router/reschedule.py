@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from router.body import InferenceBody, hide_escapes, show_escapes
+from router.body import InferenceBody, hide_escapes, show_escapes, whole_number
 
 __all__ = ["AnswerStitcher", "StreamStitcher", "strip_token_ids"]
 
@@ -403,8 +403,9 @@ def _resumption(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any
     sent = members.get("completion_token_ids")
     added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
-        if isinstance(members.get(name), int):
-            added[name] = max(least, members[name] - len(ids))
+        limit = whole_number(members.get(name))
+        if limit is not None:
+            added[name] = max(least, limit - len(ids))
     if members.get("echo"):
         added["echo"] = False  # the first leg has done it
     return added
@@ -412,8 +413,8 @@ def _resumption(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any
 
 def _remaining(members: Mapping[str, Any], generated: int) -> int | None:
     """How many tokens are still wanted; None if no number was given."""
-    limit = members.get("max_completion_tokens") or members.get("max_tokens")
-    return max(0, limit - generated) if isinstance(limit, int) else None
+    limit = whole_number(members.get("max_completion_tokens")) or whole_number(members.get("max_tokens"))
+    return None if limit is None else max(0, limit - generated)
 
 
 def _follows_grammar(members: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.body import BadBody, encode_member, parse_inference, parse_object, splice
+from router.body import BadBody, encode_member, parse_inference, parse_object, splice, whole_number
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
 ENCODED = {name: encode_member(name, value) for name, value in ADDED.items()}
@@ -142,6 +142,32 @@ def test_a_request_id_that_is_no_printable_string_is_refused(value: bytes) -> No
     with pytest.raises(BadBody, match="it must be a string of printable characters") as refused:
         parse_inference(b'{"request_id": %s}' % value)
     assert refused.value.param == "request_id"
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (10, 10),
+        (10.0, 10),
+        ("10", 10),
+        ("10.0", 10),
+        (10.5, None),
+        ("ten", None),
+        ("", None),
+        (float("inf"), None),
+        ("1" * 5000, None),
+        (1e30, None),
+        (None, None),
+        ([10], None),
+    ],
+)
+def test_a_whole_number_is_read_as_engines_read_it(value: Any, number: int | None) -> None:
+    assert whole_number(value) == number
+
+
+@pytest.mark.parametrize("n", [b"2", b"2.0", b'"2"'])
+def test_choices_are_counted_however_their_number_is_written(n: bytes) -> None:
+    assert parse_inference(b'{"n": %s}' % n).choices == 2
 
 
 def test_an_absurd_number_of_choices_is_not_believed() -> None:

@@ -141,6 +141,24 @@ def test_a_resumption_counts_every_limit_once() -> None:
     }
 
 
+def _limited(limit: float | str) -> StreamStitcher:
+    """Of a stream with this limit, preempted after three tokens."""
+    stitcher = StreamStitcher(_body(stream=True, max_tokens=limit))
+    for event in Engine([b"a", b"b", b"c", b"d"]).stream({"return_token_ids": True}, 0, 3, "error"):
+        stitcher.feed(event)
+    return stitcher
+
+
+@pytest.mark.parametrize("limit", [10.0, "10", "10.0"])
+def test_a_limit_is_counted_however_it_is_written(limit: float | str) -> None:
+    assert _limited(limit).resumption() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
+
+
+@pytest.mark.parametrize("limit", [3.0, "3"])
+def test_a_stream_is_complete_at_its_limit_however_that_is_written(limit: float | str) -> None:
+    assert _limited(limit).complete
+
+
 def test_a_resumption_goes_on_before_an_unfinished_character() -> None:
     stitcher = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
     assert stitcher.resumption() == {"completion_token_ids": [100]}
