@@ -164,7 +164,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        troubles = await router.health.check_all()
+        troubles = await router.health.troubles()
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
         if bad or not troubles:
             return _json(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
@@ -241,6 +241,9 @@ async def _abort_requests(router: RouterApp, headers: Headers, body: bytes) -> R
         router.auth.check_admin(headers)
     else:
         router.auth.client(headers)
+    if isinstance(req_ids, list):
+        called = router.proxy.engine_ids({each for each in req_ids if isinstance(each, str)})
+        body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
     outcome = await router.aborter.abort_everywhere(router.registry, body)
     return _json(
         200,

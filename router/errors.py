@@ -45,12 +45,12 @@ class ApiError(NamedTuple):
 
 
 class Refused(Exception):
-    """A client may not have what it asked for: who it is does not allow it, or it has to wait its turn elsewhere."""
+    """A client may not have what it asked for: for who it is, or its size, or it has to wait its turn elsewhere."""
 
     def __init__(self, error: ApiError, retry_after: int = 0) -> None:
         """
         Args:
-            error: the answer to the client, 401 or 429.
+            error: the answer to the client.
             retry_after: seconds after which it is worth another try; 0 where trying again is of no use.
         """
         super().__init__(error.message)
@@ -62,4 +62,4 @@ class Refused(Exception):
         """What the answer must have beside its body: ``Retry-After``, or how to say who one is (RFC 9110)."""
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
-        return [(b"www-authenticate", b"Bearer")]
+        return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []

@@ -9,7 +9,7 @@ import time
 from router.instances import Instance, Registration, RegistrationError, Registry
 from router.settings import RouterSettings
 from router.tasks import Tasks
-from router.upstream import Address, Upstream, UpstreamError
+from router.upstream import Address, ConnectRefused, NoRoom, Upstream, UpstreamError
 
 __all__ = ["HealthMonitor"]
 
@@ -45,16 +45,29 @@ class HealthMonitor:
         self._registry.check_role(registration.role)
         known = self._registry.get(registration.key)
         if known is None or not known.healthy:
-            trouble = await self._probe(registration.address)
-            if trouble:
-                raise RegistrationError(f"instance {registration.key} is not healthy: {trouble}")
+            try:
+                await self._probe(registration.address)
+            except UpstreamError as exc:
+                raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
         return self._registry.register(registration, time.monotonic())
 
-    async def check_all(self) -> dict[str, str]:
-        """Probe all instances at once; return what is wrong with each, ``""`` where nothing is."""
+    async def check_all(self) -> None:
+        """Probe all instances at once, and note what comes of it."""
+        await asyncio.gather(*map(self._check, self._registry))
+
+    async def troubles(self) -> dict[str, str]:
+        """Probe all instances at once; return what is wrong with each, ``""`` where nothing is. Nothing is noted."""
+
+        async def trouble(instance: Instance) -> str:
+            try:
+                await self._probe(instance.address)
+            except UpstreamError as exc:
+                return str(exc)
+            return ""
+
         instances = list(self._registry)
-        troubles = await asyncio.gather(*(self._check(instance) for instance in instances))
-        return {instance.key: trouble for instance, trouble in zip(instances, troubles, strict=True)}
+        found = await asyncio.gather(*map(trouble, instances))
+        return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def suspect(self, instance: Instance) -> None:
         """Probe ``instance`` soon, because a connection to it broke."""
@@ -68,21 +81,25 @@ class HealthMonitor:
         finally:
             self._suspects.discard(instance.key)
 
-    async def _check(self, instance: Instance) -> str:
-        trouble = await self._probe(instance.address)
-        if trouble:
-            instance.probe_failed(trouble, self._settings.health_failure_threshold)
+    async def _check(self, instance: Instance) -> None:
+        try:
+            await self._probe(instance.address)
+        except NoRoom as exc:
+            _log.error("%s was not probed: %s", instance.key, exc)
+        except UpstreamError as exc:
+            threshold = self._settings.health_failure_threshold
+            instance.probe_failed(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
         else:
-            now = time.monotonic()
-            instance.probe_passed(now, self._settings.health_success_threshold)
-        return trouble
+            instance.probe_passed(time.monotonic(), self._settings.health_success_threshold)
 
-    async def _probe(self, address: Address) -> str:
-        """What is wrong at ``address``, in one sentence; ``""`` if nothing is."""
+    async def _probe(self, address: Address) -> None:
+        """Ask whether all is well at ``address``.
+
+        Raises:
+            UpstreamError: it is not, in one sentence.
+        """
         endpoint = self._settings.health_check_endpoint
         timeout = self._settings.health_check_timeout_secs
-        try:
-            answer = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
-        except UpstreamError as exc:
-            return str(exc)
-        return "" if answer.status == 200 else f"{address} answered GET {endpoint} with {answer.status}"
+        answer = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
+        if answer.status != 200:
+            raise UpstreamError(f"{address} answered GET {endpoint} with {answer.status}")

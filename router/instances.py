@@ -232,14 +232,13 @@ class Instance:
         self._registry.changed()
 
     def mark_unhealthy(self, trouble: str) -> None:
-        """It may not be chosen until probes, or a registration, show that it works."""
+        """It may not be chosen until probes, or a registration, show that it works. What it runs goes on."""
         self._passed_probes = 0
         self.trouble = trouble
         if self.healthy:
             _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
             self.healthy = False
             self._registry.changed()
-        self._registry.failed(self)
 
     def probe_passed(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
@@ -248,12 +247,18 @@ class Instance:
         if self._passed_probes >= threshold or not self._proven:
             self.mark_healthy(now)
 
-    def probe_failed(self, trouble: str, threshold: int) -> None:
-        """Note a bad probe; ``threshold`` of them in a row make it unhealthy."""
+    def probe_failed(self, trouble: str, threshold: int, *, may_finish: bool = False) -> None:
+        """Note a bad probe; ``threshold`` of them in a row make it unhealthy, and what waits for it is given up.
+
+        Args:
+            may_finish: it only accepts nothing new, as a process does that is ending: what it runs goes on.
+        """
         self._passed_probes = 0
         self._failed_probes += 1
         if self._failed_probes >= threshold:
             self.mark_unhealthy(trouble)
+            if not may_finish:
+                self._registry.failed(self)
 
 
 class Registry:
@@ -302,7 +307,8 @@ class Registry:
         known, instance.registration = instance.registration, registration
         instance.has_heartbeat = True
         instance.last_registered = now
-        instance.mark_healthy(now)
+        if not instance.healthy:  # or else it was not probed, and failed probes before this stay counted
+            instance.mark_healthy(now)
         if registration.identity != known.identity:
             self.lost_cache(instance)
         if registration != known:
@@ -334,11 +340,11 @@ class Registry:
             callback(instance.key)
 
     def on_failure(self, callback: Callable[[Instance], None]) -> None:
-        """Call ``callback`` with each instance that turns unhealthy, and again whenever it is seen to be so still."""
+        """Call ``callback`` with each instance whose probes keep failing, at each failed probe."""
         self._on_failure.append(callback)
 
     def failed(self, instance: Instance) -> None:
-        """``instance`` is unhealthy."""
+        """``instance`` does not answer probes."""
         for callback in self._on_failure:
             callback(instance)
 

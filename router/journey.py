@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Collection, Sequence
 
 from router.audit import AttemptRecord, RequestRecord
 from router.body import BadBody, InferenceBody, encode_member, estimate_tokens, parse_inference, splice
@@ -24,6 +25,12 @@ __all__ = ["Journey", "Over"]
 CLIENT_LEFT = 499
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
+# An answer that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made good;
+# one that may have to be continued by another leg, up to there. What is no completion is relayed as it comes.
+HELD_BYTES = 1024 * 1024
+STITCHED_BYTES = 64 * 1024 * 1024
+# Longer ids are not taken: they are kept in memory, and sent back in a header.
+MOST_ID_CHARACTERS = 256
 # An event longer than this is not waited for, but relayed in pieces. The first may carry the ids of the whole prompt.
 EVENT_BYTES = 16 * 1024 * 1024
 
@@ -38,6 +45,7 @@ _HOP_BY_HOP = frozenset(
     )
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding"}  # the router reads their answers
 _JSON = [(b"content-type", b"application/json")]
 _NO_FEATURES = RequestFeatures(0)
 
@@ -56,6 +64,7 @@ class Journey:
     __slots__ = (
         "_attempts",
         "_before_last",
+        "_failures",
         "_is_event_stream",
         "_last",
         "_request",
@@ -97,8 +106,8 @@ class Journey:
         self.over: Over | None = None
         self._request = request
         self._is_event_stream = False
-        self._attempts = 0
-        # The last two pieces that came from the instance, in which its usage stands.
+        self._attempts = self._failures = 0
+        # The last two pieces that the client got, in which the usage stands.
         self._before_last = self._last = b""
 
     @property
@@ -151,9 +160,13 @@ class Journey:
                 self.body = body = parse_inference(request.body)
             except BadBody as exc:
                 raise Over(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            if len(body.request_id or "") > MOST_ID_CHARACTERS:
+                message = f"request_id is longer than the {MOST_ID_CHARACTERS} characters this router takes"
+                raise Over(ApiError(400, message, "invalid_body", "request_id"))
             self.features = request_features(body.members, body.prompt_tokens, request.headers)
             record.request_id = body.request_id or _new_request_id()
-        self.head = prepare_head(record.method, request.target, _end_to_end(request.headers, _NOT_FORWARDED))
+        dropped = _NOT_FORWARDED if self.body is None else _NOT_FORWARDED_WITH_COMPLETIONS
+        self.head = prepare_head(record.method, request.target, _end_to_end(request.headers, dropped))
 
     def expect_preemption(self) -> None:
         """The request goes to a pair: its decode instance may put it down half-way."""
@@ -183,9 +196,28 @@ class Journey:
         if self.preemptions and self.stitcher is not None:
             resumption = self.stitcher.resumption() or {}
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        prefix = _ID_PREFIXES[record.path]
+        return splice(body, added), self._engine_ids(request_id)
+
+    def engine_ids(self, asked: Collection[str]) -> Sequence[str]:
+        """What engines call its sequences now, if a client that asks for these ids means this request."""
+        if self.body is None or self.attempt is None:
+            return ()
+        sent = self.record.request_id
+        known = {sent, *self._engine_ids(sent), *(each.rpartition("_")[0] for each in self._engine_ids(sent))}
+        return () if known.isdisjoint(asked) else self.attempt.engine_ids
+
+    def _engine_ids(self, request_id: str) -> list[str]:
+        assert self.body is not None
+        prefix = _ID_PREFIXES[self.record.path]
         full_id = request_id if request_id.startswith(prefix) else prefix + request_id
-        return splice(body, added), [f"{full_id}_{i}" for i in range(body.choices)]
+        return [f"{full_id}_{i}" for i in range(self.body.choices)]
+
+    @property
+    def hold_bytes(self) -> int:
+        """How much of an answer that is no event stream must be there before it is relayed."""
+        if self.body is None:
+            return 0
+        return STITCHED_BYTES if isinstance(self.stitcher, AnswerStitcher) else HELD_BYTES
 
     def attempt_ended(self, how: str) -> None:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
@@ -202,9 +234,9 @@ class Journey:
             self.avoided |= {selection.prefill.key, selection.answering.key}
         else:
             self.excluded.add(key)
-        failures = len(self.excluded) + len(self.avoided) // 2
-        if failures > 1:
-            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (failures - 2) * random.uniform(0.5, 1.0))
+        self._failures += 1
+        if self._failures > 1:
+            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
 
     async def relay(self, first: bytes) -> bool:
         """Send the answer's bytes to the client as they come; a slow client slows the instance down.
@@ -216,8 +248,15 @@ class Journey:
         """
         attempt = self.attempt
         assert attempt is not None
-        if not attempt.is_event_stream and attempt.answering.exchange.ended:
-            return self._relay_whole(attempt, first)
+        if not attempt.is_event_stream:
+            answering = attempt.answering
+            if self._request.response_started:
+                raise Over(_no_continuation(f"{answering.instance.key} did not go on with the stream"))
+            if answering.exchange.ended:
+                return self._relay_whole(attempt, first)
+            if isinstance(self.stitcher, AnswerStitcher):
+                message = f"the answer of {answering.instance.key} is larger than {STITCHED_BYTES} bytes"
+                raise Over(_no_continuation(message))
         try:
             return await self._relay_pieces(attempt, first)
         except UpstreamError as exc:
@@ -229,13 +268,13 @@ class Journey:
 
     def _relay_whole(self, attempt: Attempt, answer: bytes) -> bool:
         exchange = attempt.answering.exchange
-        self._last = answer
         if isinstance(self.stitcher, AnswerStitcher):
             stitched = self.stitcher.feed(exchange.status, answer)
             if stitched is None:
                 attempt.finish()
                 return False
             answer = stitched
+        self._last = answer
         self.respond(exchange.status, _end_to_end(exchange.headers, _HOP_BY_HOP), answer)
         attempt.finish()
         return True
@@ -254,10 +293,9 @@ class Journey:
             elif held:
                 data, held = held + data, b""
             if data:
-                self._note_piece(data)
                 if stitcher is not None:
                     data = stitcher.feed(data)
-                self.record.bytes_sent += len(data)
+                self._note_piece(data)
                 if stitcher is not None and stitcher.preempted:
                     attempt.finish()
                     await request.send(data)
@@ -280,19 +318,21 @@ class Journey:
             if stitcher.must_parse(data):
                 return False
             sent = stitcher.feed(data)
-        self._note_piece(data)
-        self.record.bytes_sent += len(sent)
+        self._note_piece(sent)
         self._request.send_now(sent)
         return True
 
-    def _note_piece(self, data: bytes) -> None:
-        self._before_last, self._last = self._last, data
-        self.record.chunks += 1
+    def _note_piece(self, sent: bytes) -> None:
+        if sent:
+            self._before_last, self._last = self._last, sent
+            self.record.chunks += 1
+            self.record.bytes_sent += len(sent)
 
     def finish_locally(self) -> None:
         """Give the client the end of an answer whose last leg was put down when nothing was left to generate."""
         assert self.stitcher is not None
         end = self.stitcher.finish_locally()
+        self._before_last, self._last = self._last, end
         if self._request.response_started:
             self._request.finish(end)
         elif isinstance(self.stitcher, StreamStitcher):
@@ -373,6 +413,10 @@ class Journey:
 _NO_USAGE = Usage()
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
+
+
+def _no_continuation(message: str) -> ApiError:
+    return ApiError(502, message, "cannot_continue")
 
 
 def _new_request_id() -> str:

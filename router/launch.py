@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -95,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The records kept to be explained would be looked through again and again for garbage that is not there.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    _open_more_files()
     uvloop.run(server.serve(sockets=[listener]))
     _log.info("the router has stopped")
     return 0
@@ -140,6 +143,13 @@ def _listen(host: str, port: int) -> socket.socket:
             raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
         raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
     return listener
+
+
+def _open_more_files() -> None:
+    """Take as many descriptors as the system gives: a request needs three, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited", and does not mean it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _startup_line(settings: RouterSettings) -> str:

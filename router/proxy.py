@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 import orjson
 
@@ -26,10 +27,10 @@ from router.metrics import RouterMetrics
 from router.policies import Outcome
 from router.reschedule import AnswerStitcher
 from router.selection import NoInstance, Selection, Selector
-from router.server import ClientRequest
+from router.server import ClientRequest, path_of
 from router.settings import RouterSettings
 from router.splitwise import Attempt, Leg, LegFailed, disaggregate_info
-from router.upstream import ConnectFailed, Upstream, UpstreamError
+from router.upstream import ConnectFailed, Headers, NoRoom, Upstream, UpstreamError
 from router.usage import read_usage
 
 __all__ = ["Proxy"]
@@ -43,7 +44,7 @@ MOST_PAIRS = 10_000
 DETOKENIZE_SECONDS = 5.0
 
 # These concern all instances at once, and are the control plane's.
-_NOT_TAKEN = frozenset({b"/v1/models", b"/v1/abort_requests"})
+_NOT_TAKEN = frozenset({"/v1/models", "/v1/abort_requests"})
 
 
 class Proxy:
@@ -81,7 +82,16 @@ class Proxy:
 
     def takes(self, path: bytes) -> bool:
         """Whether this path (with its query) is served by an instance, rather than by the router or by all of them."""
-        return path.startswith(b"/v1/") and path.partition(b"?")[0] not in _NOT_TAKEN
+        asked = path_of(path)
+        return asked.startswith("/v1/") and asked not in _NOT_TAKEN
+
+    def refusal(self, headers: Headers) -> Refused | None:
+        """Why whoever sent these headers may not send a body; None if it may."""
+        try:
+            self._auth.client(headers)
+        except Refused as refused:
+            return refused
+        return None
 
     async def serve(self, request: ClientRequest) -> None:
         """Answer one request."""
@@ -95,6 +105,9 @@ class Proxy:
             journey.turn_away(refused)
         except Over as over:
             journey.end_with(over.error)
+        except NoRoom as exc:
+            _log.error("%s", exc)
+            journey.end_with(ApiError(503, str(exc), "router_overloaded"))
         except asyncio.CancelledError:
             # While it waits in line, by ``fail``; otherwise uvicorn cancels what a client that does not read has held
             # up beyond the grace of a shutdown.
@@ -132,6 +145,10 @@ class Proxy:
             if journey.attempt is not None:
                 journey.attempt.instance_failed(instance, self._silence)
 
+    def engine_ids(self, asked: Collection[str]) -> list[str]:
+        """What engines call, at this moment, the requests that clients know by these ids; after a retry, otherwise."""
+        return [known for journey in self._journeys for known in journey.engine_ids(asked)]
+
     def _end_all(self, error: ApiError, started_before: float) -> None:
         for journey in [journey for journey in self._journeys if journey.started <= started_before]:
             journey.fail(Over(error))
@@ -167,6 +184,7 @@ class Proxy:
 
         Raises:
             LegFailed: no attempt had; this is the last one's failure.
+            NoRoom: the router cannot send it, to whichever instance.
             Over: no instance could take the request, or the journey was ended.
         """
         try:
@@ -181,7 +199,7 @@ class Proxy:
             attempt = self._attempt(journey, selection)
             attempts += 1
             try:
-                first = await attempt.begin()
+                return await attempt.begin()
             except LegFailed as failure:
                 attempt.give_up(culprit=failure.instance)
                 journey.attempt_ended(str(failure))
@@ -194,11 +212,6 @@ class Proxy:
                     selection = self._select(journey)
                 except NoInstance:
                     raise failure from None
-                continue
-            answering = selection.answering
-            if answering.breaker.failures:
-                answering.succeeded(time.monotonic())
-            return first
 
     async def _resume(self, journey: Journey) -> None:
         """Prepare the next leg of a request that its decode instance put down.
@@ -264,6 +277,7 @@ class Proxy:
             self._leg(journey, answering, data, decisions[-1].work),
             self._leg(journey, prefill, data, decisions[0].work) if prefill else None,
             engine_ids,
+            hold_bytes=journey.hold_bytes,
             aborter=self._aborter,
             on_trouble=self._note_trouble,
         )

@@ -8,17 +8,19 @@ request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
 
 from __future__ import annotations
 
+import asyncio
+import urllib.parse
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from router.errors import ApiError
+from router.errors import ApiError, Refused
 from router.upstream import Headers
 
-__all__ = ["ClientRequest", "DataPlane", "RouterProtocol"]
+__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
 
 
 # A head, or whatever else is no body, that goes on for longer is not read further; as in most servers.
@@ -27,6 +29,8 @@ MOST_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
 LINGER_SECONDS = 2.0
+# Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
+READ_SECONDS = 60.0
 
 
 class DataPlane(Protocol):
@@ -36,6 +40,9 @@ class DataPlane(Protocol):
 
     def takes(self, path: bytes) -> bool:
         """Whether a request for this path (with its query) belongs to the data plane."""
+
+    def refusal(self, headers: Headers) -> Refused | None:
+        """Why whoever sent these headers may not send a body; None if it may."""
 
     async def serve(self, request: ClientRequest) -> None:
         """Answer a request whose body has been read."""
@@ -71,10 +78,10 @@ class ClientRequest:
         "more_body",
         "on_leave",
         "path",
+        "refusal",
         "response_complete",
         "response_started",
         "target",
-        "too_large",
         "version",
     )
 
@@ -85,13 +92,14 @@ class ClientRequest:
         self.method = method
         self.target = target
         """Path and query as they stand in the request line."""
-        self.path = target.partition(b"?")[0].decode("latin-1")
+        self.path = path_of(target)
         self.headers = headers
         self.version = version
         self.body = b""
         self.arriving: bytearray | None = None
         """The body so far, if it comes in more than one piece."""
-        self.too_large = False
+        self.refusal: Refused | None = None
+        """Why its body is not kept."""
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
         self.disconnected = False
@@ -110,8 +118,9 @@ class ClientRequest:
             head.append(b"\r\n")
         else:
             head = self._head(status, [header for header in headers if header[0] != b"content-length"])
-            head.append(b"content-length: %d\r\n\r\n" % len(body))
-            head.append(body)
+            if status not in _BODILESS:
+                head.append(b"content-length: %d\r\n" % len(body))
+            head += [b"\r\n", body]
         self.response_started = True
         self._write(b"".join(head))
         self._complete()
@@ -122,7 +131,7 @@ class ClientRequest:
         length = next((value for name, value in headers if name == b"content-length"), None)
         if length is not None:
             self._left_to_send = int(length)
-        elif self.method == "HEAD" or status in (204, 304):
+        elif self.method == "HEAD" or status in _BODILESS:
             pass
         elif self.version == "1.1":
             self._chunked = True
@@ -212,6 +221,14 @@ class RouterProtocol(HttpToolsProtocol):
         # What was received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
+        self._last_read = 0.0
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected; it must send something."""
+        super().connection_made(transport)
+        self._last_read = self.loop.time()
+        self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
 
     def data_received(self, data: bytes) -> None:
         """Read what the client sends."""
@@ -227,6 +244,41 @@ class RouterProtocol(HttpToolsProtocol):
             if self._undigested > HEAD_BYTES:
                 message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
                 self._refuse(ApiError(431, message, "head_too_large"))
+            if self._is_reading:
+                self._last_read = self.loop.time()
+                if self._reading is None:
+                    self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
+
+    @property
+    def _is_reading(self) -> bool:
+        """Whether a request has come in part, or none at all yet."""
+        request: Any = self.cycle  # uvicorn's type has no None
+        return self._undigested > 0 or request is None or (request.more_body and not request.response_complete)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether the answer to a request that has come in whole is under way."""
+        requests: list[Any] = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
+        return any(
+            request is not None
+            and not request.response_complete
+            and (request.response_started or not request.more_body)
+            for request in requests
+        )
+
+    def _check_reading(self) -> None:
+        """Give up a client that sends no more of its request, or nothing at all."""
+        self._reading = None
+        if not self._is_reading:
+            return
+        left = self._last_read + READ_SECONDS - self.loop.time()
+        if left > 0 or self._is_answering:
+            self._reading = self.loop.call_later(left if left > 0 else READ_SECONDS, self._check_reading)
+        elif cast(object, self.cycle) is None and not self._undigested:
+            self.transport.close()
+        else:
+            message = f"nothing more of the request came within {READ_SECONDS:g} s"
+            self._refuse(ApiError(408, message, "request_incomplete"))
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
@@ -251,7 +303,7 @@ class RouterProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()  # and then nobody notices that the client leaves
         elif self.expect_100_continue:
             if int(dict(request.headers).get(b"content-length", 0)) > self._data_plane.max_body_bytes:
-                self._refuse_body(request)
+                self._refuse_body(request, Refused(self._too_large()))
             else:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -266,11 +318,16 @@ class RouterProtocol(HttpToolsProtocol):
                 super().on_body(body)
             elif not request.response_complete:
                 self._refuse(self._too_large())
+        elif request.refusal is not None:
+            pass
         elif is_too_large:
-            self._refuse_body(request)
+            self._refuse_body(request, Refused(self._too_large()))
         elif request.arriving is not None:
             request.arriving += body
         elif request.body:
+            if (refused := self._data_plane.refusal(request.headers)) is not None:
+                self._refuse_body(request, refused)  # or else anybody could fill the memory
+                return
             request.arriving = bytearray(request.body)
             request.arriving += body
         else:
@@ -309,6 +366,8 @@ class RouterProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         # They hold us, and only the collector could free both.
         self.cycle = self._served = None  # type: ignore[assignment]
+        if self._reading is not None:
+            self._reading.cancel()
         for request in requests:
             if isinstance(request, ClientRequest):
                 request.leave()
@@ -326,15 +385,16 @@ class RouterProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"".join([start, *head, b"\r\n", rest]))
 
-    def _refuse_body(self, request: ClientRequest) -> None:
-        """Answer with 413 when it is the request's turn; keep nothing of its body."""
+    def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
+        """Answer with a refusal when it is the request's turn; keep nothing of its body."""
         request.body, request.arriving = b"", None
-        request.too_large = True
+        request.refusal = refused
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
-            error = self._too_large()
+            error = refused.error
             self._data_plane.refused(request.method, request.path, error)
-            request.respond(error.status, [(b"content-type", b"application/json")], error.body())
+            headers = [(b"content-type", b"application/json"), *refused.headers]
+            request.respond(error.status, headers, error.body())
 
     def _has_its_turn(self, request: Any) -> bool:
         """Whether the request that is being read does not wait for the answer to another one before it."""
@@ -346,9 +406,13 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what is not read to its end, and close the connection."""
+        is_answering = self._is_answering
         if self.cycle is not None:
             self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
-        if not self.transport.is_closing():
+        if is_answering:
+            self._data_plane.refused("", "", error)
+            self.transport.close()  # within another answer, this one could not be told from it
+        elif not self.transport.is_closing():
             self._data_plane.refused("", "", error)
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
@@ -358,8 +422,8 @@ class RouterProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if not isinstance(cycle, ClientRequest):
             super()._start_asgi_task(cycle, app)
-        elif cycle.too_large:
-            self._refuse_body(cycle)
+        elif cycle.refusal is not None:
+            self._refuse_body(cycle, cycle.refusal)
         elif not cycle.more_body:
             self._served = cycle
             task = self.loop.create_task(self._data_plane.serve(cycle))
@@ -368,7 +432,14 @@ class RouterProtocol(HttpToolsProtocol):
 
 
 _NOBODY_WAITS = _NobodyWaits()
+_BODILESS = frozenset({204, 304})
 _DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
+
+
+def path_of(target: bytes) -> str:
+    """The path in a request's target, without query and escapes."""
+    path = target.partition(b"?")[0].decode("latin-1")
+    return urllib.parse.unquote(path) if "%" in path else path
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -9,25 +9,34 @@ what becomes of its connection no longer matters.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import orjson
+
 from router.aborts import Aborter
 from router.instances import Instance, Registration
-from router.upstream import Answer, Exchange, Headers, StaleConnection, TimedOut, UpstreamError
+from router.upstream import Answer, Exchange, Headers, NoRoom, StaleConnection, TimedOut, UpstreamError
 
 __all__ = ["Attempt", "Leg", "LegFailed", "can_decode_for", "disaggregate_info"]
 
 _log = logging.getLogger("router.splitwise")
 
-# An answer that is not a stream is held until it is whole, so that a leg dying half-way can still be made good.
-HOLD_BYTES = 1024 * 1024
 ERROR_BYTES = 1024 * 1024
-PD_ERROR = b"PD Error"
+# The body of a refusal comes with its head, or is not worth waiting for.
+REFUSAL_SECONDS = 2.0
+PD_ERROR = "PD Error"
+# Decode began to answer, then prefill failed: if decode has what it needs, its next bytes come in less.
+SILENCE_SECONDS = 30.0
 # Prefill's last bytes may come after decode's when the answer is short; after this long it is aborted.
 PREFILL_GRACE_SECONDS = 5.0
+
+
+_EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
@@ -103,6 +112,11 @@ class Leg:
         candidate.tokens += tokens
         candidate.queued += work
 
+    def succeeded(self) -> None:
+        """Its answer is a good one, as far as it has come."""
+        if self.instance.breaker.failures:
+            self.instance.succeeded(time.monotonic())
+
     @property
     def runs_at_engine(self) -> bool:
         """Whether the instance may still be working on it."""
@@ -135,10 +149,11 @@ class Attempt:
     __slots__ = (
         "_aborter",
         "_begun",
-        "_engine_ids",
         "_grace",
+        "_hold_bytes",
         "_on_trouble",
         "answering",
+        "engine_ids",
         "is_event_stream",
         "prefill",
         "prefilled_at",
@@ -151,15 +166,23 @@ class Attempt:
         prefill: Leg | None,
         engine_ids: Sequence[str],
         *,
+        hold_bytes: int,
         aborter: Aborter,
         on_trouble: Callable[[Instance, Exception], None],
     ) -> None:
+        """
+        Args:
+            hold_bytes: so much of an answer that is no event stream is held until it is whole, so that a leg dying
+                half-way can still be made good.
+        """
         self.answering = answering
         self.prefill = prefill
+        self.engine_ids = engine_ids
+        """What the engines call the request's sequences."""
         self.sent_at = 0.0
         self.prefilled_at = 0.0
         """When the first token was there, on ``time.perf_counter``; 0 until then."""
-        self._engine_ids = engine_ids
+        self._hold_bytes = hold_bytes
         self._aborter = aborter
         self._on_trouble = on_trouble
         self.is_event_stream = False
@@ -167,10 +190,11 @@ class Attempt:
         self._grace: asyncio.TimerHandle | None = None
 
     async def begin(self) -> bytes:
-        """Send all legs at once and wait for the first bytes of the answer; for all of them if it is no stream.
+        """Send all legs at once and wait for the first bytes of the answer, or for as many as are to be held.
 
         Raises:
             LegFailed: a leg failed.
+            NoRoom: a leg could not be sent, to whichever instance.
             Exception: whatever ``fail`` was given.
         """
         self.sent_at = time.perf_counter()
@@ -182,10 +206,14 @@ class Attempt:
             if not 200 <= status < 300:
                 raise await _refusal(self.answering)
             self.is_event_stream = _is_event_stream(exchange.headers)
-            first = await exchange.chunk() if self.is_event_stream else await exchange.read(HOLD_BYTES)
+            is_held = self._hold_bytes and not self.is_event_stream
+            first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
+        except NoRoom:
+            raise
         except UpstreamError as exc:
             raise self._broken(self.answering, exc) from exc
         self._begun = True
+        self.answering.succeeded()
         if self.prefill is None:
             self.prefilled_at = time.perf_counter() if self.is_event_stream else 0.0
             self.answering.prefilled()
@@ -239,8 +267,8 @@ class Attempt:
             return
         runs = leg.runs_at_engine
         leg.finish()
-        if runs and leg.instance is not culprit and self._engine_ids:
-            self._aborter.abort_soon(leg.instance, self._engine_ids)
+        if runs and leg.instance is not culprit and self.engine_ids:
+            self._aborter.abort_soon(leg.instance, self.engine_ids)
 
     def _prefill_ended(self) -> None:
         """Prefill's answer was read to its end, or failed: tell the answering leg if prefill did."""
@@ -254,19 +282,31 @@ class Attempt:
             self._grace.cancel()
         if failure is None:
             self.prefilled_at = time.perf_counter()
+            leg.succeeded()
         elif self._begun:
-            _log.info("prefill failed after decode had begun to answer, which does no harm: %s", failure)
+            _log.info("prefill failed after decode had begun to answer: %s", failure)
+            heard = self.answering.exchange.last_heard
+            asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._fail_if_silent, heard, str(failure))
         else:
             self.answering.exchange.fail(failure)
 
-    def _prefill_failure(self, leg: Leg) -> LegFailed | None:
+    def _fail_if_silent(self, since: float, why: str) -> None:
+        """Give up decode if nothing has come from it: what it sent was no sign that it had the prompt's KV."""
+        exchange = self.answering.exchange
+        if not self.answering.finished and exchange.last_heard == since:
+            decode = self.answering.instance.key
+            exchange.fail(TimedOut(f"{decode} has sent nothing for {SILENCE_SECONDS:g} s, since prefill failed: {why}"))
+
+    def _prefill_failure(self, leg: Leg) -> LegFailed | NoRoom | None:
         exchange = leg.exchange
+        if isinstance(exchange.error, NoRoom):
+            return exchange.error
         if isinstance(exchange.error, UpstreamError):
             return self._broken(leg, exchange.error)
         if not 200 <= exchange.status < 300:
             return _refused(leg, exchange.drained)
         # FastDeploy's prefill says so to its own client alone, in an answer of status 200.
-        if PD_ERROR in exchange.drained:
+        if _tells_pd_error(exchange.drained):
             return LegFailed(leg.instance, f"{leg.instance.key} could not hand over to decode", in_hand_over=True)
         return None
 
@@ -281,11 +321,29 @@ def _is_event_stream(headers: Headers) -> bool:
     return found.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in found
 
 
+def _tells_pd_error(answer: bytes) -> bool:
+    """Whether an answer, or one of its events, is an error of hand-over; users and models may write of one, too."""
+    if PD_ERROR.encode() not in answer:
+        return False
+    for document in (answer, *_EVENT_DATA.findall(answer)):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            said = orjson.loads(document)
+            if isinstance(said, dict) and PD_ERROR in str(said.get("error")):
+                return True
+    return False
+
+
 async def _refusal(leg: Leg) -> LegFailed:
-    return _refused(leg, await leg.exchange.read(ERROR_BYTES))
+    late = f"{leg.instance.key} answered with {leg.exchange.status}, and no more within {REFUSAL_SECONDS:g} s"
+    timer = asyncio.get_running_loop().call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
+    try:
+        return _refused(leg, await leg.exchange.read(ERROR_BYTES))
+    finally:
+        timer.cancel()
 
 
 def _refused(leg: Leg, body: bytes) -> LegFailed:
     answer = Answer(leg.exchange.status, leg.exchange.headers, body)
     message = f"{leg.instance.key} answered with {answer.status}"
-    return LegFailed(leg.instance, message, answer, in_hand_over=PD_ERROR in body)
+    in_hand_over = answer.status >= 500 and PD_ERROR.encode() in body
+    return LegFailed(leg.instance, message, answer, in_hand_over=in_hand_over)

@@ -3,7 +3,9 @@
 What a call raises::
 
     UpstreamError
+    ├── NoRoom            this machine cannot open one more connection, to whichever instance
     ├── ConnectFailed     no connection was made, so the instance has not seen the request
+    │   └── ConnectRefused    nobody listens there: not yet, or no more, and then what was accepted may still go on
     ├── ConnectionLost    the connection ended before the response did
     │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
     │                         certainly, the instance closed it while idle and never saw the request
@@ -17,6 +19,7 @@ outside, with their own exception, whatever it is waiting for: so no task needs 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from collections import deque
@@ -30,9 +33,11 @@ __all__ = [
     "Answer",
     "BadResponse",
     "ConnectFailed",
+    "ConnectRefused",
     "ConnectionLost",
     "Exchange",
     "Headers",
+    "NoRoom",
     "PreparedHead",
     "StaleConnection",
     "TimedOut",
@@ -51,10 +56,13 @@ IDLE_CONNECTIONS = 256
 HIGH_WATER = 256 * 1024
 # Up to here, one copy of a body is cheaper than one more piece to write.
 JOINED_BYTES = 16 * 1024
-# Of a response that is drained, this much is kept: enough for an error, or for usage figures.
+# Of a response that is drained, so much is kept of its beginning and of its end: enough for an error and for usage
+# figures, which may come after the ids of a long prompt.
 DRAINED_BYTES = 64 * 1024
 # An answer to a probe or a listing is not read further than this.
 FETCH_BYTES = 16 * 1024 * 1024
+# What connect() fails with when this machine, and not the instance, has run out of something.
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 # A dead host, which sends no FIN, is noticed after about half a minute.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 
@@ -65,6 +73,14 @@ class UpstreamError(Exception):
 
 class ConnectFailed(UpstreamError):
     """No connection was made, so the instance has not seen the request."""
+
+
+class ConnectRefused(ConnectFailed):
+    """Nobody listens there. A process that ends may still finish what it has accepted."""
+
+
+class NoRoom(UpstreamError):
+    """This machine has no room for one more connection; no instance is to blame."""
 
 
 class ConnectionLost(UpstreamError):
@@ -137,7 +153,6 @@ class Exchange:
         "_connecting",
         "_connection",
         "_error",
-        "_fresh",
         "_may_be_stale",
         "_on_end",
         "_request",
@@ -145,6 +160,7 @@ class Exchange:
         "_upstream",
         "_waiter",
         "address",
+        "fresh",
         "headers",
         "last_heard",
         "sent",
@@ -155,6 +171,8 @@ class Exchange:
         self, upstream: Upstream, address: Address, request: Sequence[bytes], *, bodiless: bool, fresh: bool
     ) -> None:
         self.address = address
+        self.fresh = fresh
+        """Whether it has a connection of its own."""
         self.status = 0
         self.headers: Headers = []
         self.sent = False
@@ -163,7 +181,6 @@ class Exchange:
         self._upstream = upstream
         self._request = request
         self._bodiless = bodiless
-        self._fresh = fresh
         self._connection: _Connection | None = None
         self._connecting: asyncio.Future[Any] | None = None
         self._on_end: Callable[[], None] | None = None
@@ -200,7 +217,7 @@ class Exchange:
         Raises:
             UpstreamError: it failed; or whatever ``fail`` was given.
         """
-        pooled = None if self._fresh else self._upstream.take(self.address)
+        pooled = None if self.fresh else self._upstream.take(self.address)
         self._may_be_stale = pooled is not None
         self._start(pooled or await self._connect())
         while not self.status and self._error is None:
@@ -211,10 +228,10 @@ class Exchange:
     def drain(self, on_end: Callable[[], None]) -> None:
         """Send the request now, and call ``on_end`` once, when the response is complete or the exchange has failed.
 
-        Of the body, ``drained`` keeps the beginning.
+        Of the body, ``drained`` keeps the beginning and the end.
         """
         self._on_end = on_end
-        pooled = None if self._fresh else self._upstream.take(self.address)
+        pooled = None if self.fresh else self._upstream.take(self.address)
         if pooled is not None:
             self._may_be_stale = True
             self._start(pooled)
@@ -223,7 +240,7 @@ class Exchange:
 
     @property
     def drained(self) -> bytes:
-        """The first bytes of the body of an exchange that was drained."""
+        """The body of an exchange that was drained; of a long one its beginning and its end."""
         return b"".join(self._chunks)
 
     async def chunk(self, sink: Callable[[bytes], bool] | None = None) -> bytes:
@@ -284,11 +301,13 @@ class Exchange:
 
     def received_body(self, data: bytes) -> bool:
         """Keep ``data``; answer whether there is now too much of it."""
-        if self._on_end is not None and self._buffered > DRAINED_BYTES:
-            return False
         self._chunks.append(data)
         self._buffered += len(data)
         self.last_heard = time.monotonic()
+        if self._on_end is not None and self._buffered > 2 * DRAINED_BYTES:
+            whole = b"".join(self._chunks)
+            self._chunks = [whole[:DRAINED_BYTES], whole[-DRAINED_BYTES:]]
+            self._buffered = 2 * DRAINED_BYTES
         return self._buffered > HIGH_WATER
 
     def received_piece(self) -> None:
@@ -503,7 +522,10 @@ class Upstream:
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except OSError as exc:
-            raise ConnectFailed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+            if exc.errno in _NO_ROOM:
+                raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
+            failed = ConnectRefused if isinstance(exc, ConnectionRefusedError) else ConnectFailed
+            raise failed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
         return connection
@@ -627,7 +649,7 @@ class _Connection(asyncio.Protocol):
         self._informational = 100 <= status < 200
         if self._informational or self._exchange is None:
             return
-        self._keep_alive = self._parser.should_keep_alive()
+        self._keep_alive = self._parser.should_keep_alive() and not self._exchange.fresh
         self._exchange.received_head(status, self._headers)
         if self._exchange.bodiless:
             self._keep_alive = False  # the parser would take what follows for the body that HEAD does not get

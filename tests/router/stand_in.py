@@ -247,10 +247,14 @@ class StandIn:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def _stop(self) -> None:
+    async def accept_no_more(self) -> None:
+        """Stop listening, as a process does that is about to end; what runs goes on."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    async def _stop(self) -> None:
+        await self.accept_no_more()
         await self._cut_all()
 
     async def _cut_all(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -308,3 +309,23 @@ def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, st
 def test_a_path_outside_v1_is_a_404(make_router: MakeRouter) -> None:
     response: httpx.Response = make_router().client.get("/nothing")
     assert response.status_code == 404
+
+
+def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def until_aborted(request: Received, respond: Responder) -> None:
+        while not other.aborted:
+            await asyncio.sleep(0.01)
+        await respond.answer(200, chat_answer("so far"))
+
+    failing, other = stand_in("mixed", answers(500)), stand_in("mixed", until_aborted)
+    router = make_router(failing, other, policy="round_robin")
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(router.chat, request_id=f"r{i}") for i in range(2)]
+        wait_until(lambda: other.running == 2, "both requests")
+        router.client.post("/v1/abort_requests", json={"req_ids": ["chatcmpl-r0_0", "r1"]})
+        assert [one.result(10).status_code for one in asked] == [200, 200]
+    ids = {f"chatcmpl-{request.json['request_id']}_0" for request in other.received}
+    assert any(known.endswith("-retry1_0") for known in ids)
+    assert ids <= set(other.aborted[0]["req_ids"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from router.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn
+from tests.router.stand_in import Received, Responder, StandIn, chat_answer
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -132,3 +133,43 @@ def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
         registered.failed(0.0, "it answered with 500")
     router.thread.run(router.app.health.check_all())
     assert (registered.state, registered.breaker.state) == ("healthy", "open")
+
+
+def test_what_runs_at_an_instance_that_accepts_nothing_new_is_left_to_finish(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    may_finish = asyncio.Event()
+
+    async def finishes_late(request: Received, respond: Responder) -> None:
+        await may_finish.wait()
+        await respond.answer(200, chat_answer("late"))
+
+    instance = stand_in("mixed", finishes_late)
+    router = make_router(instance, health_failure_threshold=1)
+    with ThreadPoolExecutor(1) as client:
+        running = client.submit(router.chat)
+        wait_until(lambda: instance.running == 1, "the request")
+        router.thread.run(instance.accept_no_more())
+        router.thread.run(router.app.health.check_all())
+        assert router.chat().status_code == 503
+        router.thread.loop.call_soon_threadsafe(may_finish.set)
+        assert running.result(10).json()["choices"][0]["message"]["content"] == "late"
+
+
+def test_a_heartbeat_does_not_make_up_for_failed_probes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance, health_failure_threshold=3)
+    instance.health = 500
+    for _ in range(3):
+        instance.register(router.url)
+        router.thread.run(router.app.health.check_all())
+    assert states(router) == ["unhealthy"]
+
+
+def test_who_asks_for_health_does_not_hasten_the_verdict(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance, health_failure_threshold=2)
+    instance.health = 500
+    for _ in range(3):
+        assert router.client.get("/health_generate").status_code == 503
+    assert states(router) == ["healthy"]

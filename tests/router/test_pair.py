@@ -364,3 +364,77 @@ def test_an_instance_that_never_accepts_is_replaced(
     with full_backlog(mute.port):
         assert [router.chat().status_code for _ in range(2)] == [200, 200]
     assert len(good.received) == 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_answer_without_fault_ends_a_row_of_failures(
+    make_router: MakeRouter, stand_in: MakeStandIn, role: str
+) -> None:
+    router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True)
+    (instance,) = [each for each in router.app.registry if each.role.value == role]
+    instance.failed(0.0, "it answered with 500")
+    assert router.chat().status_code == 200
+    wait_until(lambda: instance.breaker.failures == 0, "the row to end")
+
+
+def test_a_decode_that_is_silent_since_prefill_failed_is_given_up(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.splitwise.SILENCE_SECONDS", 0.05)
+    begun = asyncio.Event()
+
+    async def says_its_role(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event('{"choices": [{"delta": {"role": "assistant"}}]}')
+        begun.set()
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    async def fails_then(request: Received, respond: Responder) -> None:
+        await begun.wait()
+        await asyncio.sleep(0.05)  # so that the role has gone to the client
+        respond.cut()
+
+    router = make_router(stand_in("prefill", fails_then), stand_in("decode", says_its_role), splitwise=True)
+    with router.stream() as response:
+        *_, error, done = response.read().decode().strip().split("\n\n")
+    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("decode_failed", "data: [DONE]")
+
+
+def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def fails(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event(json.dumps({"choices": [{"delta": {"prompt_token_ids": [12345] * 50_000}}]}))
+        await respond.event('{"error": {"message": "PD Error: decode refused"}}')
+        await respond.end_stream()
+
+    router = make_router(stand_in("prefill", fails), stand_in("decode", hangs()), splitwise=True)
+    response = router.chat(stream=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "prefill_failed")
+
+
+def test_a_text_about_an_error_of_hand_over_is_none(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill = stand_in("prefill", answers(body=chat_answer('what does {"error": "PD Error"} mean?')))
+    decode = stand_in("decode", answers_when_prefilled_by(prefill))
+    assert make_router(prefill, decode, splitwise=True).chat().status_code == 200
+    assert len(prefill.received) == 1
+
+
+def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("router.journey.random.uniform", lambda low, high: 1.0)
+    prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
+    router = make_router(prefill, stand_in("decode", hangs()), splitwise=True)
+    monkeypatch.setattr("router.journey.asyncio.sleep", slept)
+    assert router.chat().status_code == 502
+    assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]

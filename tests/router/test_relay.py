@@ -13,8 +13,9 @@ import httpx
 import openai
 import pytest
 
+from router.upstream import Address, NoRoom, Upstream
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn, answers, chat_answer, streams
+from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -254,3 +255,84 @@ def test_curl_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
     argv = ["curl", "-sS", "--noproxy", "*", f"{router.url}/v1/chat/completions", "-d", '{"messages": []}']
     assert subprocess.run(argv, capture_output=True, check=True).stdout == chat_answer()
+
+
+def test_a_request_id_without_measure_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    assert router.chat(request_id="x" * 256).status_code == 200
+    error = error_of(router.chat(request_id="x" * 257))
+    assert (error["code"], error["param"]) == ("invalid_body", "request_id")
+    assert len(instance.received) == 1
+
+
+def test_a_refusal_whose_body_never_comes_is_made_good_elsewhere(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.splitwise.REFUSAL_SECONDS", 0.05)
+
+    async def refuses_and_hangs(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 500 X\r\ncontent-length: 9\r\n\r\n")
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    router = make_router(stand_in("mixed", refuses_and_hangs), stand_in())
+    assert [router.chat().status_code for _ in range(2)] == [200, 200]
+
+
+def test_what_is_no_completion_is_relayed_as_it_comes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    may_go_on = asyncio.Event()
+
+    async def in_two_parts(request: Received, respond: Responder) -> None:
+        await respond.start_stream("application/x-ndjson")
+        await respond.chunk(b"1\n")
+        await may_go_on.wait()
+        await respond.chunk(b"2\n")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", in_two_parts))
+    with router.client.stream("POST", "/v1/audio/speech", json={}) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"1\n"
+        router.thread.loop.call_soon_threadsafe(may_go_on.set)
+        assert b"".join(pieces) == b"2\n"
+
+
+def test_completions_are_not_asked_for_in_a_form_that_the_router_cannot_read(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    for path in ("/v1/chat/completions", "/v1/embeddings"):
+        router.client.post(path, json={}, headers={"accept-encoding": "gzip"})
+    assert [request.header("accept-encoding") for request in instance.received] == [None, "gzip"]
+
+
+def test_an_escaped_path_is_the_path(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    decode = stand_in("decode")
+    router = make_router(stand_in("prefill"), decode, splitwise=True)
+    assert router.client.post("/v1/ch%61t/completions", json={"messages": []}).status_code == 200
+    assert "disaggregate_info" in decode.received[0].json
+
+
+def test_an_answer_of_204_has_no_length(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def nothing(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    response = make_router(stand_in("mixed", nothing)).client.delete("/v1/files/1")
+    assert (response.status_code, "content-length" in response.headers) == (204, False)
+
+
+def test_a_router_without_room_for_a_connection_blames_no_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True, health_failure_threshold=1)
+
+    async def no_room(upstream: Upstream, address: Address) -> None:
+        raise NoRoom("the router cannot open one more connection: Too many open files")
+
+    monkeypatch.setattr("router.upstream.Upstream.connect", no_room)
+    response = router.chat()
+    router.thread.run(router.app.health.check_all())
+    assert (response.status_code, error_of(response)["code"]) == (503, "router_overloaded")
+    assert {(each.state, each.breaker.failures) for each in router.app.registry} == {("healthy", 0)}

@@ -226,3 +226,46 @@ def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest
     ask(running, stream=True)
     loads = [(i.candidate.requests, i.candidate.tokens) for i in running.app.registry]
     assert (loads, decode.running) == ([(0, 0), (0, 0)], 0)
+
+
+def test_a_large_answer_is_stitched_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    preempting = Preempting([3])
+
+    async def with_much_beside_the_text(request: Received, respond: Responder) -> None:
+        leg = len(preempting.legs)
+        preempting.legs.append(request.json)
+        answer = json.loads(preempting.engine.answer(request.json, leg, 3 if leg == 0 else None))
+        answer["choices"][0]["logprobs"] = "x" * 1_500_000
+        await respond.answer(200, json.dumps(answer).encode())
+
+    async def decode(request: Received, respond: Responder) -> None:
+        behave = preempting if request.target == "/detokenize" else with_much_beside_the_text
+        await behave(request, respond)
+
+    router = make_router(stand_in("prefill"), stand_in("decode", decode), splitwise=True)
+    assert ask(router, stream=False)["text"] == b"".join(PIECES).decode()
+
+
+def test_a_leg_that_does_not_go_on_with_the_stream_ends_it_with_one_clear_error(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    preempting = Preempting([3])
+
+    async def streams_only_once(request: Received, respond: Responder) -> None:
+        behave = answers() if preempting.legs else preempting
+        await behave(request, respond)
+
+    router = make_router(stand_in("prefill"), stand_in("decode", streams_only_once), splitwise=True)
+    *_, error, done, nothing = router.chat(stream=True).text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "cannot_continue"
+    assert (done, nothing) == ("data: [DONE]", "")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_record_counts_the_tokens_of_all_legs(router: tuple[RouterUnderTest, StandIn], stream: bool) -> None:
+    routed, decode = router
+    decode.behave = Preempting([3, 2])
+    ask(routed, stream)
+    explained = routed.app.audit.explain("r")
+    assert explained is not None
+    assert (explained["prompt_tokens"], explained["completion_tokens"]) == (len(PROMPT_IDS), len(PIECES))

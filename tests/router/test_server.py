@@ -453,3 +453,64 @@ def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stan
     wait_until(lambda: router.client.get("/admin/explain/r1").status_code == 200, "the record")
     (attempt,) = router.client.get("/admin/explain/r1").json()["attempts"]
     assert attempt["ended"] == "the client left"
+
+
+def test_who_sends_nothing_is_not_kept(
+    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.server.READ_SECONDS", 0.1)
+    assert connect(router).rest() == b""
+
+
+@pytest.mark.parametrize("begun", [b"POST /v1/chat", head(b"content-length: 5"), head(b"content-length: 5") + b"{}"])
+def test_who_sends_half_a_request_is_told_so_after_a_while(
+    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr("router.server.READ_SECONDS", 0.1)
+    client = connect(router)
+    client.send(begun)
+    assert client.error() == (408, "request_incomplete")
+    assert client.rest() == b""
+
+
+def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_slow(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.4)
+        await respond.answer(200, b"{}")
+
+    monkeypatch.setattr("router.server.READ_SECONDS", 0.1)
+    client = connect(make_router(stand_in("mixed", is_slow)))
+    client.send(request(b"{}") + b"POST /v1/chat")
+    assert client.status() == 200
+
+
+def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    async def streams_on(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", streams_on)
+    client = connect(make_router(instance))
+    client.send(request(b'{"stream": true}'))
+    assert client.answer()[0] == 200
+    client.send(b"\x00\x01garbage\r\n\r\n")
+    assert b"HTTP/1.1" not in client.rest()
+    wait_until(lambda: instance.running == 0, "the leg to end")
+
+
+def test_a_body_that_comes_in_pieces_is_not_kept_for_who_has_no_key(
+    tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-alice\n")
+    keys.chmod(0o600)
+    client = connect(make_router(stand_in(), api_keys_file=str(keys)))
+    client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than is read at once
+    status, answered, _ = client.answer()
+    assert (status, answered["www-authenticate"]) == (401, "Bearer")

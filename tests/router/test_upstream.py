@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from router.upstream import (
     BadResponse,
     ConnectFailed,
     ConnectionLost,
+    ConnectRefused,
     Exchange,
+    NoRoom,
     StaleConnection,
     TimedOut,
     Upstream,
@@ -354,3 +358,38 @@ def test_repr_tells_how_many_connections_are_open_and_idle(client: Client, stand
 
 def test_an_ipv6_address_is_written_with_brackets() -> None:
     assert str(Address("::1", 80)) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.EMFILE, NoRoom), (errno.ECONNREFUSED, ConnectRefused), (errno.EHOSTUNREACH, ConnectFailed)],
+)
+def test_it_is_told_apart_why_no_connection_was_made(
+    client: Client, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[UpstreamError]
+) -> None:
+    async def connect(upstream: Upstream) -> None:
+        async def fails(*args: object) -> None:
+            raise OSError(number, "no")
+
+        loop = SimpleNamespace(create_connection=fails)
+        monkeypatch.setattr("router.upstream.asyncio.get_running_loop", lambda: loop)
+        try:
+            await upstream.connect(Address("127.0.0.1", 1))
+        finally:
+            monkeypatch.undo()
+
+    with pytest.raises(UpstreamError) as raised:
+        client.run(connect)
+    assert type(raised.value) is expected
+
+
+def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_it_open(
+    client: Client, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+
+    async def fetch(upstream: Upstream) -> Answer:
+        return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=5)
+
+    client.run(fetch)
+    wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")
