@@ -216,10 +216,10 @@ async def _models(router: RouterApp, request: Request) -> Response:
         return [model for model in listed if isinstance(model, dict)]
 
     instances = [instance for instance in router.registry if instance.healthy]
-    models: dict[Any, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
     for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
         for model in listed:
-            models.setdefault(model.get("id"), model)
+            models.setdefault(str(model.get("id")), model)
     return _json(200, {"object": "list", "data": list(models.values())})
 
 
