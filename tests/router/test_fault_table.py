@@ -18,9 +18,7 @@ import httpx
 import pytest
 
 from router.app import RouterApp
-from router.journey import Journey
-from router.server import ClientRequest, RouterProtocol
-from router.splitwise import Attempt, Leg, LegFailed
+from router.server import RouterProtocol
 from router.upstream import Exchange
 from tests.router.conftest import RouterUnderTest
 from tests.router.fault_report import REPORTS, Report
@@ -285,7 +283,7 @@ def test_what_failed_requests_leave_is_freed_without_the_garbage_collector(
     with contextlib.ExitStack() as faults:
         for failing in running.of(role):
             faults.enter_context(FAULTS[fault](failing))
-        left = faults.enter_context(garbage())
+        left = faults.enter_context(garbage(running.router.app))
         ask_all(running)
         left_running(running, running.of(role))
     assert left == []
@@ -299,15 +297,15 @@ def test_what_clients_leave_that_go_is_freed_without_the_garbage_collector(
     slow = {"prefill": prefills(), "decode": slowly(running.instances), "mixed": slowly([])}
     for instance in running.instances:
         instance.behave = slow[instance.role]
-    with garbage() as left:
+    with garbage(running.router.app) as left:
         ask_all(running, leaving=True)
         left_running(running, [])
     assert left == []
 
 
 @contextlib.contextmanager
-def garbage() -> Iterator[list[str]]:
-    """The types of objects of requests that only the garbage collector could free, once the block is left.
+def garbage(router: RouterApp) -> Iterator[list[str]]:
+    """The types of a router's objects that only the garbage collector could free, once the block is left.
 
     Not everybody's: clients and stand-ins of this process leave some too, and so do routers of tests before.
     """
@@ -316,17 +314,24 @@ def garbage() -> Iterator[list[str]]:
     gc.disable()
     try:
         yield types
-        before = of_requests()
+        before = of_requests(router)
         gc.collect()
-        types += before - of_requests()
+        types += before - of_requests(router)
     finally:
         gc.enable()
 
 
-def of_requests() -> Counter[str]:
-    """Objects that there are for requests and connections, by type."""
-    names = {kind.__name__ for kind in (ClientRequest, RouterProtocol, Journey, Attempt, Leg, LegFailed, Exchange)}
-    return Counter(name for one in gc.get_objects() if (name := type(one).__name__) in names | {"_Connection"})
+def of_requests(router: RouterApp) -> Counter[str]:
+    """What there is for a router's requests, by type: clients' connections and exchanges, which hold all the rest."""
+    owners = {RouterProtocol: ("_data_plane", router.proxy), Exchange: ("_upstream", router.upstream)}
+    found: Counter[str] = Counter()
+    for one in gc.get_objects():
+        if type(one) in owners:
+            name, owner = owners[type(one)]
+            found[type(one).__name__] += getattr(one, name) is owner
+        elif type(one).__name__ == "_Connection":
+            found["_Connection"] += getattr(one, "_upstream", None) is router.upstream
+    return found
 
 
 def slowly(fleet: list[StandIn]) -> Behaviour:
