@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -276,8 +277,10 @@ def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         bound.close()
+        if not isinstance(exc, OSError) or exc.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise ConfigError(f"cannot listen on {host}:{port}: --host must be an address of this machine") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
     return bound
 

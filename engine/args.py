@@ -77,6 +77,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see --help)")
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> EngineArgs:
     """Parse and check the command line.
 
@@ -88,6 +95,8 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     if unknown:
         raise ConfigError(_unknown(unknown[0]))
     values = vars(known)
+    if not values["model"]:  # argparse would ask for it before it says what it does not know
+        raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
@@ -103,10 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine.api_server",
         allow_abbrev=False,
         description="One instance of the reference engine: OpenAI endpoints over a shared pool of KV blocks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder in Hugging Face's format")
+    add("--model", help="checkpoint folder in Hugging Face's format; must be given")
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
     add("--port", type=_port, default=8000, help="port to listen on")

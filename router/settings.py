@@ -248,7 +248,9 @@ def _parser() -> _Parser:
         if isinstance(field.default, bool):
             parser.add_argument(flag, nargs="?", const=True, metavar="true|false", help=about)
         else:
-            parser.add_argument(flag, metavar=field.name.split("_")[-1].upper(), help=about)
+            is_number = type(field.default) is int and field.name != "port"
+            metavar = "N" if is_number else field.name.split("_")[-1].upper()
+            parser.add_argument(flag, metavar=metavar, help=about)
     return parser
 
 
@@ -325,7 +327,8 @@ def _convert(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
     name, choices = field.metadata["key"], field.metadata["choices"]
     if choices and value not in choices:
-        raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{_nearest(value, choices)}")
+        hint = _did_you_mean(value, choices)
+        raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
     if field.name == "port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
     if field.name.endswith(("_secs", "_mins")) and not 0 < value < float("inf"):
@@ -341,5 +344,9 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
+    return _did_you_mean(name, known) or f"; known are {', '.join(known)}"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+    return f"; did you mean {near[0]}?" if near else ""

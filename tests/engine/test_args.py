@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,7 +105,7 @@ def test_a_bad_flag_is_told_in_one_sentence_that_names_it_and_the_remedy(line: s
 
 
 def test_a_model_is_required() -> None:
-    with pytest.raises(ConfigError, match="required: --model"):
+    with pytest.raises(ConfigError, match="--model is not given; it must be a checkpoint folder"):
         parse("--port 8000")
 
 
@@ -152,3 +154,23 @@ def test_sparse_attention_that_cannot_be_is_refused_in_one_sentence(
     with pytest.raises(ConfigError) as caught:
         parse(f"--model m {line}", environ)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("program", "begins"), [("-m", "engine: the engine needs torch"), ("app.py", "Traceback")])
+def test_without_the_engines_packages_it_says_what_to_install(program: str, begins: str) -> None:
+    code = f"""
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "torch" else find_spec(name, *args)
+sys.argv = [{program!r}]
+import engine
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(begins)
+    assert "the engine needs torch: pip install '/path/to/this/repository[engine]'" in ended.stderr
+
+
+def test_what_is_no_flag_is_said_before_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="did you mean --model"):
+        parse("--modl m")
