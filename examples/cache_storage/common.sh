@@ -4,6 +4,7 @@
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
+SMALL_MODEL=$ROOT/.cache/models/kvstore-tiny-qwen2
 
 MASTER_PORT=15001
 METADATA_PORT=15002
@@ -36,20 +37,25 @@ parse_arguments() {
     done
 }
 
-# prepare NAME=PORT...: everything that comes before the first start.
+# prepare NAME=PORT...: everything that comes before the first start; what costs nothing to check comes first.
 prepare() {
-    "$ROOT/scripts/setup"
-    "$PYTHON" "$HERE/check_ports.py" "$@" || exit
-    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
-    unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
     if [[ ${MODEL_NAME-} == */* && -e ${MODEL_NAME-} ]]; then
         MODEL_NAME=$(realpath "$MODEL_NAME")
     fi
     cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
-    rm -rf log_*
     choose_engine
     choose_model
+    "$ROOT/scripts/setup"
+    "$PYTHON" check_ports.py "$@" || exit
+    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
+    unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
+    rm -rf log_*
+    make_model
     choose_transfer
+    # Ours all stand on loopback; by itself Mooncake looks for another interface's address, and fails without one.
+    if [ "$ENGINE" = kvstore ]; then
+        export MC_TCP_BIND_ADDRESS=127.0.0.1
+    fi
     # One GPU for each instance, as far as there are any.
     if [ -n "${CUDA_VISIBLE_DEVICES-}" ]; then
         IFS=, read -ra DEVICES <<<"$CUDA_VISIBLE_DEVICES"
@@ -95,12 +101,16 @@ choose_model() {
     if [ "$ENGINE" = fastdeploy ]; then
         : "${MODEL_NAME:=PaddlePaddle/ERNIE-4.5-0.3B-Paddle}"
     elif [ -z "${MODEL_NAME-}" ]; then
-        MODEL_NAME=$ROOT/.cache/models/kvstore-tiny-qwen2
-        say "MODEL_NAME is not set: taking a small model with random weights. Its compute is real, its words are not."
-        "$PYTHON" -m engine.make_model --output "$MODEL_NAME"
+        MODEL_NAME=$SMALL_MODEL
     elif [ ! -d "$MODEL_NAME" ]; then
         die "MODEL_NAME=$MODEL_NAME: there is no such folder; give the folder of a checkpoint, or leave it unset"
     fi
+}
+
+make_model() {
+    [ "$MODEL_NAME" = "$SMALL_MODEL" ] || return 0
+    say "MODEL_NAME is not set: taking a small model with random weights. Its compute is real, its words are not."
+    "$PYTHON" -m engine.make_model --output "$SMALL_MODEL"
 }
 
 # Sets TRANSFER, how prefill hands over to decode, in FastDeploy's words: rdma, or ipc within one machine.

@@ -20,6 +20,7 @@ from typing import NoReturn, TypeVar
 
 from engine.make_model import WORDS
 
+HERE = Path(__file__).resolve().parent  # where the instances' logs are
 BLOCK = 64  # tokens; the engines' default --block-size
 DEADLINE = 60.0  # seconds for what follows an answer: the save to the pool, the line in the log
 
@@ -155,7 +156,7 @@ def wait_until_saved(master_metrics: int, keys: int, instances: Iterable[int]) -
         done = pool_keys(master_metrics) >= keys
         return done and not any(metric(port, "kvstore_pending_save_blocks") for port in instances)
 
-    wait_for(saved, f"the pool did not get the {keys} blocks it should have by now")
+    wait_for(saved, f"the pool did not get the {keys} blocks it should have by now; see log_*/nohup in {HERE}")
 
 
 def wait_for(look: Callable[[], Seen | None], complaint: str) -> Seen:

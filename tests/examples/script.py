@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.waiting import wait_until
@@ -22,12 +22,21 @@ def script_environment(**variables: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in CHOICES} | variables
 
 
+def loopback_only() -> list[str]:
+    """What starts a command where there is no network interface but loopback; nothing where that is not allowed."""
+    command = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+    with contextlib.suppress(FileNotFoundError):
+        if subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0:
+            return command
+    return []
+
+
 class Script:
     """A running example script, in a process group of its own like a terminal's foreground job."""
 
-    def __init__(self, name: str, *arguments: str, **environment: str) -> None:
+    def __init__(self, name: str, *arguments: str, under: Sequence[str] = (), **environment: str) -> None:
         self.process = subprocess.Popen(
-            [EXAMPLES / name, *arguments],
+            [*under, EXAMPLES / name, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -104,9 +113,9 @@ def command_line(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def running(name: str, *arguments: str, **environment: str) -> Iterator[Script]:
-    """A script that is interrupted at the end if it still runs."""
-    script = Script(name, *arguments, **environment)
+def running(name: str, *arguments: str, under: Sequence[str] = (), **environment: str) -> Iterator[Script]:
+    """A script that is interrupted at the end if it still runs; ``under`` is the command that it is started by."""
+    script = Script(name, *arguments, under=under, **environment)
     try:
         yield script
     finally:

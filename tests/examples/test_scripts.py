@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.script import EXAMPLES, running, script_environment
+from tests.examples.script import EXAMPLES, loopback_only, running, script_environment
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("free_ports")]
 
 
-def test_two_instances_share_the_pool(free_ports: None) -> None:
-    with running("run.sh") as script:
+def test_two_instances_share_the_pool_with_no_interface_but_loopback(free_ports: None) -> None:
+    with running("run.sh", under=loopback_only()) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
     assert script.left_behind() == []
@@ -68,6 +68,12 @@ def test_a_wrong_choice_is_said_in_one_sentence(environment: dict[str, str], sen
     said = complaint("run_pd_storage.sh", **environment)
     assert said.startswith(f"run_pd_storage.sh: {sentence}")
     assert said.count("\n") == 1
+
+
+def test_what_costs_nothing_to_check_is_checked_before_the_ports() -> None:
+    with socket.create_server(("127.0.0.1", 52500)):
+        said = complaint("run_pd_storage.sh", MODEL_NAME="/no/such/model")
+    assert "there is no such folder" in said
 
 
 def test_a_wrong_argument_is_said_in_one_sentence() -> None:
