@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.examples.readme import README, readme_blocks
 from tests.examples.script import ROOT
@@ -15,12 +18,24 @@ RUN_ELSEWHERE = {
     "scripts/test": ".ci/run",
     "scripts/check": ".ci/run",
 }
+ACTIVATE = ". .venv/bin/activate"  # run here
 CURL = "curl "  # run in test_conversation.py
 
 
 def test_every_bash_block_is_a_command_that_is_run_somewhere() -> None:
     blocks = readme_blocks("bash")
-    assert {block for block in blocks if not block.startswith(CURL)} == set(RUN_ELSEWHERE)
+    assert {block for block in blocks if not block.startswith(CURL)} == {*RUN_ELSEWHERE, ACTIVATE}
+
+
+def test_the_commands_in_its_text_are_found_in_an_active_environment() -> None:
+    if not (ROOT / ".venv").exists():
+        pytest.skip("this checkout has not been set up; scripts/test does that")
+    modules = set(re.findall(r"`(python -m [\w.]+)", README.read_text()))
+    assert modules
+    for command in (*modules, "kvrouter", "kvstore"):
+        script = f"cd {ROOT} && {ACTIVATE} && {command} --help"
+        ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert "usage:" in ended.stdout, ended
 
 
 def test_what_the_ci_runs_is_what_the_readme_names() -> None:
