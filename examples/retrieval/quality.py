@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
 from engine.scheduler import Chunk
+from kvstore_backend.backend import ConfigError
 
 INIT_TOKENS, LOCAL_TOKENS = 128, 256
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -223,7 +225,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=60, help="of each length")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    results = measure(args.model, args.texts)
+    try:
+        results = measure(args.model, args.texts)
+    except ConfigError as exc:
+        sys.exit(f"{parser.prog}: {exc}")
     (args.output / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, args.output / "quality.png")
 

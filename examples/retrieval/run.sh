@@ -9,6 +9,23 @@ PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUTPUT=${OUTPUT:-$ROOT/.cache/retrieval}
 DENSE_PORT=${DENSE_PORT:-8101} SPARSE_PORT=${SPARSE_PORT:-8102}
 MODEL=$OUTPUT/needle
+
+usage="usage: run.sh    PYTHON, OUTPUT, DENSE_PORT and SPARSE_PORT may be set"
+case ${1-} in
+    "") ;;
+    -h | --help)
+        echo "$usage"
+        exit
+        ;;
+    *)
+        echo "run.sh: unknown argument '$1'; $usage" >&2
+        exit 1
+        ;;
+esac
+# Only for the environment that it makes; whoever sets PYTHON has one.
+[[ $PYTHON != "$ROOT/.venv/bin/python" ]] || "$ROOT/scripts/setup"
+"$PYTHON" "$ROOT/examples/cache_storage/check_ports.py" "the dense instance=$DENSE_PORT" \
+    "the sparse instance=$SPARSE_PORT"
 mkdir -p "$OUTPUT"
 
 instances=()
@@ -26,8 +43,8 @@ serve() { # name port flags...
         >"$OUTPUT/$name.out" 2>&1 &
     instances+=($!)
     for _ in $(seq 240); do
+        kill -0 "${instances[-1]}" 2>/dev/null || break # before asking: it may be another's port that answers
         if curl -sf "http://127.0.0.1:$port/health" >/dev/null; then return; fi
-        if ! kill -0 "${instances[-1]}" 2>/dev/null; then break; fi
         sleep 0.5
     done
     echo "the $name instance did not start; see $OUTPUT/$name.out" >&2

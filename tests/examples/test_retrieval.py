@@ -1,0 +1,46 @@
+"""examples/retrieval: what it says before anything is trained or started, when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.examples.script import ROOT
+
+FOLDER = ROOT / "examples" / "retrieval"
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": sys.executable, **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_is_given_and_nothing_started(tmp_path: Path) -> None:
+    ended = run(FOLDER / "run.sh", "--help", OUTPUT=str(tmp_path / "output"))
+    assert (ended.returncode, ended.stdout[:13]) == (0, "usage: run.sh")
+    assert not (tmp_path / "output").exists()
+
+
+def test_an_unknown_argument_is_said_in_one_sentence() -> None:
+    ended = run(FOLDER / "run.sh", "--bogus")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("run.sh: unknown argument '--bogus'; usage: run.sh")
+
+
+def test_a_busy_port_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run(FOLDER / "run.sh", OUTPUT=str(tmp_path / "output"), SPARSE_PORT=str(port))
+    assert ended.returncode == 1
+    assert ended.stderr == f"port {port}, wanted for the sparse instance, is in use; ss -tanp shows by what\n"
+    assert not (tmp_path / "output").exists()
+
+
+def test_quality_says_in_one_sentence_that_there_is_no_model(tmp_path: Path) -> None:
+    ended = run(sys.executable, FOLDER / "quality.py", "--model", "/nonexistent", "--output", tmp_path / "output")
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("quality.py: --model '/nonexistent': there is no such folder; ")
