@@ -233,8 +233,11 @@ def wait_for_interrupt() -> None:
 
 def _vllm() -> str:
     """The program ``vllm``: what the variable VLLM names, beside this Python, or on the PATH."""
+    named = os.environ.get("VLLM")
+    if named and not shutil.which(named):
+        fail(f"VLLM={named}: there is no such program; give the path of vLLM's, as in VLLM=/path/to/bin/vllm")
     beside = Path(sys.executable).with_name("vllm")
-    program = os.environ.get("VLLM") or (str(beside) if beside.exists() else shutil.which("vllm"))
+    program = named or (str(beside) if beside.exists() else shutil.which("vllm"))
     if program is None:
         fail(
             "vLLM is not installed here; set VLLM to the path of its program, in an environment with this project, too"

@@ -1,0 +1,23 @@
+"""examples/vllm: what it says where vLLM is not. With vLLM it is run by hand; see its README."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.examples.script import ROOT
+
+
+def test_a_vllm_that_is_not_there_is_said_in_one_sentence() -> None:
+    ended = subprocess.run(
+        [sys.executable, ROOT / "examples" / "vllm" / "run.py"],
+        env={**os.environ, "VLLM": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("NOT VERIFIED: VLLM=/nonexistent: there is no such program; ")
+    assert ended.stderr.count("\n") == 1
