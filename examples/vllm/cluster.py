@@ -98,7 +98,7 @@ class Master:
         beside = Path(sys.executable).with_name("mooncake_master")
         program = str(beside) if beside.exists() else shutil.which("mooncake_master")
         if program is None:
-            fail("mooncake_master is not installed; pip install 'fastdeploy-kvstore[mooncake]' first")
+            fail("mooncake_master is not installed; pip install '/path/to/this/repository[mooncake]' first")
         flags = (f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics}")
         self._process = Process([program, "--rpc_address=127.0.0.1", *flags], self._log, {})
         self._process.wait_ready(f"http://127.0.0.1:{self._metrics}/health")
