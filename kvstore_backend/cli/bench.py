@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, Value
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend, Value
 from kvstore_backend.cli.report import human_bytes, print_json, print_table
-from kvstore_backend.config import parse_size, read_config
+from kvstore_backend.config import PoolConfig, parse_size, read_config
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool, open_store
 
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures.
+    """Print the figures; whatever happens, take what was stored for them out of the pool.
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
@@ -84,22 +86,35 @@ def run(arguments: argparse.Namespace) -> int:
             lambda hashes: sum(map(bool, store.exists([*map(namespace.key, hashes)]))),
         )
     finally:
+        _clear(store, namespace)
         store.close()
-    # Written at once: what is measured is the pool, not the queue before it.
-    with open_pool(replace(config, async_write=False), namespace, CollectorRegistry(), background=False) as pool:
-        for memory in (source, target):
-            pool.register(memory.ctypes.data, memory.nbytes)
-        measure(
-            "full stack",
-            lambda hashes, values: pool.save(hashes, values).count(Status.OK),
-            pool.load,
-            pool.lookup,
-        )
+    try:
+        # Written at once: what is measured is the pool, not the queue before it.
+        with open_pool(replace(config, async_write=False), namespace, CollectorRegistry(), background=False) as pool:
+            for memory in (source, target):
+                pool.register(memory.ctypes.data, memory.nbytes)
+            measure(
+                "full stack",
+                lambda hashes, values: pool.save(hashes, values).count(Status.OK),
+                pool.load,
+                pool.lookup,
+            )
+    finally:
+        # Not through the pool: while it is open, a save that Ctrl-C cut off still goes on behind it.
+        for each in (config, *([PoolConfig(config.fast)] if config.fast else [])):
+            with contextlib.closing(open_store(each)) as store:
+                _clear(store, namespace)
     if arguments.json:
         print_json({"block_bytes": block_bytes, "blocks": arguments.blocks, "rows": [asdict(row) for row in rows]})
     else:
         _print(rows, block_bytes, arguments.blocks)
     return 0
+
+
+def _clear(store: StorageBackend, namespace: Namespace) -> None:
+    """Remove what was stored, leases or not: nobody else can know these keys."""
+    if not store.clear(namespace.prefix):
+        print(f"kvstore: blocks of this run stay in the pool until they are evicted: {store!r}", file=sys.stderr)
 
 
 _Look = Callable[[Sequence[bytes]], int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,11 +91,37 @@ def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> 
     assert all(row["median_seconds"] > 0 for row in rows)
 
 
-def test_bench_runs_on_mooncake(tmp_path: Path) -> None:
+def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
-        ended = kvstore("bench", url(master), "--block-size", "64KiB", "--blocks", "4", "--batches", "2")
+        other = open_store(master.config())
+        arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2"]
+        ended = kvstore("bench", url(master, global_segment_size=0), *arguments)
+        keys = httpx.get(master.metrics_url.replace("/metrics", "/get_all_keys"), trust_env=False).text
+        other.close()
     assert ended.status == 0, ended.errors
     assert "full stack" in ended.output
+    assert keys.split() == []
+
+
+def test_bench_leaves_nothing_in_a_folder_that_is_too_small_for_it(tmp_path: Path) -> None:
+    ended = kvstore("bench", f"file://{tmp_path}/pool?size=1MiB", "--block-size", "64KiB", "--blocks", "8")
+    assert "the pool may be too small" in ended.errors
+    assert stored(tmp_path) == []
+
+
+def test_bench_leaves_nothing_in_a_folder_when_it_is_interrupted(tmp_path: Path) -> None:
+    arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2000"]
+    command = [sys.executable, "-m", "kvstore_backend.cli", "bench", f"file://{tmp_path}/pool?size=1GiB", *arguments]
+    with child(command, tmp_path / "log") as bench:
+        bench.wait_for(lambda: bool(stored(tmp_path)), "storing")
+        bench.signal(signal.SIGINT)
+        bench.wait()
+    assert stored(tmp_path) == []
+
+
+def stored(tmp_path: Path) -> list[Path]:
+    """The blocks in the folder of a pool."""
+    return list((tmp_path / "pool").glob("blocks/*/*.block"))
 
 
 def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
