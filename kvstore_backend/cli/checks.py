@@ -16,6 +16,7 @@ import httpx
 from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
 from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
+from kvstore_backend.stores.mooncake import INSTALL
 
 __all__ = [
     "capacity",
@@ -50,7 +51,7 @@ def library() -> Iterator[Finding]:
         import mooncake.store  # noqa: F401
     except ImportError as exc:
         without_gpu = "libcuda" in str(exc)
-        remedy = "pip install 'fastdeploy-kvstore[mooncake]', or choose another backend, such as file:///dev/shm/kvpool"
+        remedy = f"{INSTALL}, or choose another backend, such as file:///dev/shm/kvpool"
         if without_gpu:
             remedy = "on a machine without a GPU: pip uninstall mooncake-transfer-engine, then " + remedy
         yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)

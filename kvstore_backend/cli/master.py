@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.stores.mooncake import INSTALL
 
 __all__ = ["add_arguments", "command_line", "run"]
 
@@ -67,7 +68,7 @@ def command_line(arguments: argparse.Namespace) -> list[str]:
     beside = Path(sys.executable).with_name(_PROGRAM)
     program = str(beside) if beside.exists() else shutil.which(_PROGRAM)
     if program is None:
-        raise PoolUnavailable(f"{_PROGRAM} is not installed: pip install 'fastdeploy-kvstore[mooncake]'")
+        raise PoolUnavailable(f"{_PROGRAM} is not installed: {INSTALL}")
     for name in ("eviction_watermark", "eviction_ratio"):
         if not 0 < getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")

@@ -29,9 +29,12 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
-__all__ = ["MooncakeStore", "check_installed", "is_installed", "replace_client"]
+__all__ = ["INSTALL", "MooncakeStore", "check_installed", "is_installed", "replace_client"]
 
 logger = logging.getLogger(__name__)
+
+INSTALL = "pip install mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine)"
+"""What to do where Mooncake is missing."""
 
 _NOT_FOUND = -704
 # The codes that mean something; every other is a failure.
@@ -179,8 +182,7 @@ def check_installed() -> None:
         _library()
     except ImportError as exc:
         raise PoolUnavailable(
-            f"Mooncake's library cannot be loaded ({exc}): pip install 'fastdeploy-kvstore[mooncake]', "
-            "or choose the storage backend file"
+            f"Mooncake's library cannot be loaded ({exc}): {INSTALL}, or choose the storage backend file"
         ) from exc
 
 
@@ -250,12 +252,25 @@ def _joined(settings: MooncakeSettings) -> Any:
             "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
     if code:
+        # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
+        alone = settings.metadata_server.startswith("http") and not _has_network()
+        first = "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1; else " if alone else ""
         raise PoolUnavailable(
-            f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: check that a "
-            f"mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
+            f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
+            f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
             "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
         )
     return native
+
+
+def _has_network() -> bool:
+    """Whether there is a way to another machine: connecting a datagram socket looks for one, and sends nothing."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address that is nobody's
+        except OSError:
+            return False
+    return True
 
 
 def _reached(settings: MooncakeSettings) -> socket.socket:

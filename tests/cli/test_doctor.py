@@ -130,7 +130,7 @@ def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_
     (tmp_path / "mooncake.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     diagnosis = doctor(url(mooncake_master), PYTHONPATH=str(tmp_path))
     cause = "Mooncake's library cannot be loaded (libcudart.so.12: cannot open shared object file)"
-    told(diagnosis, "library", cause, "pip install 'fastdeploy-kvstore[mooncake]'")
+    told(diagnosis, "library", cause, "pip install mooncake-transfer-engine-non-cuda")
 
 
 def test_10_a_size_that_is_none() -> None:

@@ -157,7 +157,24 @@ class TestOpening:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             sentence = opening(mooncake_master.config(master_server_addr=address))
-        assert sentence.startswith(f"joining the Mooncake cluster of {address} failed with code -1: check that")
+        assert sentence.startswith(f"joining the Mooncake cluster of {address} failed with code -1: ")
+        assert "check that a mooncake_master answers there" in sentence
+
+    def test_a_machine_with_no_network_but_loopback_is_told_what_mooncake_needs(self, tmp_path: Path) -> None:
+        alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]
+        try:
+            subprocess.run([*alone, "true"], capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as exc:
+            pytest.skip(f"no network namespace can be made here: {exc}")
+        code = (
+            "from pathlib import Path\n"
+            "from tests.support.mooncake import mooncake_master\n"
+            "from kvstore_backend.pool import open_store\n"
+            f"with mooncake_master(Path({str(tmp_path / 'log')!r})) as master:\n"
+            "    open_store(master.config())\n"
+        )
+        said = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+        assert "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1" in said
 
     def test_clients_find_each_other_without_hostnames_and_without_a_metadata_server(
         self, doomed_master: MooncakeMaster
