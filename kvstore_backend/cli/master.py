@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -17,26 +18,60 @@ from kvstore_backend.stores.mooncake import INSTALL
 __all__ = ["add_arguments", "command_line", "run"]
 
 _PROGRAM = "mooncake_master"
+_LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number alone is of milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``kvstore master`` takes."""
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="where to listen; others reach 0.0.0.0, so only on a network you trust")
-    add("--port", type=int, default=15001, help="for clients")
-    add("--metadata-port", type=int, default=15002, help="for the metadata server; 0: none, clients use P2PHANDSHAKE")
-    add("--metrics-port", type=int, default=15003, help="for metrics and health")
-    add("--lease", default="10s", metavar="TIME", help="how long a block that was looked up is kept from eviction")
-    add("--eviction-watermark", type=float, default=0.9, metavar="SHARE", help="evict when so much is used")
-    add("--eviction-ratio", type=float, default=0.05, metavar="SHARE", help="so much is evicted then")
     add(
-        "--rpc-threads", type=int, default=max(4, min(16, os.cpu_count() or 4)), metavar="N", help="threads for clients"
+        "--host",
+        default="127.0.0.1",
+        help="where to listen (default %(default)s); others reach 0.0.0.0, so only on a network you trust",
+    )
+    add("--port", type=int, default=15001, help="for clients (default %(default)s)")
+    add(
+        "--metadata-port",
+        type=int,
+        default=15002,
+        help="for the metadata server (default %(default)s); 0: none, clients use P2PHANDSHAKE",
+    )
+    add("--metrics-port", type=int, default=15003, help="for metrics and health (default %(default)s)")
+    add(
+        "--lease",
+        default="10s",
+        metavar="TIME",
+        help="how long a block that was looked up is kept from eviction (default %(default)s)",
+    )
+    add(
+        "--eviction-watermark",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="evict when so much is used (default %(default)s)",
+    )
+    add(
+        "--eviction-ratio",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="so much is evicted then (default %(default)s)",
+    )
+    add(
+        "--rpc-threads",
+        type=int,
+        default=max(4, min(16, os.cpu_count() or 4)),
+        metavar="N",
+        help="threads for clients (default %(default)s)",
     )
     add("--tenants", metavar="FILE", help="keep tenants apart, with the quotas in this file (default: one tenant)")
     add("--ssd", action="store_true", help="let clients keep on SSD what memory has no room for")
     add("--etcd", metavar="HOST:PORT[;HOST:PORT]", help="one of several masters, the leader elected through etcd")
-    add("--cluster-id", default="mooncake_cluster", help="which masters belong together, with --etcd")
+    add(
+        "--cluster-id",
+        default="mooncake_cluster",
+        help="which masters belong together, with --etcd (default %(default)s)",
+    )
     add("--print", action="store_true", help="only print what would be started")
 
 
@@ -45,14 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         PoolUnavailable: the program is missing or a port is taken.
+        ConfigError: a flag's value cannot be used.
     """
     command = command_line(arguments)
+    if not arguments.print:
+        for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
+            _check_free(arguments.host, port)
     print(f"# {shlex.join(command)}")
     for line in _client_lines(arguments):
         print(line)
     if not arguments.print:
-        for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
-            _check_free(arguments.host, port)
         sys.stdout.flush()
         os.execv(command[0], command)
     return 0
@@ -69,10 +106,7 @@ def command_line(arguments: argparse.Namespace) -> list[str]:
     program = str(beside) if beside.exists() else shutil.which(_PROGRAM)
     if program is None:
         raise PoolUnavailable(f"{_PROGRAM} is not installed: {INSTALL}")
-    for name in ("eviction_watermark", "eviction_ratio"):
-        if not 0 < getattr(arguments, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {getattr(arguments, name)}; it must be a share between 0 and 1")
+    _check_values(arguments)
     flags = {
         "rpc_address": arguments.host,
         "rpc_port": arguments.port,
@@ -97,6 +131,25 @@ def command_line(arguments: argparse.Namespace) -> list[str]:
         flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
         flags["cluster_id"] = arguments.cluster_id
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def _check_values(arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for a value that Mooncake would refuse in its log, or die of."""
+    for name, least in (("port", 1), ("metadata_port", 0), ("metrics_port", 1)):
+        if not least <= (port := getattr(arguments, name)) < 65536:
+            raise ConfigError(f"{_flag(name)} is {port}; it must be from {least} to 65535")
+    for name in ("eviction_watermark", "eviction_ratio"):
+        if not 0 < (share := getattr(arguments, name)) < 1:
+            raise ConfigError(f"{_flag(name)} is {share}; it must be a share between 0 and 1")
+    if not _LEASE.fullmatch(arguments.lease):
+        raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
+    tenants = arguments.tenants
+    if tenants and not (Path(tenants).is_file() and os.access(tenants, os.R_OK)):
+        raise ConfigError(f"--tenants is {tenants!r}; it must be a file of quotas that can be read")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:

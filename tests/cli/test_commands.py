@@ -70,6 +70,9 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
         (["bench"], "no pool is configured"),
         (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
+        (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
+        (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
+        (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a file of quotas"),
     ],
 )
 def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -146,7 +149,7 @@ def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
         assert diagnosis.status == 0, diagnosis.failures
         busy = kvstore("master", *ports)
     assert "default_kv_lease_ttl=5000" in master.output
-    assert busy.status == 1
+    assert (busy.status, busy.output) == (1, "")
     assert f"port {rpc} of 127.0.0.1 cannot be had (Address already in use)" in busy.errors
 
 
