@@ -218,7 +218,7 @@ def test_mooncake_where_it_cannot_be_loaded_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, mooncake_master: MooncakeMaster
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(PoolUnavailable, match=r"pip install 'fastdeploy-kvstore\[mooncake\]'"):
+    with pytest.raises(PoolUnavailable, match="pip install mooncake-transfer-engine-non-cuda"):
         open_pool(mooncake_master.config(), NAMESPACE)
 
 
