@@ -357,9 +357,10 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
     filesystem = os.statvfs(existing)
     room = filesystem.f_bavail * filesystem.f_frsize
     held = sum(each.stat().st_size for each in path.glob("blocks/*/*")) if path.is_dir() else 0
-    text = (
-        f"{path} holds {human_bytes(held)} of {human_bytes(settings.size)}; its filesystem has {human_bytes(room)} free"
+    holds = (
+        f"holds {human_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
     )
+    text = f"{path} {holds} {human_bytes(settings.size)}; its filesystem has {human_bytes(room)} free"
     if held + room < settings.size:
         remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
         if str(path).startswith("/dev/shm"):

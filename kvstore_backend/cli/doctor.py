@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError
@@ -132,8 +134,15 @@ def _mooncake(
 def _file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:
     findings = [*checks.folder(settings), *checks.capacity(settings, None, kv_bytes)]
     yield from findings
-    if all(finding.level != "fail" for finding in findings):
+    if any(finding.level == "fail" for finding in findings):
+        return
+    if settings.path.exists():
         yield from try_pool(config)
+        return
+    # Another folder of the same filesystem: looking at a pool that nobody has used yet, or misspelt, must not make it.
+    parent = next(each for each in settings.path.parents if each.exists())
+    with tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent) as folder:
+        yield from try_pool(replace(config, store=replace(settings, path=Path(folder))))
 
 
 def _described(config: PoolConfig) -> str:
