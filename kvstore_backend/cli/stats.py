@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument(
-        "--instances", nargs="+", default=[], metavar="HOST:PORT", help="instances to ask for their hit rates"
+        "--instances",
+        nargs="+",
+        default=[],
+        metavar="HOST:PORT",
+        help="instances to ask for their hit rates; CONFIG comes before this",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
 
@@ -52,10 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the figures.
 
     Raises:
-        ConfigError: the configuration cannot be used, or says that there is no pool.
-        PoolUnavailable: nobody answers.
+        ConfigError: the configuration cannot be used, or says that there is no pool; an instance is no HOST:PORT.
+        PoolUnavailable: nobody answers, or not an instance that has a pool.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
+    for each in arguments.instances:
+        host, _, port = each.rpartition(":")
+        if not host or "/" in host or not port.isdecimal():
+            raise ConfigError(
+                f"--instances has {each!r}, which is not HOST:PORT; a configuration comes before the instances: "
+                "kvstore stats CONFIG --instances HOST:PORT ..."
+            )
     config = read_config(arguments.config)
     if config is None:
         raise ConfigError("the configuration says that there is no pool")
@@ -124,8 +135,17 @@ def _instances(address: str) -> dict[str, float]:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise PoolUnavailable(f"the instance at {address} gives no metrics: {exc}") from exc
+    try:
+        families = list(text_string_to_metric_families(page))
+    except ValueError:  # a page of something else
+        families = []
+    if not any(family.name.startswith("kvstore_") for family in families):
+        raise PoolUnavailable(
+            f"what answers at {address} is no instance with a pool: nothing in its /metrics begins with kvstore_; "
+            "name the instances themselves, not their router"
+        )
     values: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
+    for family in families:
         for sample in family.samples:
             if not sample.labels:
                 values[sample.name] = sample.value

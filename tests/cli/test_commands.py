@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import prometheus_client
 import pytest
 
 from kvstore_backend.namespace import Namespace
@@ -65,6 +66,10 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["stats", "file:///nowhere/pool"], "folder /nowhere/pool does not exist"),
         (["stats", "memory:"], "memory is each process's own"),
         (["stats", "mooncake://127.0.0.1:1?protocol=tcp"], "no Mooncake master answers at 127.0.0.1:1"),
+        (
+            ["stats", "--instances", "h:1", "pool.json"],
+            "'pool.json', which is not HOST:PORT; a configuration comes before",
+        ),
         (["bench", "memory:", "--block-size", "big"], "--block-size is 'big'; a size is"),
         (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
@@ -81,6 +86,16 @@ def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: s
     assert ended.errors.startswith("kvstore: ")
     assert sentence in ended.errors
     assert ended.errors.count("\n") == 1
+
+
+def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> None:
+    FileStore(tmp_path, 1 << 20).close()
+    with prometheus_client.start_http_server(0, "127.0.0.1")[0] as server:
+        address = f"127.0.0.1:{server.server_port}"
+        ended = kvstore("stats", f"file://{tmp_path}?size=1MiB", "--instances", address)
+        server.shutdown()
+    assert ended.status == 1
+    assert ended.errors.startswith(f"kvstore: what answers at {address} is no instance with a pool")
 
 
 def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> None:
