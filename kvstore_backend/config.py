@@ -125,9 +125,7 @@ def _protocol(value: object) -> str:
         raise ValueError("it must be tcp or rdma, or ascend where Mooncake was built for it")
     protocol = value.strip().lower()
     if protocol == "rdma" and not _has_rdma():
-        raise ValueError(
-            "this machine has no RDMA device: say tcp there, or leave it out and set MOONCAKE_PROTOCOL=tcp"
-        )
+        raise ValueError("this machine has no RDMA device: say tcp, or leave it out")
     return protocol
 
 

@@ -123,7 +123,7 @@ def test_7_something_else_for_the_metadata_server(mooncake_master: MooncakeMaste
 @pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA devices")
 def test_8_rdma_without_a_device(mooncake_master: MooncakeMaster) -> None:
     diagnosis = doctor(url(mooncake_master, protocol="rdma"))
-    told(diagnosis, "configuration", "this machine has no RDMA device", "set MOONCAKE_PROTOCOL=tcp")
+    told(diagnosis, "configuration", "this machine has no RDMA device", "say tcp, or leave it out")
 
 
 def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
@@ -234,6 +234,15 @@ def test_a_folder_larger_than_its_filesystem_is_usable_with_a_warning(tmp_path: 
     diagnosis = doctor(f"file://{tmp_path}/pool?size=900TiB")
     assert diagnosis.status == 0
     assert [each["subject"] for each in diagnosis.of("warn")] == ["folder"]
+
+
+def test_a_folder_that_does_not_exist_is_said_and_not_made(tmp_path: Path) -> None:
+    diagnosis = doctor(f"file://{tmp_path}/misspelt/pool?size=1MiB")
+    assert diagnosis.status == 0
+    said = {each["subject"]: each["text"] for each in diagnosis.of("ok")}
+    assert said["folder"].startswith(f"{tmp_path}/misspelt/pool does not exist, is made when it is first used")
+    assert "bytes equal" in said["trial"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_is_none_is_named(tmp_path: Path) -> None:
