@@ -70,5 +70,5 @@ def _program() -> str:
     """Where ``mooncake_master`` is: beside this Python, where its wheel puts it, or on the PATH."""
     beside = Path(sys.executable).with_name("mooncake_master")
     found = str(beside) if beside.exists() else shutil.which("mooncake_master")
-    assert found, "mooncake_master is not installed; pip install 'fastdeploy-kvstore[mooncake]'"
+    assert found, "mooncake_master is not installed; pip install '/path/to/this/repository[mooncake]'"
     return found
