@@ -148,7 +148,7 @@ class Machine:
         beside = Path(sys.executable).with_name("mooncake_master")
         program = str(beside) if beside.exists() else shutil.which("mooncake_master")
         if program is None:
-            sys.exit("mooncake_master is not installed: pip install 'fastdeploy-kvstore[mooncake]'")
+            sys.exit("mooncake_master is not installed: pip install '/path/to/this/repository[mooncake]'")
         self._master, metrics = free_ports(2)
         flags = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
         flags += [f"--rpc_port={self._master}", f"--metrics_port={metrics}"]

@@ -240,7 +240,7 @@ def running_master() -> Iterator[str]:
     program = Path(sys.executable).with_name("mooncake_master")
     found = str(program) if program.exists() else shutil.which("mooncake_master")
     if found is None:
-        sys.exit("mooncake_master is not installed: pip install 'fastdeploy-kvstore[mooncake]'")
+        sys.exit("mooncake_master is not installed: pip install '/path/to/this/repository[mooncake]'")
     port, metrics = free_ports(2)
     with tempfile.TemporaryFile() as log:
         flags = [
