@@ -12,9 +12,11 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -27,8 +29,10 @@ __all__ = ["main"]
 
 _log = logging.getLogger("router.launch")
 
-# Requests still running at SIGTERM get this long; then they are ended with an error.
-GRACE_SECONDS = 1.0
+# Requests that still run get so long; then they are ended with an error. Kubernetes kills 30 s after its SIGTERM.
+GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
+# A client that has not taken its answer's end by then is cut off.
+LAST_WORDS_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
 # The collector need not look often: what requests leave is freed without it (tests/router/test_fault_table.py).
@@ -44,12 +48,27 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, router: RouterApp) -> None:
         super().__init__(config)
         self._router = router
+        self._ends_requests_at = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, and let running requests end in their time; told so again, at once."""
+        grace = 0.0 if self.should_exit else GRACE_SECONDS[signal.Signals(sig)]
+        self._ends_requests_at = time.monotonic() + grace
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting; give requests a moment; end them."""
-        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._router.proxy.stop)
+        """Accept nothing new; wait for what runs, or end it."""
+        ending = asyncio.ensure_future(self._end_requests())
         await super().shutdown(sockets)
-        timer.cancel()
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        while time.monotonic() < self._ends_requests_at:
+            await asyncio.sleep(0.1)
+        self._router.proxy.stop()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             date_header=False,
             proxy_headers=False,
             timeout_keep_alive=CLIENT_IDLE_SECONDS,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * LAST_WORDS_SECONDS),
         ),
         router,
     )

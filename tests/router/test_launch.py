@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -116,8 +117,39 @@ def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, nu
     assert "Traceback" not in running.output
 
 
-def test_a_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
-    running: Child, stand_in: MakeStandIn
+def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_in: MakeStandIn) -> None:
+    may_end = asyncio.Event()
+
+    async def ends_late(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await may_end.wait()
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    instance = stand_in("mixed", ends_late)
+    assert instance.register(url_of(running)).status_code == 200
+    with httpx.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}, trust_env=False) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        running.signal(signal.SIGTERM)
+        wait_until(lambda: refuses(running), "the router to accept nothing new")
+        instance.thread.loop.call_soon_threadsafe(may_end.set)
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
+    assert running.wait() == 0
+
+
+def refuses(running: Child) -> bool:
+    try:
+        httpx.get(f"{url_of(running)}/health", trust_env=False)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
+    running: Child, stand_in: MakeStandIn, signals: list[signal.Signals]
 ) -> None:
     async def endless(request: Received, respond: Responder) -> None:
         await respond.start_stream()
@@ -132,7 +164,9 @@ def test_a_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
     ) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
-        running.signal(signal.SIGTERM)
+        for number in signals:
+            running.signal(number)
+            wait_until(lambda: refuses(running), "the router to accept nothing new")
         rest = b"".join(pieces)
     error, done = rest.decode().removesuffix("\n\n").split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "router_stopping"
@@ -157,7 +191,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, st
     with socket.create_connection(("127.0.0.1", int(url_of(running).rpartition(":")[2]))) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
         wait_until(lambda: responders and responders[0].bytes_sent > 1 << 20, "the stream to fill what lies between")
-        running.signal(signal.SIGTERM)
+        running.signal(signal.SIGINT)
         assert running.wait() == 0
     assert "Traceback" not in running.output
     wait_until(lambda: len(instance.aborted) == 1, "the abort")
