@@ -258,13 +258,16 @@ class RouterProtocol(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         """Whether the answer to a request that has come in whole is under way."""
-        requests: list[Any] = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return any(
-            request is not None
-            and not request.response_complete
-            and (request.response_started or not request.more_body)
-            for request in requests
+            not request.response_complete and (request.response_started or not request.more_body)
+            for request in self._requests
         )
+
+    @property
+    def _requests(self) -> list[Any]:
+        """The one that is served, those that wait, and the one that was read last; some may have ended."""
+        requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
+        return [request for request in requests if request is not None]
 
     def _check_reading(self) -> None:
         """Give up a client that sends no more of its request, or nothing at all."""
@@ -362,7 +365,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""
-        requests: list[Any] = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
+        requests = self._requests
         super().connection_lost(exc)
         # They hold us, and only the collector could free both.
         self.cycle = self._served = None  # type: ignore[assignment]

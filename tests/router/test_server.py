@@ -103,6 +103,15 @@ def router(make_router: MakeRouter, stand_in: MakeStandIn) -> RouterUnderTest:
     return make_router(stand_in("mixed", echoes), max_body_bytes=LIMIT)
 
 
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file with one client's API key."""
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-alice\n")
+    path.chmod(0o600)
+    return str(path)
+
+
 async def echoes(request: Received, respond: Responder) -> None:
     """Answer with the request's ``number``, the first one last."""
     number = json.loads(request.body).get("number", 0) if request.body else 0
@@ -393,13 +402,10 @@ def test_a_client_that_does_not_read_keeps_its_place_no_longer_than_the_time_out
 
 
 def test_without_a_right_key_it_is_a_401_that_says_how(
-    tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+    keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice: sk-alice\n")
-    keys.chmod(0o600)
     instance = stand_in()
-    client = connect(make_router(instance, api_keys_file=str(keys)))
+    client = connect(make_router(instance, api_keys_file=keys))
     for sent in ((), (b"authorization: Bearer sk-mallory",), (b"authorization: Basic c2s=",)):
         client.send(request(b"{}", *sent))
         status, answered, _ = client.answer()
@@ -505,12 +511,9 @@ def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothi
 
 
 def test_a_body_that_comes_in_pieces_is_not_kept_for_who_has_no_key(
-    tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+    keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice: sk-alice\n")
-    keys.chmod(0o600)
-    client = connect(make_router(stand_in(), api_keys_file=str(keys)))
+    client = connect(make_router(stand_in(), api_keys_file=keys))
     client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than is read at once
     status, answered, _ = client.answer()
     assert (status, answered["www-authenticate"]) == (401, "Bearer")
