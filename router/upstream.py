@@ -304,7 +304,7 @@ class Exchange:
         self._chunks.append(data)
         self._buffered += len(data)
         self.last_heard = time.monotonic()
-        if self._on_end is not None and self._buffered > 2 * DRAINED_BYTES:
+        if self._on_end is not None and self._buffered > 4 * DRAINED_BYTES:  # twice what stays: not at every piece
             whole = b"".join(self._chunks)
             self._chunks = [whole[:DRAINED_BYTES], whole[-DRAINED_BYTES:]]
             self._buffered = 2 * DRAINED_BYTES

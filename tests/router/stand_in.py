@@ -27,6 +27,7 @@ __all__ = [
     "answers",
     "chat_answer",
     "full_backlog",
+    "stalls",
     "streams",
 ]
 
@@ -158,6 +159,19 @@ def streams(*texts: str) -> Behaviour:
             await respond.event(json.dumps(chunk))
         await respond.event("[DONE]")
         await respond.end_stream()
+
+    return behave
+
+
+def stalls(*events: str) -> Behaviour:
+    """Begin a stream with these events, then send no more until the peer leaves."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        for event in events:
+            await respond.event(event)
+        await respond.peer_left.wait()
+        respond.keep_alive = False
 
     return behave
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.router.stand_in import Received, Responder, StandIn
+from router.launch import GRACE_SECONDS
+from tests.router.stand_in import Received, Responder, StandIn, stalls
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
@@ -118,12 +119,13 @@ def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, nu
 
 
 def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_in: MakeStandIn) -> None:
-    may_end = asyncio.Event()
+    must_go_on = asyncio.Event()
 
     async def ends_late(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("1")
-        await may_end.wait()
+        await must_go_on.wait()
+        await asyncio.sleep(GRACE_SECONDS[signal.SIGINT] + 0.5)  # longer than it would have at Ctrl-C
         await respond.event("[DONE]")
         await respond.end_stream()
 
@@ -134,7 +136,7 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
         assert next(pieces) == b"data: 1\n\n"
         running.signal(signal.SIGTERM)
         wait_until(lambda: refuses(running), "the router to accept nothing new")
-        instance.thread.loop.call_soon_threadsafe(may_end.set)
+        instance.thread.loop.call_soon_threadsafe(must_go_on.set)
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
 
@@ -151,13 +153,7 @@ def refuses(running: Child) -> bool:
 def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
     running: Child, stand_in: MakeStandIn, signals: list[signal.Signals]
 ) -> None:
-    async def endless(request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event("1")
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    instance = stand_in("mixed", endless)
+    instance = stand_in("mixed", stalls("1"))
     assert instance.register(url_of(running)).status_code == 200
     with httpx.stream(
         "POST", f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False, timeout=30

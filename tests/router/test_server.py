@@ -14,7 +14,7 @@ import pytest
 
 from router.server import HEAD_BYTES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers
+from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -448,10 +448,6 @@ def test_a_failed_attempt_and_the_one_that_served_are_explained(make_router: Mak
 
 
 def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def hangs(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
     instance = stand_in("mixed", hangs)
     router = make_router(instance)
     with pytest.raises(httpx.ReadTimeout):
@@ -495,13 +491,7 @@ def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
 def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    async def streams_on(request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event("1")
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    instance = stand_in("mixed", streams_on)
+    instance = stand_in("mixed", stalls("1"))
     client = connect(make_router(instance))
     client.send(request(b'{"stream": true}'))
     assert client.answer()[0] == 200

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.journey import EVENT_BYTES, _whole_events
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, stalls
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -119,13 +119,7 @@ def test_a_stream_that_dies_before_its_first_event_is_made_good_elsewhere(
 def test_a_stream_is_ended_with_an_error_event_when_its_time_is_over(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    async def stalls(request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event("1")
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    with make_router(stand_in("mixed", stalls), request_timeout_secs=0.3).stream() as response:
+    with make_router(stand_in("mixed", stalls("1")), request_timeout_secs=0.3).stream() as response:
         events = events_of(response.read())
     assert (events[0], json.loads(events[1])["error"]["code"], events[2]) == ("1", "request_timeout", "[DONE]")
 
