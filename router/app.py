@@ -241,8 +241,10 @@ async def _abort_requests(router: RouterApp, headers: Headers, body: bytes) -> R
         router.auth.check_admin(headers)
     else:
         router.auth.client(headers)
-    if isinstance(req_ids, list):
-        called = router.proxy.engine_ids({each for each in req_ids if isinstance(each, str)})
+    if members.get("abort_all"):
+        router.proxy.abort(None)
+    elif isinstance(req_ids, list):
+        called = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
         body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
     outcome = await router.aborter.abort_everywhere(router.registry, body)
     return _json(

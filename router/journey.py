@@ -68,6 +68,7 @@ class Journey:
         "_is_event_stream",
         "_last",
         "_request",
+        "aborted",
         "attempt",
         "avoided",
         "body",
@@ -104,6 +105,8 @@ class Journey:
         self.stitcher: StreamStitcher | AnswerStitcher | None = None
         self.preemptions = 0
         self.over: Over | None = None
+        self.aborted = False
+        """A client has told its engines to stop it: an attempt that fails now is the last."""
         self._request = request
         self._is_event_stream = False
         self._attempts = self._failures = 0
@@ -198,13 +201,16 @@ class Journey:
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
         return splice(body, added), self._engine_ids(request_id)
 
-    def engine_ids(self, asked: Collection[str]) -> Sequence[str]:
-        """What engines call its sequences now, if a client that asks for these ids means this request."""
+    def abort(self, asked: Collection[str] | None) -> Sequence[str]:
+        """If who asks for these ids, or for all, means this request: try it no more, and answer its engines' ids."""
         if self.body is None or self.attempt is None:
             return ()
         sent = self.record.request_id
         known = {sent, *self._engine_ids(sent), *(each.rpartition("_")[0] for each in self._engine_ids(sent))}
-        return () if known.isdisjoint(asked) else self.attempt.engine_ids
+        if asked is not None and known.isdisjoint(asked):
+            return ()
+        self.aborted = True
+        return self.attempt.engine_ids
 
     def _engine_ids(self, request_id: str) -> list[str]:
         assert self.body is not None

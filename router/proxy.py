@@ -145,9 +145,9 @@ class Proxy:
             if journey.attempt is not None:
                 journey.attempt.instance_failed(instance, self._silence)
 
-    def engine_ids(self, asked: Collection[str]) -> list[str]:
-        """What engines call, at this moment, the requests that clients know by these ids; after a retry, otherwise."""
-        return [known for journey in self._journeys for known in journey.engine_ids(asked)]
+    def abort(self, asked: Collection[str] | None) -> list[str]:
+        """Try the requests that clients know by these ids, or all, no more; answer what engines call them now."""
+        return [known for journey in self._journeys for known in journey.abort(asked)]
 
     def _end_all(self, error: ApiError, started_before: float) -> None:
         for journey in [journey for journey in self._journeys if journey.started <= started_before]:
@@ -195,6 +195,8 @@ class Proxy:
         while True:
             if journey.over is not None:
                 raise journey.over
+            if journey.aborted:
+                raise Over(ApiError(409, "the request was aborted", "aborted"))
             journey.selection = selection
             attempt = self._attempt(journey, selection)
             attempts += 1

@@ -333,7 +333,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
     if field.name.endswith(("_secs", "_mins")) and not 0 < value < float("inf"):
         unit = "seconds" if field.name.endswith("_secs") else "minutes"
-        raise SettingsError(f"{name} is {value:g}; it must be more than 0 {unit}")
+        raise SettingsError(f"{name} is {value:g}; it must be a number of {unit} above 0")
     if isinstance(value, float) and not 0 <= value < float("inf"):
         raise SettingsError(f"{name} is {value:g}; it must be a number from 0 on")
     least = _LEAST.get(field.name, 0)

@@ -329,3 +329,22 @@ def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
     ids = {f"chatcmpl-{request.json['request_id']}_0" for request in other.received}
     assert any(known.endswith("-retry1_0") for known in ids)
     assert ids <= set(other.aborted[0]["req_ids"])
+
+
+@pytest.mark.parametrize("body", [{"req_ids": ["r0"]}, {"abort_all": True}])
+def test_a_request_that_fails_because_it_was_aborted_is_not_asked_of_another_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, body: dict[str, object]
+) -> None:
+    async def until_aborted(_: Received, respond: Responder) -> None:
+        while not asked.aborted:
+            await asyncio.sleep(0.01)
+        await respond.answer(500, b"{}")
+
+    asked, other = stand_in("mixed", until_aborted), stand_in("mixed")
+    router = make_router(asked, other, policy="round_robin")
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(router.chat, request_id="r0")
+        wait_until(lambda: asked.running == 1, "the request")
+        router.client.post("/v1/abort_requests", json=body)
+        assert (answer.result(10).status_code, answer.result().json()["error"]["code"]) == (409, "aborted")
+    assert other.received == []
