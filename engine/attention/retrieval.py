@@ -15,6 +15,7 @@ block is always in KV memory. The engine's thread owns everything here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -25,6 +26,8 @@ from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import Reach, Regime, RetrievalConfig
 
 __all__ = ["Lookup", "Retrieval", "WorkingSet"]
+
+log = logging.getLogger(__name__)
 
 # Blocks move through memory that stays in a cache.
 _MOVED_BYTES = 2 << 20
@@ -124,8 +127,11 @@ class Lookup:
         self._sets: list[WorkingSet] = []
         self.host: torch.Tensor | None = None
         if sequence.regime is Regime.OFFLOADED:
-            num_blocks = -(-self._max_context // config.block_size)
-            self.host = torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+            try:
+                self.host = _host_memory(-(-self._max_context // config.block_size), kv)
+            except RuntimeError as exc:
+                log.warning("No host memory to offload a sequence to; its blocks stay where they are: %s", exc)
+                sequence.regime = Regime.SPARSE
 
     @property
     def context(self) -> int:
@@ -260,3 +266,12 @@ class Retrieval:
         )
         for i, chosen in zip(some, found, strict=True):
             lookups[i].working_set(layer).chosen = chosen.cpu()
+
+
+def _host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
+    """Room for so many blocks of KV memory, which a GPU can copy from and to by itself.
+
+    Raises:
+        RuntimeError: the host has none.
+    """
+    return torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)

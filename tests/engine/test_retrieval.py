@@ -145,6 +145,21 @@ def test_blocks_of_an_offloaded_sequence_are_free_for_others(tiny_checkpoint: Pa
         engine.wait_until_idle()
 
 
+def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(topk_percent=0.3, **OFFLOADED)
+    offloaded = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
+
+    def refuse(*_: object) -> torch.Tensor:  # a machine cannot be made to run out of memory in a test
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("engine.attention.retrieval._host_memory", refuse)
+    here = ask(tiny_checkpoint, settings, PROMPTS)
+    assert {answering.sequence.regime for answering in here} == {Regime.SPARSE}
+    assert tokens_of(here) == offloaded
+
+
 def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     with Engine(tiny_checkpoint, num_blocks=24, retrieval=config(topk_percent=1.0)) as engine:
         begun = [engine.begin(PROMPTS[i], MAX_TOKENS) for i in (0, 3)]
