@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -121,13 +122,13 @@ def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
         dense, sparse = (sequence_of(tokens, steps + 1, regime) for regime in (Regime.DENSE, Regime.OFFLOADED))
         runner.retrieval.absorb(sparse)
 
-        def step(sequence: Sequence) -> None:
+        def step(sequence: Sequence, number: int = 0) -> None:
             [(token, _)] = runner.run([Chunk(sequence, 1)])
             sequence.num_computed += 1
             sequence.token_ids.append(token)
 
         step(sparse)
-        dense_ms, sparse_ms = alternate(steps - 1, lambda _, s=dense: step(s), lambda _, s=sparse: step(s))
+        dense_ms, sparse_ms = alternate(steps - 1, partial(step, dense), partial(step, sparse))
         read = sparse.blocks_read / sparse.blocks_passed
         print(
             f"{tokens >> 10:6}K {dense_ms:9.1f} {sparse_ms:10.1f} {dense_ms / sparse_ms:8.2f}x {read:6.1%}", flush=True

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -94,7 +95,7 @@ class Client:
         raise AssertionError(f"port {port} streamed nothing")
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Poll; saves are asynchronous."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -143,7 +144,7 @@ class Bench:
             vllms = metric(self._second, "vllm:external_prefix_cache_hits_total")
             loads = ended(self._second, "load")
             answered = await self._client.ttft(self._second, asked)
-            await until(lambda loads=loads: ended(self._second, "load") >= loads + full, "loading")
+            await until(partial(self._has_loaded, loads + full), "loading")
             ours = (blocks(self._second, "load", "ok") - loaded) * BLOCK
             vllms = metric(self._second, "vllm:external_prefix_cache_hits_total") - vllms
             if ours < full * BLOCK:
@@ -171,6 +172,9 @@ class Bench:
         await until(lambda: ended(self._first, "save") >= self._saved, "saving")
         ok, self._ok = self._ok, blocks(self._first, "save", "ok")
         return self._ok == ok + count
+
+    def _has_loaded(self, count: float) -> bool:
+        return ended(self._second, "load") >= count
 
     async def answers(self) -> None:
         """The same answers from all three instances, the second loading what the first computed."""
@@ -247,7 +251,7 @@ class Bench:
             when(0.55, lambda: master.send(signal.SIGSTOP)),
             when(0.75, lambda: master.send(signal.SIGCONT)),
         ]
-        answers, *_ = await asyncio.gather(all_answers(), *events)
+        answers, _ = await asyncio.gather(all_answers(), asyncio.gather(*events))
         self._compare("of both instances", truth, answers)
         await self._heal()
         self.figures["faults"] = {"prompts": len(asked), "failed": 0, "equal": len(asked)}
@@ -280,7 +284,7 @@ class Bench:
             await asyncio.to_thread(self._cluster.wait_ready, name, port)
             await until(lambda: blocks(self._first, "save", "ok") > 0, "saving")
             await self._client.answers([port], asked)
-            await until(lambda port=port: blocks(port, "save", "ok") > 0, "saving")
+            await until(partial(blocks, port, "save", "ok"), "saving")
             seen[name] = namespaces(port)
             found[f"blocks that {name} found"] = blocks(port, "lookup", "ok") + blocks(port, "load", "ok")
             if found[f"blocks that {name} found"]:

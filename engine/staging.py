@@ -31,7 +31,7 @@ class Staging:
         self.capacity = max(1, min(len(kv), _BUFFER_BYTES // self._block_bytes))
         """How many blocks it holds."""
         self._buffer = torch.empty((self.capacity, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
-        self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None
 
     @property
     def span(self) -> Span:

@@ -45,14 +45,17 @@ class Counted(NamedTuple):
     @classmethod
     def of(cls, port: int) -> Counted:
         """Now."""
-        tokens = (
-            metric(port, "vllm:generation_tokens_total"),
-            *(
-                metric(port, "vllm:prompt_tokens_by_source_total", f'source="{source}"')
-                for source in ("local_compute", "external_kv_transfer")
-            ),
+
+        def prompt_tokens(source: str) -> int:
+            return int(metric(port, "vllm:prompt_tokens_by_source_total", f'source="{source}"'))
+
+        return cls(
+            answered(port),
+            int(metric(port, "vllm:generation_tokens_total")),
+            prompt_tokens("local_compute"),
+            prompt_tokens("external_kv_transfer"),
+            blocks(port, "load"),
         )
-        return cls(answered(port), *map(int, tokens), blocks(port, "load"))
 
     def __sub__(self, before: Counted) -> Counted:
         return Counted(*map(operator.sub, self, before))

@@ -45,18 +45,30 @@ _SAVE_SHARE = 0.25
 class Request(Protocol):
     """What is used of vLLM's ``Request``."""
 
-    request_id: str
-    num_tokens: int
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    block_hashes: Sequence[bytes]
-    lora_request: Any
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+    @property
+    def lora_request(self) -> Any: ...
 
 
 class Blocks(Protocol):
     """What is used of vLLM's ``BlockPool``."""
 
-    blocks: Sequence[Any]
+    @property
+    def blocks(self) -> Sequence[Any]: ...
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
 

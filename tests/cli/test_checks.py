@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return state
 
 
-def found(protocol: str, rdma_devices: str = "", **settings: str) -> list[Finding]:
+def found(protocol: str, rdma_devices: str = "", **settings: Any) -> list[Finding]:
     made = MooncakeSettings("127.0.0.1:1", "P2PHANDSHAKE", protocol=protocol, rdma_devices=rdma_devices, **settings)
     return list(checks.protocol(made))
 

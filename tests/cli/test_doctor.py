@@ -200,6 +200,7 @@ def test_17_a_cluster_of_masters_that_etcd_does_not_know(tmp_path: Path) -> None
             pool = f"etcd://{address}?protocol=tcp&metadata_server=P2PHANDSHAKE&global_segment_size=32MiB"
             right = wait_until(lambda: _usable(doctor(f"{pool}&cluster_id=prod")), "a leader elected")
             wrong = doctor(f"{pool}&cluster_id=test")
+    assert right is not None
     assert "leads the cluster prod" in next(each["text"] for each in right.findings if each["subject"] == "etcd")
     assert "the cluster 'test' has no leading master; etcd knows the clusters prod" in wrong.failures["etcd"]
     assert "correct cluster_id" in wrong.failures["etcd"]

@@ -93,7 +93,7 @@ def test_many_conversations_at_once_get_their_own_answers(shared: System, cold: 
 
 @pytest.mark.parametrize("target", ["router", "prefill"])
 def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target: str) -> None:
-    url = {"router": shared.router, "prefill": shared.prefill}[target].url
+    url = {"router": shared.router.url, "prefill": shared.prefill.url}[target]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         asked: Any = {"model": "any", "messages": conversation("client"), "max_tokens": 30, "temperature": 0}
         whole = client.chat.completions.create(**asked)

@@ -171,7 +171,7 @@ async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", 0.2)
-    options = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
+    options: dict[str, Any] = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
     async with pair_of(tiny_checkpoint, word_tokenizer, **options) as pair:
         if trouble == "fails":
             pair.prefill.transfer.fails = True
@@ -336,7 +336,13 @@ async def test_a_prefill_that_lies_is_not_believed(
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
         await prefill.hear()
-        members = {"token": 1, "logprobs": None, "digests": [], "own_cached_tokens": 0, "pool_cached_tokens": 0}
+        members: dict[str, Any] = {
+            "token": 1,
+            "logprobs": None,
+            "digests": [],
+            "own_cached_tokens": 0,
+            "pool_cached_tokens": 0,
+        }
         prefill.say("ready", **members | ready)
         prefill.say("failed", reason="no reason")
         prefill.say("stopped", clean=True)

@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from tests.examples.readme import readme_blocks
 from tests.examples.script import Script, running
 
 ROUTER = "http://127.0.0.1:52700"
 DECODE = "http://127.0.0.1:52500"
-QUESTION = {"role": "user", "content": "Tell me a story about the sea and the wind."}
+QUESTION: ChatCompletionUserMessageParam = {"role": "user", "content": "Tell me a story about the sea and the wind."}
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,13 +52,15 @@ def test_the_last_turn_read_at_least_a_block_from_the_pool(kept: Script) -> None
 
 
 def test_the_usage_tells_where_the_prompt_came_from(kept: Script) -> None:
-    question = {"role": "user", "content": "Tell me of every river, and of every road. " * 10}
+    question: ChatCompletionUserMessageParam = {
+        "role": "user",
+        "content": "Tell me of every river, and of every road. " * 10,
+    }
     with client(ROUTER) as ai:
         for _ in range(2):
             answer = ai.chat.completions.create(model="any", messages=[question], max_tokens=2)
     assert answer.usage is not None
-    details = answer.usage.prompt_tokens_details
-    assert details is not None
+    details: Any = answer.usage.prompt_tokens_details  # with members that OpenAI does not know
     assert details.cached_tokens >= 64
     assert details.cached_tokens == details.own_cached_tokens + details.pool_cached_tokens
 
@@ -65,8 +69,9 @@ def test_the_usage_tells_where_the_prompt_came_from(kept: Script) -> None:
 def test_the_openai_client_gets_one_answer_streaming_and_not(kept: Script, url: str) -> None:
     with client(url) as ai:
         model = ai.models.list().data[0].id if url == DECODE else "default"
-        whole = ai.chat.completions.create(model=model, messages=[QUESTION], max_tokens=12, temperature=0)
-        stream = ai.chat.completions.create(model=model, messages=[QUESTION], max_tokens=12, temperature=0, stream=True)
+        asked: Any = {"model": model, "messages": [QUESTION], "max_tokens": 12, "temperature": 0}
+        whole = ai.chat.completions.create(**asked)
+        stream = ai.chat.completions.create(**asked, stream=True)
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert whole.choices[0].message.content
     assert "".join(pieces) == whole.choices[0].message.content

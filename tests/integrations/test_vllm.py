@@ -482,7 +482,7 @@ def keeps_waiting(instance: Instance, request: Request) -> None:
     answers: list[object] = []
 
     def looked_up_again() -> bool:
-        instance.scheduler.plan({}, {}.__getitem__)
+        instance.scheduler.plan({}, dict[str, list[int]]().__getitem__)
         before = instance.scheduler._questions.get(request.request_id)
         asked_at = before.asked_at if before else None
         answers.append(instance.scheduler.matched_tokens(request, 0))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +293,7 @@ def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "none")
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
 
 

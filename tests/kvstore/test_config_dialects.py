@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_etcd_for_the_masters_address(environ: dict[str, str], master: str) -> N
 def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_STORE_CLUSTER_ID", "of somebody before us")
     module.set_native_cluster(mooncake("etcd://h:1?cluster_id=prod&protocol=tcp"))
-    assert module.os.environ["MC_STORE_CLUSTER_ID"] == "prod"
+    assert os.environ["MC_STORE_CLUSTER_ID"] == "prod"
 
 
 def test_a_fast_tier_before_the_shared_store(tmp_path: Path) -> None:

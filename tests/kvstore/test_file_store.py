@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
-from kvstore_backend.stores import file as file_module
 from kvstore_backend.stores import file_ledger
 from kvstore_backend.stores.file import FileStore
 from tests.support.memory import Memory
@@ -211,7 +210,7 @@ class TestCrashes:
         for death in range(3):
             with Peer(partial(FileStore, folder, 64 << 20)) as peer:
                 peer.begin(_put_for_ever, f"{death}-", nbytes)
-                wait_until(lambda death=death: len(list(folder.rglob(f"{death}-*"))) > 5 + death, "a few values")
+                wait_until(partial(_has_more, folder, f"{death}-*", 5 + death), "a few values")
                 peer.kill()
         store = FileStore(folder, 64 << 20)
         names = [path.name.removesuffix(".block") for path in (folder / "blocks").rglob("*.block")]
@@ -330,6 +329,10 @@ def _content(key: str, nbytes: int) -> bytes:
     return (key.encode().ljust(16, b".") * (nbytes // 16 + 1))[:nbytes]
 
 
+def _has_more(folder: Path, pattern: str, count: int) -> bool:
+    return len(list(folder.rglob(pattern))) > count
+
+
 def _put_for_ever(store: StorageBackend, prefix: str, nbytes: int) -> None:
     number = 0
     while True:
@@ -351,7 +354,7 @@ def _put_and_die(store: FileStore, key: str, moment: str) -> None:
         raise AssertionError("not reached")
 
     if moment == "in the middle of the bytes":
-        file_module.os.pwritev = write_half_and_die  # type: ignore[assignment]
+        os.pwritev = write_half_and_die  # type: ignore[assignment]
     else:
         store._ledger.publish = die  # type: ignore[method-assign, assignment]
     put(store, key)

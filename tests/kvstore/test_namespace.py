@@ -50,7 +50,8 @@ def test_digests_are_equal_exactly_where_namespaces_are(one: Namespace, other: N
 @pytest.mark.parametrize("name", [field.name for field in fields(Namespace)])
 def test_each_field_alone_changes_digest_and_key(name: str) -> None:
     value = getattr(NAMESPACE, name)
-    other = replace(NAMESPACE, **{name: f"{value}x" if isinstance(value, str) else value + 1})
+    changed: dict[str, Any] = {name: f"{value}x" if isinstance(value, str) else value + 1}
+    other = replace(NAMESPACE, **changed)
     assert other.digest != NAMESPACE.digest
     assert other.key(b"h" * 32) != NAMESPACE.key(b"h" * 32)
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import secrets
 import struct
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_backend.backend import HEADROOM_BYTES, Span, Status
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, Value
 from kvstore_backend.layers.checked import HEADER_BYTES, CheckedBackend
 from kvstore_backend.namespace import FORMAT_VERSION
 from kvstore_backend.stores.memory import MemoryStore
@@ -117,7 +118,12 @@ def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
 ) -> None:
     pieces: list[int] = []
     put = MemoryStore.put
-    monkeypatch.setattr(MemoryStore, "put", lambda *args: pieces.extend(map(len, args[2])) or put(*args))
+
+    def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        pieces.extend(map(len, values))
+        return put(store, keys, values)
+
+    monkeypatch.setattr(MemoryStore, "put", counting)
     memory = Memory(2 * (HEADROOM_BYTES + 100))
     values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
     checked.register(memory.address, memory.nbytes, headroom=True)

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,10 @@ class Gate(MemoryStore):
         return super().put(keys, values)
 
 
+def _has_left(behind: WriteBehindBackend, waiting: int) -> bool:
+    return behind.queued_blocks == waiting - 1
+
+
 @given(st.lists(st.one_of(st.integers(1, 1500), st.none()), max_size=40))
 def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) -> None:
     """Steps are the sizes of blocks that are put, and None for one that is let out."""
@@ -151,7 +156,7 @@ def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) ->
                 accepted[f"key {number}"] = source
         elif waiting := behind.queued_blocks:
             gate.permits.release()
-            wait_until(lambda waiting=waiting: behind.queued_blocks == waiting - 1, "a block to leave", pause_s=0.001)
+            wait_until(partial(_has_left, behind, waiting), "a block to leave", pause_s=0.001)
     gate.permits.release(len(steps) + 1)
     assert behind.drain(30)
     for key, source in accepted.items():
@@ -271,4 +276,4 @@ class TestClosing:
 @pytest.mark.parametrize("sizes", [{"arena_bytes": 0}, {"batch_bytes": -1}])
 def test_sizes_must_be_positive(sound: MemoryStore, sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="both must be positive"):
-        WriteBehindBackend(sound, **sizes)  # type: ignore[arg-type]
+        WriteBehindBackend(sound, **sizes)

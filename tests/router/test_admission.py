@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hypothesis import settings as hypothesis_settings
@@ -180,8 +180,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.inside))
-        events = [lambda: self.gate.leave(client)]
-        if self.line and data.draw(st.booleans()):  # at the same moment another gives up, perhaps whose turn it is
+        events: list[Callable[[], object]] = [lambda: self.gate.leave(client)]
+        if data.draw(st.booleans()) and self.line:  # at the same moment another gives up, perhaps whose turn it is
             events.append(data.draw(st.sampled_from(self.line))[1].cancel)
         events = data.draw(st.permutations(events))
         self.inside.remove(client)

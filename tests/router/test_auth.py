@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,10 +89,10 @@ def test_a_file_that_cannot_be_right_is_one_sentence_without_the_key(tmp_path: P
     assert not {"k1", "k2"} & set(str(refused.value).split())
 
 
-@pytest.mark.parametrize("setting", ["api_keys_file", "admin_token_file"])
-def test_a_file_that_cannot_be_read_is_one_sentence(setting: str) -> None:
+@pytest.mark.parametrize("named", [{"api_keys_file": "/no/such/file"}, {"admin_token_file": "/no/such/file"}])
+def test_a_file_that_cannot_be_read_is_one_sentence(named: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"/no/such/file: No such file or directory"):
-        Auth(RouterSettings(**{setting: "/no/such/file"}))
+        Auth(RouterSettings(**named))
 
 
 @pytest.mark.parametrize("text", ["a\nb\n", "a b\n"])

@@ -78,7 +78,7 @@ def test_the_first_byte_of_a_stream_is_its_first_token() -> None:
 
 
 @pytest.mark.parametrize("known", [{"completion_tokens": 11, "chunks": 4}, {"chunks": 11}])
-def test_time_per_output_token_takes_pieces_for_tokens_where_the_engine_does_not_count(known: dict[str, int]) -> None:
+def test_time_per_output_token_takes_pieces_for_tokens_where_the_engine_does_not_count(known: dict[str, Any]) -> None:
     counted = Counted()
     counted.record(streamed=True, first_byte_ms=100.0, total_ms=600.0, **known)
     assert counted.value("router_time_per_output_token_seconds_sum") == pytest.approx(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,8 +30,10 @@ def leading(chain: list[int], known: set[int]) -> int:
 
 
 @given(steps=_steps, asked=_chains)
-def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple], asked: list[int]) -> None:
-    index, pool, own = PrefixIndex(), set(), {key: set() for key in "abcd"}
+def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple[Any, ...]], asked: list[int]) -> None:
+    index = PrefixIndex()
+    pool: set[int] = set()
+    own: dict[str, set[int]] = {key: set() for key in "abcd"}
     for step in steps:
         if step[0] == "add":
             index.add(step[2], step[1])
@@ -45,7 +48,7 @@ def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple], a
 
 @given(steps=_steps, chain=_chains.filter(len), turns=st.integers(0, 1))
 def test_what_was_added_last_is_known_whatever_was_dropped_before(
-    steps: list[tuple], chain: list[int], turns: int
+    steps: list[tuple[Any, ...]], chain: list[int], turns: int
 ) -> None:
     index = PrefixIndex(max_entries=24)
     for step in steps:

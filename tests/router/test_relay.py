@@ -27,6 +27,11 @@ ODD_BODY = (
 )
 
 
+def direct() -> Any:
+    """An HTTP client that asks no proxy; of httpx, though openai's types know only its successor."""
+    return httpx.Client(trust_env=False)
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     body = response.json()
     assert set(body) == {"error"}
@@ -229,7 +234,7 @@ def test_many_requests_at_once_all_get_their_own_answer(make_router: MakeRouter,
 
 def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in("prefill"), decode := stand_in("decode"), splitwise=True)
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", http_client=httpx.Client(trust_env=False)) as client:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", http_client=direct()) as client:
         messages: Any = [{"role": "user", "content": "hi"}]
         whole = client.chat.completions.create(model="m", messages=messages)
         assert whole.choices[0].message.content == "hello"
@@ -242,9 +247,7 @@ def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn)
 def test_the_openai_client_reads_the_routers_own_errors(make_router: MakeRouter) -> None:
     router = make_router()
     with (
-        openai.OpenAI(
-            base_url=f"{router.url}/v1", api_key="k", max_retries=0, http_client=httpx.Client(trust_env=False)
-        ) as client,
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", max_retries=0, http_client=direct()) as client,
         pytest.raises(openai.InternalServerError, match="no mixed instance is registered"),
     ):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])

@@ -6,11 +6,12 @@ import pytest
 
 from router import scrape
 from router.instances import Registry
-from router.policies import POLICIES
+from router.policies import POLICIES, Candidate
 from router.scrape import Scraper
 from router.settings import RouterSettings
 from router.upstream import Upstream
-from tests.router.stand_in import Behaviour, answers
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, StandIn, answers
 from tests.router.test_control_plane import MakeRouter, MakeStandIn
 from tests.support.waiting import wait_until
 
@@ -27,13 +28,19 @@ vllm:num_requests_waiting_by_reason{engine="1"} 99.0
 """
 
 
+def load_of(router: RouterUnderTest, instance: StandIn) -> Candidate:
+    registered = router.app.registry.get(instance.key)
+    assert registered is not None
+    return registered.candidate
+
+
 def test_figures_are_read_in_the_background_where_a_policy_wants_them(
     monkeypatch: pytest.MonkeyPatch, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     monkeypatch.setattr(scrape, "WANTED_BY", frozenset({"random"}))
     instance = stand_in("mixed", answers(200, FASTDEPLOY))
     router = make_router(instance, policy="random", stats_interval_secs=0.05)
-    load = router.app.registry.get(instance.key).candidate
+    load = load_of(router, instance)
     wait_until(lambda: (load.running, load.waiting) == (3, 4), "the instance's figures")
     instance.behave = answers(500, b"no")
     wait_until(lambda: (load.running, load.waiting) == (None, None), "the figures to be forgotten")
@@ -57,14 +64,14 @@ def test_figures_of_each_engine_are_read_and_anything_else_is_not_known(
     instance = stand_in("mixed", behave)
     router = make_router(instance)
     router.thread.run(router.app.scraper.scrape_all())
-    load = router.app.registry.get(instance.key).candidate
+    load = load_of(router, instance)
     assert (load.running, load.waiting) == read
 
 
 def test_an_instance_that_does_not_answer_is_not_known(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, FASTDEPLOY))
     router = make_router(instance)
-    load = router.app.registry.get(instance.key).candidate
+    load = load_of(router, instance)
     router.thread.run(router.app.scraper.scrape_all())
     instance.stop()
     router.thread.run(router.app.scraper.scrape_all())
