@@ -180,13 +180,18 @@ def write_model(folder: Path) -> None:
 
 def tokens_of(text: str) -> int:
     """``64K`` -> 65536."""
-    return int(text.removesuffix("K")) << 10
+    digits = text.removesuffix("K")
+    if digits == text or not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no length such as 64K")
+    return int(digits) << 10
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Sparse attention against dense.")
-    parser.add_argument("--lengths", type=tokens_of, nargs="+", default=[n << 10 for n in (16, 32, 64, 128)])
+    parser.add_argument(
+        "--lengths", type=tokens_of, nargs="+", metavar="64K", default=[n << 10 for n in (16, 32, 64, 128)]
+    )
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     torch.manual_seed(0)
