@@ -69,7 +69,7 @@ class BlockPool:
 
         Where the pool could not even say whether it has a block, nothing is sent and the answer is ``FAILED``: a put
         would wait for the same dead pool once more. Where an answer is ``FAILED`` the sources may still be read until
-        ``settle``: bytes written there meanwhile would be stored, and be refused by whoever reads them.
+        ``settle``: bytes written there meanwhile would be stored as this block, and memory freed meanwhile be read.
 
         Raises:
             ValueError: as ``load``.

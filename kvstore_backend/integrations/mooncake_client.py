@@ -134,6 +134,8 @@ class PooledClient:
     ) -> list[int]:
         """Store ``sizes[i]`` bytes at ``buffer_ptrs[i]``; how blocks are replicated (``config``) is the pool's to say.
 
+        When it returns, nothing reads that memory any more, even if that takes longer than the deadline.
+
         Raises:
             ValueError: lengths differ, or a size is not positive.
         """
@@ -210,18 +212,16 @@ class PooledClient:
         return _FAILED if self._backend is None else _CODES[self._backend.clear(self._prefix)]
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        if self._backend is None:
+        backend = self._backend
+        if backend is None:
             return [_FAILED] * len(keys)
-        return [_CODES[status] for status in self._backend.put(self._keys(keys), values)]
+        return [_CODES[status] for status in _ended(backend, backend.put(self._keys(keys), values))]
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
         backend = self._backend
         if backend is None:
             return [_FAILED] * len(keys)
-        statuses = backend.get(self._keys(keys), targets)
-        # The caller takes the memory for its own again, so a read that was given up must have ended.
-        while Status.FAILED in statuses and not backend.settle(_SETTLE_SECONDS):
-            logger.warning("A read that was given up has not come back; its memory cannot be given back yet")
+        statuses = _ended(backend, backend.get(self._keys(keys), targets))
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
@@ -233,6 +233,13 @@ class PooledClient:
 
     def _keys(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest() for key in keys]
+
+
+def _ended(backend: StorageBackend, statuses: list[Status]) -> list[Status]:
+    """The statuses of a put or a get, once it has ended even if it was given up: the caller reuses its memory."""
+    while Status.FAILED in statuses and not backend.settle(_SETTLE_SECONDS):
+        logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
+    return statuses
 
 
 def _one_span_each(addresses: Sequence[int], sizes: Sequence[int]) -> list[Value]:

@@ -190,12 +190,17 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         pool = self._pool_of(name)
         number = pool.load(self._hashes(name, keys), targets)
         # SGLang gives pages that were not read to others at once, so a read that was given up must have ended.
-        while number < len(keys) and not pool.settle(_SETTLE_SECONDS):
-            logger.warning("A read that was given up has not come back; its pages cannot be given back yet")
+        if number < len(keys):
+            _wait_for_calls(pool)
         return [i < number for i in range(len(keys))]
 
     def _saved(self, name: str, keys: Sequence[str], sources: Sequence[Value]) -> list[bool]:
-        return [bool(status) for status in self._pool_of(name).save(self._hashes(name, keys), sources)]
+        pool = self._pool_of(name)
+        statuses = pool.save(self._hashes(name, keys), sources)
+        # And pages that were not written: other bytes would be stored for theirs, or freed memory be read.
+        if Status.FAILED in statuses:
+            _wait_for_calls(pool)
+        return [bool(status) for status in statuses]
 
     def _spans(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value]:
         """Where each page lies."""
@@ -246,6 +251,12 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             tp_size=1 if is_shared else config.tp_size,
             tp_rank=0 if is_shared else config.tp_rank,
         )
+
+
+def _wait_for_calls(pool: BlockPool) -> None:
+    """Until no call that was given up touches SGLang's memory any more."""
+    while not pool.settle(_SETTLE_SECONDS):
+        logger.warning("A call that was given up has not come back; its pages cannot be given back yet")
 
 
 def _tensor_value(tensor: Any) -> Value:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.stores.memory import MemoryStore
+from tests.faults.injector import Fault, FaultInjector
 from tests.integrations.sglang_module import NAME, is_installed, sglang_module
 from tests.support.waiting import wait_until
 
@@ -143,6 +147,23 @@ def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(at
     assert other.batch_get_v1(["a", "b"], indices(0, 7)) == [True, True]
     assert torch.equal(theirs.content(0), ours.content(2 * PAGE))
     assert torch.equal(theirs.content(7 * PAGE), ours.content(5 * PAGE))
+
+
+@pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
+def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(attach: Attach, call: str) -> None:
+    backend, store = attach(HostMemory()), FaultInjector(MemoryStore(1 << 20))
+    guarded = GuardedBackend(lambda: store, Deadlines(0.2, 0.05, 1e9))
+    wait_until(lambda: guarded.is_ready, "the store")
+    [pool] = backend._pools.values()
+    pool.close()
+    pool._backend = guarded
+    store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(getattr(backend, call), ["a"], indices(0))
+        wait_until(lambda: guarded.late_calls == 1, "the deadline")
+        assert not wait([asked], timeout=0.3).done
+        store.go_on()
+        assert asked.result(10) == [False]
 
 
 def test_from_the_first_page_that_is_missing_on_none_is_read(attach: Attach) -> None:
