@@ -47,7 +47,15 @@ class ConfigError(KVStoreError, ValueError):
 
 
 class PoolUnavailable(KVStoreError):
-    """The store could not be opened: one sentence, naming what was tried and what would help."""
+    """The store could not be opened: one sentence, naming what was tried and what would help.
+
+    Attributes:
+        pause_seconds: opening it stopped the whole process for a while; it should not be tried again before.
+    """
+
+    def __init__(self, message: str, pause_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause_seconds = pause_seconds
 
 
 class Status(enum.Enum):

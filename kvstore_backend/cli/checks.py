@@ -16,7 +16,8 @@ import httpx
 from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
 from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
-from kvstore_backend.stores.mooncake import INSTALL
+from kvstore_backend.stores.file_ledger import refusal
+from kvstore_backend.stores.mooncake import INSTALL, said_to_http
 
 __all__ = [
     "capacity",
@@ -167,7 +168,7 @@ def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
-        said = _said_to_http(address)
+        said = said_to_http(address)
     except OSError as exc:
         reason = exc.strerror or str(exc)
         return [fail("master", f"no Mooncake master answers at {address} ({reason})", remedy)], ""
@@ -192,19 +193,6 @@ def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
             fail("master", f"what answers at {address} is not a Mooncake master: it says {said[:30]!r}", remedy)
         ], ""
     return [ok("master", f"something that behaves like a Mooncake master answers at {address}")], address
-
-
-def _said_to_http(address: str) -> bytes | None:
-    """What a listener answers to an HTTP request: a Mooncake master closes at once; None where it is silent."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
-        try:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            return connection.recv(64)
-        except TimeoutError:
-            return None
-        except ConnectionError:
-            return b""
 
 
 def _leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
@@ -346,10 +334,9 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
     if not existing.is_dir():
         yield fail("folder", f"{existing} is a file, not a folder", "name another folder, or remove the file")
         return
-    owner = existing.stat().st_uid
-    if existing == path and owner not in (0, os.geteuid()):
-        text = f"{path} belongs to user {owner}, who could change what is stored in it"
-        yield fail("folder", text, f"name another folder, or: chown {os.geteuid()} {path}")
+    if existing == path and (refused := refusal(path)) is not None:
+        reason, remedy = refused
+        yield fail("folder", f"{path} {reason}", remedy)
         return
     if not os.access(existing, os.W_OK | os.X_OK):
         yield fail("folder", f"{existing} cannot be written to", "name another folder, or make it writable")

@@ -110,6 +110,7 @@ class GuardedBackend(StorageBackend):
         self._since = time.monotonic()
         self._num_late = 0
         self._failures = 0
+        self._owed_pause = 0.0  # what the last try to open the store cost; only the keeper knows it
         self._last_stats = StoreStats("unopened")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         for number in range(_WORKERS):
@@ -298,7 +299,7 @@ class GuardedBackend(StorageBackend):
                 logger.warning("The pool cannot be used, and is tried again: %s", trouble)
                 said = trouble
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed, pause)
+                self._changed.wait_for(lambda: self._is_closed, max(pause, self._owed_pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _may_try(self) -> bool:
@@ -321,6 +322,7 @@ class GuardedBackend(StorageBackend):
         try:
             store = self._open_store()
         except PoolUnavailable as exc:
+            self._owed_pause = exc.pause_seconds
             return str(exc)
         except Exception as exc:  # a fault of a library, which another try may not meet
             logger.debug("Opening the store raised", exc_info=True)

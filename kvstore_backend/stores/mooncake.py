@@ -12,6 +12,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -29,7 +30,7 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
-__all__ = ["INSTALL", "MooncakeStore", "check_installed", "is_installed", "replace_client"]
+__all__ = ["INSTALL", "MooncakeStore", "check_installed", "is_installed", "replace_client", "said_to_http"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
 _REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
 _PROBE_S = 1.5
+# Setting the native client up holds Python's lock, 6 s where what listens at the master's address is none: all that
+# may be lost to such tries is one part in so many.
+_PARTS_LOST = 20
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _DRAIN_S = 40.0
 # Native clients that were not closed: dropping the last reference would close them.
@@ -227,12 +231,22 @@ def _joined(settings: MooncakeSettings) -> Any:
     native = _library()()
     with _reached(settings) as connection:
         local_hostname = settings.local_hostname or connection.getsockname()[0]
+    # Setting the native client up would stop the process while it waits for a master that hangs.
+    if not settings.etcd_addresses and said_to_http(settings.master_server_addr) is None:
+        raise PoolUnavailable(
+            f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
+            "hangs: restart it, or correct the address"
+        )
     if settings.metadata_server.startswith("http"):
         url = urlsplit(settings.metadata_server)
         remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
-        _probe(f"{url.hostname}:{url.port or 80}", "Mooncake metadata server", remedy).close()
+        address = f"{url.hostname}:{url.port or 80}"
+        _probe(address, "Mooncake metadata server", remedy).close()
+        if said_to_http(address) is None:
+            raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
     if settings.etcd_addresses:
         set_native_cluster(settings)
+    began = time.monotonic()
     code = native.setup(
         local_hostname,
         settings.metadata_server,
@@ -245,11 +259,13 @@ def _joined(settings: MooncakeSettings) -> Any:
         settings.enable_ssd_offload,
         settings.ssd_offload_path,
     )
+    pause = _PARTS_LOST * (time.monotonic() - began)
     if code and settings.etcd_addresses:
         raise PoolUnavailable(
             f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
             f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
-            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)",
+            pause,
         )
     if code:
         # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
@@ -258,9 +274,27 @@ def _joined(settings: MooncakeSettings) -> Any:
         raise PoolUnavailable(
             f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
             f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
-            "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+            "(MC_LOG_LEVEL=INFO shows Mooncake's own log)",
+            pause,
         )
     return native
+
+
+def said_to_http(address: str) -> bytes | None:
+    """What a listener at ``host:port`` answers to an HTTP request: a Mooncake master closes; None: nothing in time.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as connection:
+        try:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return connection.recv(64)
+        except TimeoutError:
+            return None
+        except ConnectionError:
+            return b""
 
 
 def _has_network() -> bool:

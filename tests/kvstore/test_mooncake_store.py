@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -157,8 +158,36 @@ class TestOpening:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             sentence = opening(mooncake_master.config(master_server_addr=address))
-        assert sentence.startswith(f"joining the Mooncake cluster of {address} failed with code -1: ")
-        assert "check that a mooncake_master answers there" in sentence
+        assert sentence == (
+            f"what listens at {address} does not answer: it is not a Mooncake master, or one that hangs: restart it, "
+            "or correct the address"
+        )
+
+    def test_a_master_that_hangs_is_said_before_the_native_client_would_stop_the_process_for_it(
+        self, doomed_master: MooncakeMaster
+    ) -> None:
+        doomed_master.process.signal(signal.SIGSTOP)
+        assert "or one that hangs" in opening(doomed_master.config())
+        doomed_master.process.signal(signal.SIGCONT)
+
+    def test_a_metadata_server_that_hangs_is_said(self, mooncake_master: MooncakeMaster) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            sentence = opening(mooncake_master.config(metadata_server=f"http://{address}/metadata"))
+        assert sentence.startswith(f"what listens at {address} does not answer as a metadata server: ")
+
+    def test_joining_what_is_no_master_is_not_tried_again_soon_as_it_stops_the_process(
+        self, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def setup(_: object, *arguments: object) -> int:  # what the real one does takes 6 s
+            time.sleep(0.01)
+            return -1
+
+        native = type("Native", (), {"setup": setup})
+        monkeypatch.setattr("kvstore_backend.stores.mooncake._library", lambda: native)
+        with pytest.raises(PoolUnavailable, match="failed with code -1") as caught:
+            open_store(mooncake_master.config())
+        assert caught.value.pause_seconds >= 10 * 0.01
 
     def test_a_machine_with_no_network_but_loopback_is_told_what_mooncake_needs(self, tmp_path: Path) -> None:
         alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]

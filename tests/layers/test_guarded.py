@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -225,6 +226,18 @@ class TestOpening:
         assert str(trouble) in caplog.text
         assert guard.exists(["a"]) == [ABSENT]
         guard.close()
+
+    def test_a_store_that_asks_for_a_pause_is_not_opened_before(self) -> None:
+        tried_at: list[float] = []
+
+        def open_store() -> StorageBackend:
+            tried_at.append(time.monotonic())
+            raise PoolUnavailable("this stopped the process", pause_seconds=1.0)
+
+        guard = GuardedBackend(open_store, DEADLINES)
+        wait_until(lambda: len(tried_at) > 1, "another try")
+        guard.close()
+        assert tried_at[1] - tried_at[0] >= 1.0
 
     def test_memory_registered_before_the_store_was_open_is_registered_with_it(self) -> None:
         known: dict[int, tuple[int, bool]] = {}
