@@ -23,13 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Accounts", "Draft", "Ledger"]
+__all__ = ["Accounts", "Block", "Draft", "Ledger", "refusal", "stored"]
 
 logger = logging.getLogger(__name__)
 
 _ACCOUNTS = struct.Struct("<QQ")
 _BOOT_ID_AT, _ACCOUNTS_AT = 16, 0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LONGEST_LEDGER = 64
 # An eviction looks at every file, so it makes more room than was asked for: this share of the capacity.
 _EVICTED_SHARE = 0.05
 # The rest is what a filesystem needs beside the bytes of its files.
@@ -51,7 +52,7 @@ class Draft(NamedTuple):
     nbytes: int
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A stored value; sorts by its last use."""
 
     used_ns: int
@@ -70,8 +71,9 @@ class Ledger:
     def __init__(self, folder: Path, capacity: int) -> None:
         """Open ``folder``, which is made where it is missing; clean up after writers that were killed.
 
-        Values from before the machine's last start are dropped: files are not synced to the disk, so after a crash
-        one may have its full size and not its bytes.
+        A folder with other contents is refused: nothing but values and what writers left is ever removed. Values from
+        before the machine's last start are dropped: files are not synced to the disk, so after a crash one may have
+        its full size and not its bytes.
         """
         self.blocks = folder / "blocks"
         self._ledger = folder / "ledger"
@@ -79,13 +81,14 @@ class Ledger:
         self._own = self._writers / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
-            raise PermissionError(errno.EPERM, f"it belongs to user {owner}, who could change what is stored in it")
-        self._ledger.touch(mode=0o600)
+        if (refused := refusal(folder)) is not None:
+            raise PermissionError(errno.EPERM, f"it {refused[0]}; {refused[1]}")
+        self._ledger.touch(mode=0o600)  # before anything else: what has no ledger is not ours
         with self._locked() as ledger:
             boot_id = _BOOT_ID.read_bytes()
             if os.pread(ledger, len(boot_id), _BOOT_ID_AT) != boot_id:
-                shutil.rmtree(self.blocks, ignore_errors=True)
+                for block in stored(self.blocks):
+                    os.unlink(block.path)
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
             self.blocks.mkdir(exist_ok=True)
             self._own.mkdir(parents=True)
@@ -179,20 +182,50 @@ class Ledger:
             used, keys = used - block.nbytes, keys - 1
         return Accounts(used, keys)
 
-    def _counted(self) -> tuple[Accounts, list[_Block]]:
+    def _counted(self) -> tuple[Accounts, list[Block]]:
         """Count what is there, after removing what dead writers left."""
         for writer in os.scandir(self._writers):
             if _is_dead(writer.path):
                 shutil.rmtree(writer.path, ignore_errors=True)
-        blocks = [
-            _Block(stat.st_mtime_ns, entry.path, stat.st_size)
-            for folder in os.scandir(self.blocks)
-            for entry in os.scandir(folder.path)
-            for stat in [entry.stat()]
-        ]
+        blocks = list(stored(self.blocks))
         drafts = [entry.stat().st_size for writer in os.scandir(self._writers) for entry in os.scandir(writer.path)]
         used = sum(block.nbytes for block in blocks) + sum(drafts)
         return Accounts(used, len(blocks) + len(drafts)), blocks
+
+
+def refusal(folder: Path) -> tuple[str, str] | None:
+    """Why a folder that exists cannot be used, said of it, and what would be right; None where it can."""
+    if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
+        reason = f"belongs to user {owner}, who could change what is stored in it"
+        return reason, f"name another folder, or: chown {os.geteuid()} {folder}"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        return "cannot be written to", "name another folder, or make it writable"
+    names = sorted(os.listdir(folder))
+    elsewhere = f"name a new or an empty folder, such as {folder}/kvpool"
+    ledger = folder / "ledger"
+    if names and not ledger.exists():  # asked last: somebody who opens the folder at this moment makes it first
+        return f"holds {', '.join(names[:3])} and no ledger, so it is not a pool's", elsewhere
+    if names and not (ledger.is_file() and ledger.stat().st_size <= _LONGEST_LEDGER):
+        return f"holds {', '.join(names[:3])}, and its ledger is not a pool's", elsewhere
+    return None
+
+
+def stored(blocks: Path) -> Iterator[Block]:
+    """What is stored under ``blocks``, but for what goes meanwhile; whatever else lies there is passed over."""
+    for folder in _entries(blocks):
+        if folder.is_dir(follow_symlinks=False):
+            for entry in _entries(folder.path):
+                if entry.name.endswith(".block"):
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = entry.stat()
+                        yield Block(stat.st_mtime_ns, entry.path, stat.st_size)
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def _is_dead(writer: str) -> bool:

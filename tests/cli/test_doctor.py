@@ -164,6 +164,15 @@ def test_13_a_folder_of_somebody_elses(tmp_path: Path) -> None:
         told(doctor(f"file://{folder}"), "folder", f"{folder} cannot be written to", "make it writable")
 
 
+def test_a_folder_of_the_users_own_data_is_left_as_it_is(tmp_path: Path) -> None:
+    photos = tmp_path / "blocks" / "2024" / "photos.tar"
+    photos.parent.mkdir(parents=True)
+    photos.touch()
+    diagnosis = doctor(f"file://{tmp_path}?size=1MiB")
+    told(diagnosis, "folder", f"{tmp_path} holds blocks and no ledger, so it is not a pool's", "name a new or an empty")
+    assert photos.exists()
+
+
 def test_14_clients_that_joined_in_another_way(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         admin = master.metrics_url.split("/")[2]

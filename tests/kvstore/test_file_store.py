@@ -264,6 +264,46 @@ class TestTheFolder:
         with pytest.raises(PoolUnavailable, match="it belongs to user 12345"):
             FileStore(folder, BLOCK)
 
+    @pytest.mark.parametrize(
+        "contents", [["blocks/2024/photos.tar", "writers/alice/novel"], ["blocks/2024/photos.tar", "ledger"]]
+    )
+    def test_a_folder_that_holds_other_things_is_refused_and_left_as_it_is(
+        self, folder: Path, contents: list[str]
+    ) -> None:
+        for name in contents:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("somebody's own" * 100)
+        with pytest.raises(PoolUnavailable, match=f"it holds blocks.* a pool's; name a new .* such as {folder}/kvpool"):
+            FileStore(folder, BLOCK)
+        assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == contents
+
+    def test_an_opener_killed_before_it_had_made_the_whole_folder_does_no_harm(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "ledger").touch()
+        store = FileStore(folder, 100 * BLOCK)
+        assert put(store, "key") == [OK]
+        store.close()
+
+    def test_whoever_opens_a_new_folder_at_the_same_moment_is_let_in(self, folder: Path) -> None:
+        for number in range(20):
+            with ThreadPoolExecutor(4) as threads:
+                opened = threads.map(lambda _, path=folder / str(number): FileStore(path, BLOCK), range(4))
+            for store in opened:
+                store.close()
+
+    def test_what_somebody_put_among_the_blocks_is_never_dropped(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        FileStore(folder, BLOCK).close()
+        (folder / "blocks" / "2024").mkdir()
+        (folder / "blocks" / "2024" / "photos.tar").write_text("somebody's own" * 100)
+        monkeypatch.setattr(file_ledger, "_BOOT_ID", tmp_path / "boot_id")
+        (tmp_path / "boot_id").write_text("00000000-1111-2222-3333-444444444444\n")
+        store = FileStore(folder, BLOCK)
+        assert put(store, "one") == put(store, "two") == [OK]
+        assert (folder / "blocks" / "2024" / "photos.tar").exists()
+        store.close()
+
     def test_a_folder_removed_by_somebody_is_a_miss_and_a_failure_never_an_error(
         self, store: FileStore, folder: Path
     ) -> None:
@@ -276,7 +316,7 @@ class TestTheFolder:
         assert store.stats().keys is None
 
     @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "cut short"])
-    def test_without_its_ledger_it_only_reads_until_it_is_opened_anew(
+    def test_without_its_ledger_it_only_reads(
         self, store: FileStore, folder: Path, harm: Callable[[Path], None]
     ) -> None:
         put(store, "key")
@@ -284,6 +324,10 @@ class TestTheFolder:
         assert put(store, "other") == store.remove(["key"]) == [FAILED]
         assert not store.health().ok
         assert get(store, "key") is OK
+
+    def test_a_ledger_cut_short_is_made_good_when_it_is_opened_anew(self, store: FileStore, folder: Path) -> None:
+        put(store, "key")
+        os.truncate(folder / "ledger", 7)
         anew = FileStore(folder, 100 * BLOCK)
         assert put(anew, "other") == [OK]
         assert anew.stats().used_bytes == bytes_in(folder)
