@@ -16,6 +16,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
 import struct
 import uuid
@@ -31,6 +32,7 @@ _ACCOUNTS = struct.Struct("<QQ")
 _BOOT_ID_AT, _ACCOUNTS_AT = 16, 0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LEDGER = 64
+_WRITER = re.compile(r"\d+-[0-9a-f]{8}")
 # An eviction looks at every file, so it makes more room than was asked for: this share of the capacity.
 _EVICTED_SHARE = 0.05
 # The rest is what a filesystem needs beside the bytes of its files.
@@ -84,7 +86,7 @@ class Ledger:
         if (refused := refusal(folder)) is not None:
             raise PermissionError(errno.EPERM, f"it {refused[0]}; {refused[1]}")
         self._ledger.touch(mode=0o600)  # before anything else: what has no ledger is not ours
-        with self._locked() as ledger:
+        with self._locked() as ledger, contextlib.ExitStack() as undo:
             boot_id = _BOOT_ID.read_bytes()
             if os.pread(ledger, len(boot_id), _BOOT_ID_AT) != boot_id:
                 for block in stored(self.blocks):
@@ -92,11 +94,14 @@ class Ledger:
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
             self.blocks.mkdir(exist_ok=True)
             self._own.mkdir(parents=True)
+            undo.callback(os.rmdir, self._own)
             self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
+            undo.callback(os.close, self._alive)
             fcntl.flock(self._alive, fcntl.LOCK_EX)
             accounts, _ = self._counted()
             _write(ledger, accounts)
-        filesystem = os.statvfs(folder)
+            filesystem = os.statvfs(folder)
+            undo.pop_all()
         room = accounts.used_bytes + filesystem.f_bavail * filesystem.f_frsize
         self.capacity = min(capacity, int(room * _FILLED_SHARE))
         """Bytes at which values are evicted."""
@@ -184,11 +189,11 @@ class Ledger:
 
     def _counted(self) -> tuple[Accounts, list[Block]]:
         """Count what is there, after removing what dead writers left."""
-        for writer in os.scandir(self._writers):
-            if _is_dead(writer.path):
+        for writer in _folders(self._writers):
+            if _WRITER.fullmatch(writer.name) and _is_dead(writer.path):
                 shutil.rmtree(writer.path, ignore_errors=True)
         blocks = list(stored(self.blocks))
-        drafts = [entry.stat().st_size for writer in os.scandir(self._writers) for entry in os.scandir(writer.path)]
+        drafts = [entry.stat().st_size for writer in _folders(self._writers) for entry in os.scandir(writer.path)]
         used = sum(block.nbytes for block in blocks) + sum(drafts)
         return Accounts(used, len(blocks) + len(drafts)), blocks
 
@@ -212,16 +217,20 @@ def refusal(folder: Path) -> tuple[str, str] | None:
 
 def stored(blocks: Path) -> Iterator[Block]:
     """What is stored under ``blocks``, but for what goes meanwhile; whatever else lies there is passed over."""
-    for folder in _entries(blocks):
-        if folder.is_dir(follow_symlinks=False):
-            for entry in _entries(folder.path):
-                if entry.name.endswith(".block"):
-                    with contextlib.suppress(FileNotFoundError):
-                        stat = entry.stat()
-                        yield Block(stat.st_mtime_ns, entry.path, stat.st_size)
+    for folder in _folders(blocks):
+        for entry in _entries(folder):
+            if entry.name.endswith(".block"):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat()
+                    yield Block(stat.st_mtime_ns, entry.path, stat.st_size)
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+def _folders(folder: Path) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it is gone."""
     try:
         return list(os.scandir(folder))
     except FileNotFoundError:

@@ -304,6 +304,27 @@ class TestTheFolder:
         assert (folder / "blocks" / "2024" / "photos.tar").exists()
         store.close()
 
+    def test_a_failed_opening_leaves_no_descriptor_and_no_folder_of_a_writer(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: object) -> None:
+            raise OSError(5, os.strerror(5))
+
+        before = os.listdir("/proc/self/fd"), os.listdir(folder / "writers")
+        monkeypatch.setattr(os, "statvfs", refuse)
+        with pytest.raises(PoolUnavailable, match="Input/output error"):
+            FileStore(folder, BLOCK)
+        assert (os.listdir("/proc/self/fd"), os.listdir(folder / "writers")) == before
+
+    def test_a_stray_file_among_its_folders_keeps_nobody_out(self, store: FileStore, folder: Path) -> None:
+        put(store, "key")
+        (folder / "blocks" / "README").touch()
+        (folder / "writers" / "README").touch()
+        another = FileStore(folder, 100 * BLOCK)
+        assert another.exists(["key"]) == [OK]
+        assert another.stats().keys == 1
+        another.close()
+
     def test_a_folder_removed_by_somebody_is_a_miss_and_a_failure_never_an_error(
         self, store: FileStore, folder: Path
     ) -> None:
