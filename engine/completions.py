@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -45,6 +46,8 @@ class Completions:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._created = now()
+        # How templates are rendered is not the clients' to say: a template of their own could compute for minutes.
+        self._rendering = inspect.signature(tokenizer.apply_chat_template).parameters
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -142,13 +145,16 @@ class Completions:
         messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
+        variables = body.chat_template_kwargs or {}
+        if refused := next((name for name in variables if name in self._rendering), None):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {refused} is no variable of the checkpoint's chat template; leave it out",
+                param="chat_template_kwargs",
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tools=body.tools,
-                add_generation_prompt=True,
-                tokenize=False,
-                **(body.chat_template_kwargs or {}),
+                messages, tools=body.tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except Exception as exc:
             # Templates are programs of the checkpoint; whatever they object to is the client's to mend.

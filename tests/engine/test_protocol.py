@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.completions import Answer, Completions
 from engine.generation import Generations
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
+from tests.engine.checkpoints import byte_fallback_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 MAX_MODEL_LEN = 64
@@ -84,6 +85,15 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
             "disaggregate_info.decode_connector_port",
             "less than or equal to 65535",
         ),
+        *(
+            (
+                "chat",
+                {"messages": MESSAGES, "chat_template_kwargs": {name: value}},
+                "chat_template_kwargs",
+                f"{name} is no variable of the checkpoint's chat template; leave it out",
+            )
+            for name, value in [("chat_template", "{{ 'of a client' }}"), ("tokenize", True)]
+        ),
         ("chat", {"messages": MESSAGES, "prompt_token_ids": [1, -1]}, "prompt_token_ids", "token id -1 is not in"),
         ("chat", {"messages": MESSAGES, "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "token id 1500 is not in"),
         ("chat", {"messages": MESSAGES, "stop_token_ids": [-1]}, "stop_token_ids", "token id -1 is not in"),
@@ -132,6 +142,17 @@ def test_a_prompt_that_does_not_fit_says_by_how_much(
 def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Completions) -> None:
     answer = start(completions, "text", {"prompt": [1] * 63, "max_tokens": 500})
     assert answer._generation.request.params.max_tokens == 1
+
+
+def test_a_client_sets_the_variables_of_the_chat_template() -> None:
+    template = "{{ messages[0].content }}{{ ' river' if enable_thinking }}"
+    tokenizer = byte_fallback_tokenizer(chat_template=template)
+    completions = Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    lengths = [
+        len(start(completions, "chat", {"messages": MESSAGES, **more})._generation.request.prompt_token_ids)
+        for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}})
+    ]
+    assert lengths[1] == lengths[0] + 1
 
 
 def assert_at_most_one_sentence(check: Callable[[], object]) -> None:
