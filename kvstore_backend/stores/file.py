@@ -42,7 +42,8 @@ _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 class FileStore(StorageBackend):
     """Values as files, shared by all processes that open the same folder, the least recently used evicted.
 
-    A folder is trusted as far as its owner: one that belongs to another user than this process's or root is refused.
+    A folder is trusted as far as those who may write to it: one that belongs to another user than this process's or
+    root is refused, and so is one that others may write to.
     """
 
     def __init__(self, folder: str | Path, capacity_bytes: int) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import struct
 import uuid
 from collections.abc import Iterator
@@ -92,8 +93,9 @@ class Ledger:
                 for block in stored(self.blocks):
                     os.unlink(block.path)
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
-            self.blocks.mkdir(exist_ok=True)
-            self._own.mkdir(parents=True)
+            for part in (self.blocks, self._writers):
+                part.mkdir(mode=0o700, exist_ok=True)
+            self._own.mkdir(mode=0o700)
             undo.callback(os.rmdir, self._own)
             self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._alive)
@@ -139,7 +141,7 @@ class Ledger:
                 self._take_off(ledger, draft.path, draft.nbytes)
                 return
             with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(block))
+                os.mkdir(os.path.dirname(block), 0o700)
             os.rename(draft.path, block)
 
     def discard(self, draft: Draft) -> None:
@@ -199,10 +201,20 @@ class Ledger:
 
 
 def refusal(folder: Path) -> tuple[str, str] | None:
-    """Why a folder that exists cannot be used, said of it, and what would be right; None where it can."""
-    if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
-        reason = f"belongs to user {owner}, who could change what is stored in it"
-        return reason, f"name another folder, or: chown {os.geteuid()} {folder}"
+    """Why a folder that exists cannot be used, said of it, and what would be right; None where it can.
+
+    Nobody but this process's user and root may be able to change what is stored, or could have made parts of it.
+    """
+    for path in (folder, *(folder / name for name in ("ledger", "blocks", "writers"))):
+        it = "" if path == folder else f"has a part, {path.name}, that "
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            if found.st_uid not in (0, os.geteuid()):
+                reason = f"{it}belongs to user {found.st_uid}, who could change what is stored in it"
+                return reason, f"name another folder, or: chown {os.geteuid()} {path}"
+            if found.st_mode & 0o022:
+                reason = f"{it}may be written to by others (mode {stat.S_IMODE(found.st_mode):o}), who could change it"
+                return reason, f"name a folder of your own, such as {folder}/kvpool, or: chmod go-w {path}"
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return "cannot be written to", "name another folder, or make it writable"
     names = sorted(os.listdir(folder))
@@ -221,8 +233,8 @@ def stored(blocks: Path) -> Iterator[Block]:
         for entry in _entries(folder):
             if entry.name.endswith(".block"):
                 with contextlib.suppress(FileNotFoundError):
-                    stat = entry.stat()
-                    yield Block(stat.st_mtime_ns, entry.path, stat.st_size)
+                    found = entry.stat()
+                    yield Block(found.st_mtime_ns, entry.path, found.st_size)
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:

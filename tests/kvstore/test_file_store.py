@@ -264,6 +264,34 @@ class TestTheFolder:
         with pytest.raises(PoolUnavailable, match="it belongs to user 12345"):
             FileStore(folder, BLOCK)
 
+    @pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
+    def test_a_folder_that_others_may_write_to_is_refused_and_left_as_it_is(self, folder: Path, mode: int) -> None:
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(
+            PoolUnavailable, match=f"it may be written to by others .mode {mode:o}.* chmod go-w {folder}"
+        ):
+            FileStore(folder, BLOCK)
+        assert list(folder.iterdir()) == []
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+    @pytest.mark.parametrize("part", ["ledger", "blocks", "writers"])
+    def test_a_folder_in_which_another_user_made_a_part_is_refused(self, folder: Path, part: str) -> None:
+        FileStore(folder, BLOCK).close()
+        os.chown(folder / part, 12345, 12345)
+        with pytest.raises(PoolUnavailable, match=f"it has a part, {part}, that belongs to user 12345"):
+            FileStore(folder, BLOCK)
+
+    def test_whatever_the_umask_others_may_write_to_no_part_of_it(self, folder: Path) -> None:
+        before = os.umask(0)
+        try:
+            store = FileStore(folder, 100 * BLOCK)
+            put(store, "key")
+        finally:
+            os.umask(before)
+        assert [path for path in folder.rglob("*") if path.stat().st_mode & 0o077] == []
+        store.close()
+
     @pytest.mark.parametrize(
         "contents", [["blocks/2024/photos.tar", "writers/alice/novel"], ["blocks/2024/photos.tar", "ledger"]]
     )
