@@ -123,9 +123,10 @@ def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
         runner.retrieval.absorb(sparse)
 
         def step(sequence: Sequence, number: int = 0) -> None:
-            [(token, _)] = runner.run([Chunk(sequence, 1)])
+            [choice] = runner.run([Chunk(sequence, 1)])
+            assert choice
             sequence.num_computed += 1
-            sequence.token_ids.append(token)
+            sequence.token_ids.append(choice[0])
 
         step(sparse)
         dense_ms, sparse_ms = alternate(steps - 1, partial(step, dense), partial(step, sparse))

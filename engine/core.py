@@ -20,6 +20,7 @@ from engine.model_runner import ModelRunner
 from engine.pool_connector import PoolConnector
 from engine.request import Sequence, State, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
+from engine.sampler import Choice
 from engine.scheduler import Chunk, Reservation, Scheduler
 from kvstore_backend import BlockPool
 
@@ -217,24 +218,27 @@ class EngineCore:
         for chunk in chunks:
             self._absorb(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = self._timed_run(chunks)
+        choices = self._timed_run(chunks)
         for chunk in chunks:
             self.scheduler.computed(chunk)
             self._export(chunk.sequence)
-        for sequence, (token, logprobs) in zip(sampling, tokens, strict=True):
-            self._append(sequence, token, logprobs)
+        for sequence, choice in zip(sampling, choices, strict=True):
+            if choice is None:
+                self._end(sequence, "error")
+            else:
+                self._append(sequence, *choice)
         for chunk in chunks:
             if chunk.sequence.state is State.RUNNING:
                 self._save(chunk.sequence)
 
-    def _timed_run(self, chunks: list[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
+    def _timed_run(self, chunks: list[Chunk]) -> list[Choice]:
         prefills = any(chunk.sequence.is_prefilling for chunk in chunks)
         start = time.monotonic()
-        tokens = self._runner.run(chunks)
+        choices = self._runner.run(chunks)
         if prefills and self._connector:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             self._connector.load_or_compute.computed(num_tokens, time.monotonic() - start)
-        return tokens
+        return choices
 
     def _absorb(self, sequence: Sequence) -> None:
         """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""

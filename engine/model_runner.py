@@ -18,9 +18,8 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import paged
 from engine.attention.retrieval import Lookup, Retrieval
 from engine.packed_linear import pack_linears
-from engine.request import TokenLogprobs
 from engine.retrieval_config import Regime, RetrievalConfig
-from engine.sampler import sample
+from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
 
@@ -198,7 +197,7 @@ class ModelRunner:
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
     @torch.inference_mode()
-    def run(self, chunks: SequenceOf[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
+    def run(self, chunks: SequenceOf[Chunk]) -> list[Choice]:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
         batch = paged.PagedBatch(
             self.kv,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
+from typing import TypeAlias
 
 import torch
 
 from engine.request import Sequence, TokenLogprobs
 
-__all__ = ["sample"]
+__all__ = ["Choice", "sample"]
+
+log = logging.getLogger(__name__)
+
+Choice: TypeAlias = tuple[int, TokenLogprobs | None] | None
+"""A token, and its log probabilities if they are wanted; None where there is no token to choose."""
 
 
-def sample(
-    logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]
-) -> list[tuple[int, TokenLogprobs | None]]:
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]) -> list[Choice]:
     """Choose one token for each sequence.
 
     The random draw is a function of (seed, position) alone, so a request continues the same way after a
@@ -22,32 +27,49 @@ def sample(
     Args:
         logits: ``[sequences, vocabulary]``, changed in place.
         eos_token_ids: ids that end a text; not chosen before ``min_tokens``.
+
+    Returns:
+        For each sequence its choice; None where a logit is no number, or every token would end the text too early.
     """
     logits = logits.float()
     for row, sequence in enumerate(sequences):
         params = sequence.request.params
         if sequence.num_output_tokens < params.min_tokens:
             logits[row, list(eos_token_ids | params.stop_token_ids)] = -torch.inf
-    chosen: list[int] = torch.argmax(logits, dim=-1).tolist()
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        if params.temperature > 0 and params.top_p > 0:
-            chosen[row] = _draw(logits[row], sequence)
+    best, likeliest = logits.max(dim=-1)  # where one logit is NaN, that is the best
     return [
-        (token, _logprobs(logits[row], token, sequences[row].request.params.logprobs))
-        for row, token in enumerate(chosen)
+        _choose(logits[row], sequence, token, is_number)
+        for row, (sequence, token, is_number) in enumerate(
+            zip(sequences, likeliest.tolist(), best.isfinite().tolist(), strict=True)
+        )
     ]
+
+
+def _choose(logits: torch.Tensor, sequence: Sequence, likeliest: int, is_number: bool) -> Choice:
+    params = sequence.request.params
+    if not is_number:
+        log.error(
+            "%s: no token can be chosen: a logit is no number, or every token would end the text before min_tokens",
+            sequence.request.request_id,
+        )
+        return None
+    is_greedy = params.temperature == 0 or params.top_p == 0
+    token = likeliest if is_greedy else _draw(logits, sequence)
+    return token, _logprobs(logits, token, params.logprobs)
 
 
 def _draw(logits: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.request.params
     assert params.seed is not None, "the entry point gives every sampled request a seed"
-    ordered, tokens = torch.sort(logits / params.temperature, descending=True)
+    # As differences and in float64, so that a temperature close to 0 makes no infinity of the likeliest.
+    logits = logits.double()
+    ordered, tokens = torch.sort((logits - logits.max()) / params.temperature, descending=True)
     if params.top_k > 0:
         ordered, tokens = ordered[: params.top_k], tokens[: params.top_k]
     probabilities = torch.softmax(ordered, dim=-1)
     before = torch.cumsum(probabilities, dim=-1) - probabilities
     probabilities[before >= params.top_p] = 0  # the likeliest token has nothing before it: it always stays
+    probabilities = probabilities.float()
     generator = torch.Generator().manual_seed((params.seed * 1_000_003 + len(sequence.token_ids)) % 2**63)
     return int(tokens[torch.multinomial(probabilities.cpu(), 1, generator=generator)])
 

@@ -139,11 +139,12 @@ class Haystacks:
         seconds = []
         for _ in range(NUM_VALUES):
             start = time.monotonic()
-            tokens = self._runner.run([Chunk(sequence, 1) for sequence in sequences])
+            choices = self._runner.run([Chunk(sequence, 1) for sequence in sequences])
             seconds.append(time.monotonic() - start)
-            for sequence, (token, _) in zip(sequences, tokens, strict=True):
+            for sequence, choice in zip(sequences, choices, strict=True):
+                assert choice
                 sequence.num_computed += 1
-                sequence.token_ids.append(token)
+                sequence.token_ids.append(choice[0])
         answers = torch.tensor([sequence.token_ids[-NUM_VALUES:] for sequence in sequences])
         right = answers == self._texts.answers
         passed = sum(sequence.blocks_passed for sequence in sequences)

@@ -111,6 +111,18 @@ def test_a_step_that_fails_ends_those_in_it_and_nobody_else(
     engine.wait_until_idle()
 
 
+def test_a_sequence_whose_choice_fails_ends_with_an_error_and_nobody_else_does(
+    engine: Engine, answer: list[int]
+) -> None:
+    good = engine.begin(PROMPT, 12)
+    good.next()
+    every_token = frozenset(range(engine.runner.vocab_size))
+    bad = engine.begin([1], 12, temperature=1.0, seed=0, min_tokens=1, stop_token_ids=every_token)
+    assert (bad.wait(), bad.finish_reason) == ([], "error")
+    assert (good.wait(), good.finish_reason) == (answer, "length")
+    engine.wait_until_idle()
+
+
 def test_a_sequence_that_can_never_run_to_its_end_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"1025 tokens do not fit in KV memory for 1024"):
         engine.begin([1] * 25, 1000)

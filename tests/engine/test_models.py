@@ -35,9 +35,10 @@ def logprobs(runner: ModelRunner, *chunks: int) -> dict[int, float]:
     for size in chunks:
         sampled = runner.run([Chunk(sequence, size)])
         sequence.num_computed += size
-    [(_, found)] = sampled
-    assert found is not None
-    return dict(found.top)
+    [choice] = sampled
+    assert choice
+    assert choice[1]
+    return dict(choice[1].top)
 
 
 def reference_logprobs(folder: Path, tokens: tuple[int, ...] = PROMPT) -> dict[int, float]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
-from engine.sampler import sample
+from engine.sampler import Choice, sample
 
 EOS = frozenset({0})
 LOGITS = torch.tensor([1.0, 4.0, 3.0, 2.0, 0.0])
@@ -24,9 +24,14 @@ def sequence_of(num_output_tokens: int = 0, *, seed: int | None = 0, **params: A
     return sequence
 
 
-def choose(logits: torch.Tensor, sequence: Sequence) -> int:
-    ((token, _),) = sample(logits[None].clone(), [sequence], EOS)
-    return token
+def choose(logits: torch.Tensor, sequence: Sequence, eos: frozenset[int] = EOS) -> int:
+    (choice,) = sample(logits[None].clone(), [sequence], eos)
+    return token_of(choice)
+
+
+def token_of(choice: Choice) -> int:
+    assert choice is not None
+    return choice[0]
 
 
 def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
@@ -34,9 +39,10 @@ def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]
 
 
 def logprobs_of(sequence: Sequence) -> TokenLogprobs:
-    ((_, logprobs),) = sample(LOGITS[None].clone(), [sequence], EOS)
-    assert logprobs is not None
-    return logprobs
+    (choice,) = sample(LOGITS[None].clone(), [sequence], EOS)
+    assert choice
+    assert choice[1]
+    return choice[1]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -95,7 +101,7 @@ def test_a_seed_chooses_the_same_whoever_else_is_in_the_batch(seed: int, positio
     logits = torch.randn(mates + 1, 50, generator=torch.Generator().manual_seed(0))
     logits[-1] = flat
     tokens = sample(logits, [*batch, sequence_of(position, seed=seed)], EOS)
-    assert tokens[-1][0] == alone
+    assert token_of(tokens[-1]) == alone
 
 
 def test_a_seed_chooses_anew_at_every_position() -> None:
@@ -111,12 +117,33 @@ def test_the_end_cannot_be_chosen_before_min_tokens() -> None:
 
 
 def test_min_tokens_works_for_a_checkpoint_without_an_end_token() -> None:
-    ((token, _),) = sample(LOGITS[None].clone(), [sequence_of(temperature=0.0, min_tokens=1)], frozenset())
-    assert token == 1
+    assert choose(LOGITS, sequence_of(temperature=0.0, min_tokens=1), frozenset()) == 1
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-38}, {"temperature": 5e-324}, {"top_p": 1e-46}, {"top_p": 5e-324}], ids=str
+)
+def test_next_to_no_temperature_or_top_p_is_greedy(params: dict[str, Any]) -> None:
+    assert set(draws(20, 100 * LOGITS, **params)) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("why", ["a logit is NaN", "every token ends the text"])
+def test_where_no_token_can_be_chosen_only_that_sequence_gets_none(why: str, temperature: float) -> None:
+    logits, ends = torch.stack([LOGITS, LOGITS]), frozenset[int]()
+    if why == "a logit is NaN":
+        logits[0, 3] = torch.nan
+    else:
+        ends = frozenset(range(len(LOGITS)))
+    hopeless = sequence_of(temperature=temperature, min_tokens=1, stop_token_ids=ends)
+    choices = sample(logits, [hopeless, sequence_of(temperature=0.0)], EOS)
+    assert [choice and choice[0] for choice in choices] == [None, 1]
 
 
 def test_no_logprobs_unless_asked_for() -> None:
-    assert sample(LOGITS[None].clone(), [sequence_of()], EOS)[0][1] is None
+    (choice,) = sample(LOGITS[None].clone(), [sequence_of()], EOS)
+    assert choice
+    assert choice[1] is None
 
 
 def test_logprobs_are_of_the_whole_distribution_in_falling_order() -> None:
