@@ -250,7 +250,7 @@ class Generations:
         self.block_size = block_size
         self.receiver = receiver
         self.memory = memory
-        self._live: dict[str, Generation] = {}
+        self._live: set[Generation] = set()  # not by id: nothing keeps clients from using one twice
 
     def start(self, request: Request, disaggregate_info: DisaggregateInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for."""
@@ -258,28 +258,29 @@ class Generations:
 
     def abort(self, req_ids: list[str]) -> list[str]:
         """Abort by request id, with or without ``chatcmpl-`` before and ``_0`` behind; return those that lived."""
-        found = [request_id for request_id in map(_plain, req_ids) if request_id in self._live]
-        for request_id in found:
-            self._live[request_id].abort()
-        return found
+        asked = set(req_ids)
+        return _abort([each for each in self._live if not asked.isdisjoint(_names(each.request.request_id))])
 
     def abort_all(self) -> list[str]:
         """Abort everything; return the request ids."""
-        return self.abort(list(self._live))
+        return _abort(list(self._live))
 
     @contextlib.contextmanager
     def listed(self, generation: Generation) -> Any:
         """Findable for ``abort`` while the context lasts."""
-        request_id = generation.request.request_id
-        self._live[request_id] = generation
+        self._live.add(generation)
         try:
             yield
         finally:
-            if self._live.get(request_id) is generation:
-                del self._live[request_id]
+            self._live.remove(generation)
 
 
-def _plain(req_id: str) -> str:
-    for prefix in ("chatcmpl-", "cmpl-"):
-        req_id = req_id.removeprefix(prefix)
-    return req_id.removesuffix("_0")
+def _abort(generations: list[Generation]) -> list[str]:
+    for generation in generations:
+        generation.abort()
+    return [generation.request.request_id for generation in generations]
+
+
+def _names(request_id: str) -> set[str]:
+    """What clients and routers call a request of this id: as its answer does, or as FastDeploy's engine would."""
+    return {f"{prefix}{request_id}{suffix}" for prefix in ("", "chatcmpl-", "cmpl-") for suffix in ("", "_0")}

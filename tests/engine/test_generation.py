@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,29 @@ async def test_only_what_lives_is_aborted_by_id(alone: Generations) -> None:
     assert alone.abort(["b", "chatcmpl-a_0"]) == ["a"]
     assert (await task)[-1].finish_reason == "abort"
     assert alone.abort(["a"]) == []
+
+
+@pytest.mark.parametrize("request_id", ["abc_0", "chatcmpl-abc", "cmpl-x-1"])
+@pytest.mark.parametrize("form", ["{}", "cmpl-{}", "chatcmpl-{}_0"])
+@in_event_loop
+async def test_an_id_that_looks_like_a_form_of_another_is_aborted_like_any(
+    alone: Generations, request_id: str, form: str
+) -> None:
+    task = asyncio.create_task(all_of(alone.start(request_of(request_id, 900), None)))
+    await eventually(lambda: alone.core.scheduler.running, "the sequence to run")
+    assert alone.abort([form.format(request_id)]) == [request_id]
+    assert (await task)[-1].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("abort", [lambda live: live.abort(["one"]), Generations.abort_all], ids=["by id", "all"])
+@in_event_loop
+async def test_all_requests_of_one_id_are_aborted(
+    alone: Generations, abort: Callable[[Generations], list[str]]
+) -> None:
+    tasks = [asyncio.create_task(all_of(alone.start(request_of("one", 900), None))) for _ in range(2)]
+    await eventually(lambda: len(alone.core.scheduler.running) == 2, "the sequences to run")
+    assert abort(alone) == ["one", "one"]
+    assert [pieces[-1].finish_reason for pieces in await asyncio.gather(*tasks)] == ["abort", "abort"]
 
 
 @in_event_loop
