@@ -146,6 +146,10 @@ class StorageBackend(abc.ABC):
             ValueError: an empty key.
         """
 
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        """``exists`` as another instance would be answered: without what only this one has, near to it."""
+        return self.exists(keys)
+
     @abc.abstractmethod
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys; ``ABSENT`` where there was nothing to remove.

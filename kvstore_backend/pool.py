@@ -76,7 +76,7 @@ class BlockPool:
         """
         keys = self._keys(hashes)
         check_values(keys, sources)
-        statuses = self._backend.exists(keys)
+        statuses = self._backend.exists_for_all(keys)
         missing = [i for i, status in enumerate(statuses) if status is Status.ABSENT]
         stored = self._backend.put([keys[i] for i in missing], [sources[i] for i in missing])
         for i, status in zip(missing, stored, strict=True):
@@ -171,18 +171,13 @@ def open_backend(
     if config.backend == "mooncake":
         mooncake.check_installed()
     rejected: Counter[str] = Counter()
-    fast = CheckedBackend(open_store(PoolConfig(config.fast)), rejected) if config.fast is not None else None
+    fast = _guarded(CheckedBackend(open_store(PoolConfig(config.fast)), rejected)) if config.fast is not None else None
 
     def open_checked() -> StorageBackend:
         return CheckedBackend(open_store(config), rejected)
 
-    if background:
-        guarded = GuardedBackend(open_checked)
-    else:
-        opened = open_checked()
-        guarded = GuardedBackend(lambda: opened)
-        guarded.wait_ready(None)
-    whole: StorageBackend = guarded if registry is None else MeteredBackend(guarded, registry)
+    guarded = GuardedBackend(open_checked) if background else _guarded(open_checked())
+    whole: StorageBackend = guarded
     write_behind = None
     if fast is not None:
         whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")
@@ -190,6 +185,7 @@ def open_backend(
     elif config.async_write:
         whole = write_behind = WriteBehindBackend(whole)
     if registry is not None:
+        whole = MeteredBackend(whole, registry)
         registry.register(StateCollector(guarded, rejected, write_behind))
     return whole
 
@@ -212,6 +208,12 @@ def open_store(config: PoolConfig) -> StorageBackend:
 def default_backend() -> str:
     """``mooncake`` where its library can be loaded, else ``file``, which needs nothing."""
     return "mooncake" if mooncake.is_installed() else "file"
+
+
+def _guarded(opened: StorageBackend) -> GuardedBackend:
+    guarded = GuardedBackend(lambda: opened)
+    guarded.wait_ready(None)
+    return guarded
 
 
 def _leading(statuses: Sequence[Status]) -> int:

@@ -17,7 +17,7 @@ from kvstore_backend.layers.write_behind import WriteBehindBackend
 __all__ = ["MeteredBackend", "StateCollector"]
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_OPERATIONS = ("put", "get", "exists", "remove")
+_OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
 
 
 class MeteredBackend(Layer):
@@ -52,6 +52,10 @@ class MeteredBackend(Layer):
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         return self._counted("exists", lambda: self._store.exists(keys))
+
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        # Not with the look-ups of who wants to read: their share that is there is the hit rate.
+        return self._counted("exists_for_all", lambda: self._store.exists_for_all(keys))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return self._counted("remove", lambda: self._store.remove(keys, force=force))

@@ -49,24 +49,22 @@ class TieredBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
-        if self.write_behind is not None:
-            fast = self._fast.put(keys, values)
-            large = self._large.put(keys, values)
-            return [one or other for one, other in zip(fast, large, strict=True)]
-        statuses = self._large.put(keys, values)
-        self._copy_to_fast(keys, values, statuses)
-        return statuses
+        if self.write_behind is None or not self._fast.is_ready:
+            return self._copied_to_fast(keys, values, self._large.put(keys, values))
+        fast = self._fast.put(keys, values)
+        large = self._large.put(keys, values)
+        return self._released([one or other for one, other in zip(fast, large, strict=True)], fast)
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         check_values(keys, targets)
+        is_asked = self._fast.is_ready
         statuses = self._fast.get(keys, targets)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
         # A read that the fast tier gave up may still write into the targets.
-        if not missing or not self._fast.settle(0):
+        if not missing or (is_asked and not self._fast.settle(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
-        found = self._large.get(wanted, places)
-        self._copy_to_fast(wanted, places, found)
+        found = self._copied_to_fast(wanted, places, self._large.get(wanted, places))
         for i, status in zip(missing, found, strict=True):
             statuses[i] = _either(statuses[i], status)
         return statuses
@@ -79,6 +77,9 @@ class TieredBackend(StorageBackend):
         for i, status in zip(missing, found, strict=True):
             statuses[i] = _either(statuses[i], status)
         return statuses
+
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._large.exists_for_all(keys)
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
@@ -126,10 +127,18 @@ class TieredBackend(StorageBackend):
         self._large.close()
         self._fast.close()
 
-    def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: Sequence[Status]) -> None:
+    def _copied_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
+        """The large tier's answers to a put or get, once the fast tier has a copy of what they say is there."""
         here = [i for i, status in enumerate(statuses) if status is Status.OK]
-        if here:
-            self._fast.put([keys[i] for i in here], [values[i] for i in here])
+        if not here or not self._fast.is_ready:
+            return statuses
+        return self._released(statuses, self._fast.put([keys[i] for i in here], [values[i] for i in here]))
+
+    def _released(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
+        """The answers; ``FAILED`` for all where the fast tier gave up copying, and may still read the memory."""
+        if Status.FAILED in copied and not self._fast.settle(0):
+            return [Status.FAILED] * len(statuses)
+        return statuses
 
 
 def _either(one: Status, other: Status) -> Status:

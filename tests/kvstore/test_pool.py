@@ -236,6 +236,41 @@ def test_a_fast_tier_is_read_before_the_shared_store(tmp_path: Path, async_write
         assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
 
 
+@pytest.mark.parametrize("async_write", [False, True], ids=["through", "back"])
+def test_what_the_shared_store_has_lost_is_saved_again_though_a_fast_tier_has_it(
+    tmp_path: Path, async_write: bool
+) -> None:
+    shared = FileSettings(tmp_path / "shared", 64 << 20)
+    config = PoolConfig(shared, async_write=async_write, fast=MemorySettings(1 << 20))
+    blocks = hashes(3)
+    with open_pool(config, NAMESPACE, background=False) as pool:
+        with open_pool(PoolConfig(shared), NAMESPACE, background=False) as elsewhere:
+            for _ in range(2):
+                assert save(pool, blocks) == [OK, OK, OK]
+                assert pool.drain(10)
+                assert elsewhere.lookup(blocks) == 3
+                assert elsewhere.clear() is OK
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"async_write": True}, {"fast": "memory:?size=1MiB"}], ids=["plain", "async", "fast"]
+)
+def test_the_share_of_look_ups_that_hit_counts_none_but_those_of_readers(more: dict[str, object]) -> None:
+    registry, blocks = CollectorRegistry(), hashes(4)
+    config = load_config("memory", explicit={"size": "1MiB", **more}, environ={})
+    with open_pool(config, NAMESPACE, registry, background=False) as pool:
+        assert pool.lookup(blocks) == 0
+        assert save(pool, blocks) == [OK] * 4
+        assert pool.drain(10)
+        assert pool.lookup(blocks) == 4
+        assert len(loaded(pool, blocks)) == 4
+    counted = {
+        status: registry.get_sample_value("kvstore_blocks_total", {"operation": "exists", "status": status})
+        for status in ("ok", "absent", "failed")
+    }
+    assert counted == {"ok": 4, "absent": 4, "failed": 0}
+
+
 class TestOpening:
     def test_a_pool_opens_in_the_background_and_is_a_miss_until_then(self, tmp_path: Path) -> None:
         with running_mooncake_master(tmp_path / "master.log") as master:

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_backend.backend import Status
+from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.layers.tiered import TieredBackend
 from kvstore_backend.stores.memory import MemoryStore
 from tests.faults.injector import Fault, FaultInjector
 from tests.layers.test_write_behind import put, read
 from tests.support.memory import Memory
+from tests.support.waiting import wait_until
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 10
@@ -152,6 +156,34 @@ def test_two_tiers_answer_like_one_large_store(steps: Sequence[tuple[str, str]])
             assert tiers.exists([key]) == one.exists([key])
         else:
             assert tiers.remove([key]) == one.remove([key])
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_it_is_left_out(
+    fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
+) -> None:
+    hasty = GuardedBackend(lambda: fast, Deadlines(0.2, 0.05, 1e9))
+    wait_until(lambda: hasty.is_ready, "the fast tier")
+    with contextlib.closing(TieredBackend(hasty, large, policy)) as tiers:
+        fast.faults = [Fault.HANGS]
+        assert put(tiers, "a", nbytes=NBYTES) == [FAILED]
+        assert not tiers.settle(0)
+        assert put(tiers, "b", nbytes=NBYTES) == [OK]
+        assert tiers.drain(10)
+        assert read(tiers, "b", NBYTES) == read(large, "b", NBYTES)
+        fast.go_on()
+        assert tiers.settle(10)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_another_instance_would_be_told_what_the_large_tier_has(
+    fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
+) -> None:
+    with contextlib.closing(TieredBackend(fast, large, policy)) as tiers:
+        put(tiers, "a", nbytes=NBYTES)
+        assert tiers.drain(10)
+        large.remove(["a"])
+        assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
 
 
 def test_an_unknown_policy_is_refused() -> None:
