@@ -243,13 +243,15 @@ def test_what_the_shared_store_has_lost_is_saved_again_though_a_fast_tier_has_it
     shared = FileSettings(tmp_path / "shared", 64 << 20)
     config = PoolConfig(shared, async_write=async_write, fast=MemorySettings(1 << 20))
     blocks = hashes(3)
-    with open_pool(config, NAMESPACE, background=False) as pool:
-        with open_pool(PoolConfig(shared), NAMESPACE, background=False) as elsewhere:
-            for _ in range(2):
-                assert save(pool, blocks) == [OK, OK, OK]
-                assert pool.drain(10)
-                assert elsewhere.lookup(blocks) == 3
-                assert elsewhere.clear() is OK
+    with (
+        open_pool(config, NAMESPACE, background=False) as pool,
+        open_pool(PoolConfig(shared), NAMESPACE, background=False) as elsewhere,
+    ):
+        for _ in range(2):
+            assert save(pool, blocks) == [OK, OK, OK]
+            assert pool.drain(10)
+            assert elsewhere.lookup(blocks) == 3
+            assert elsewhere.clear() is OK
 
 
 @pytest.mark.parametrize(
