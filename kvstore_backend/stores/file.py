@@ -6,11 +6,13 @@ takes no lock: a file that is evicted while it is read stays whole until it is c
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import hashlib
 import logging
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from kvstore_backend.backend import (
     check_values,
 )
 from kvstore_backend.spans import views
-from kvstore_backend.stores.file_ledger import Ledger
+from kvstore_backend.stores.file_ledger import Ledger, Removed
 
 __all__ = ["FileStore"]
 
@@ -60,7 +62,9 @@ class FileStore(StorageBackend):
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
         self._folder = Path(folder).absolute()
+        self._asked_bytes = capacity_bytes
         self._closed = False
+        self._opening = threading.Lock()  # guards which ledger is in use, and that none is opened after ``close``
         try:
             self._ledger = Ledger(self._folder, capacity_bytes)
         except OSError as exc:
@@ -119,9 +123,10 @@ class FileStore(StorageBackend):
 
     def close(self) -> None:
         """Leave the folder; its values stay for the others."""
-        if not self._closed:
-            self._closed = True
-            self._ledger.close()
+        with self._opening:
+            if not self._closed:
+                self._closed = True
+                self._ledger.close()
 
     def _tried(self, call: Callable[..., object], key: str, *value: Value) -> Status:
         """``OK`` unless ``call``, given the path of the key's file, could not do what it is for."""
@@ -139,16 +144,22 @@ class FileStore(StorageBackend):
     def _put(self, path: str, value: Value) -> None:
         if os.path.exists(path):
             return
-        draft = self._ledger.reserve(_nbytes(value))
+        ledger = self._ledger
         try:
-            _move(os.pwritev, draft.file, value)
-            _touch(draft.file)
-            self._ledger.publish(draft, path)
-        except BaseException:
-            self._ledger.discard(draft)
-            raise
-        finally:
-            os.close(draft.file)
+            _store(ledger, path, value)
+        except Removed as exc:
+            _store(self._opened_anew(ledger, exc), path, value)
+
+    def _opened_anew(self, ledger: Ledger, reason: Removed) -> Ledger:
+        """A ledger in place of one that lost its folder, as it does when somebody empties the pool by deleting that."""
+        with self._opening:
+            if self._closed:
+                raise reason
+            if self._ledger is ledger:
+                self._ledger = Ledger(self._folder, self._asked_bytes)
+                ledger.close()
+                logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
+            return self._ledger
 
     def _get(self, path: str, target: Value) -> None:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -170,6 +181,20 @@ class FileStore(StorageBackend):
 
 def _nbytes(value: Value) -> int:
     return sum(span.nbytes for span in value)
+
+
+def _store(ledger: Ledger, path: str, value: Value) -> None:
+    draft = ledger.reserve(_nbytes(value))
+    try:
+        _move(os.pwritev, draft.file, value)
+        _touch(draft.file)
+        ledger.publish(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong before tells more
+            ledger.discard(draft)
+        raise
+    finally:
+        os.close(draft.file)
 
 
 def _move(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Accounts", "Block", "Draft", "Ledger", "refusal", "stored"]
+__all__ = ["Accounts", "Block", "Draft", "Ledger", "Removed", "refusal", "stored"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,10 @@ class Block(NamedTuple):
     used_ns: int
     path: str
     nbytes: int
+
+
+class Removed(OSError):
+    """The folder, or a part of it, was removed by somebody; a new ``Ledger`` makes it anew."""
 
 
 class Ledger:
@@ -119,6 +123,7 @@ class Ledger:
         """A draft for a value, made when there is room for it; evicts to make room. The caller closes its file.
 
         Raises:
+            Removed: the ledger or this process's folder in ``writers``.
             OSError: ``ENOSPC`` where even evicting makes no room.
         """
         with self._locked() as ledger:
@@ -129,20 +134,30 @@ class Ledger:
             if accounts.used_bytes + nbytes > self.capacity:
                 raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes in {self.capacity}")
             path = f"{self._own}/{next(self._serial)}"
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                raise Removed(errno.EIO, "this process's folder in it was removed") from None
             os.truncate(file, nbytes)
             _write(ledger, Accounts(accounts.used_bytes + nbytes, accounts.keys + 1))
         return Draft(path, file, nbytes)
 
     def publish(self, draft: Draft, block: str) -> None:
-        """Give a draft that is whole its name in ``blocks``, unless another writer's value has it already."""
+        """Give a draft that is whole its name in ``blocks``, unless another writer's value has it already.
+
+        Raises:
+            Removed: any part of the folder.
+        """
         with self._locked() as ledger:
             if os.path.exists(block):
                 self._take_off(ledger, draft.path, draft.nbytes)
                 return
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(block), 0o700)
-            os.rename(draft.path, block)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(os.path.dirname(block), 0o700)
+                os.rename(draft.path, block)
+            except FileNotFoundError:
+                raise Removed(errno.EIO, "its blocks were removed") from None
 
     def discard(self, draft: Draft) -> None:
         """Give back what was reserved for a draft that will not be published."""
@@ -166,7 +181,7 @@ class Ledger:
         try:
             ledger = os.open(self._ledger, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # which would mean that a value is not there
-            raise OSError(errno.EIO, "its ledger was removed") from None
+            raise Removed(errno.EIO, "its ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             yield ledger

@@ -360,9 +360,37 @@ class TestTheFolder:
         shutil.rmtree(folder)
         assert store.exists(["key"]) == [ABSENT]
         assert get(store, "key") is ABSENT
-        assert put(store, "key") == store.remove(["key"]) == [FAILED]
+        assert store.remove(["key"]) == [FAILED]
         assert not store.health().ok
         assert store.stats().keys is None
+
+    @pytest.mark.parametrize("part", [".", "blocks", "writers"])
+    def test_a_folder_removed_by_somebody_is_made_anew_by_the_next_put(
+        self, store: FileStore, folder: Path, part: str
+    ) -> None:
+        put(store, "before")
+        shutil.rmtree(folder / part)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        assert put(store, "one", "two") == [OK, OK]
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert store.health().ok
+        assert store.stats().used_bytes == bytes_in(folder) == (3000 if part == "writers" else 2000)
+        assert len(list((folder / "writers").iterdir())) == 1
+
+    def test_a_folder_that_another_process_made_anew_is_shared_with_it(self, store: FileStore, folder: Path) -> None:
+        shutil.rmtree(folder)
+        another = FileStore(folder, 100 * BLOCK)
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(lambda key: put(store, key), numbered(20))) == [[OK]] * 20
+        assert another.exists(numbered(20)) == [OK] * 20
+        assert another.stats().used_bytes == bytes_in(folder)
+        another.close()
+
+    def test_a_closed_store_makes_no_folder_anew(self, store: FileStore, folder: Path) -> None:
+        shutil.rmtree(folder)
+        store.close()
+        assert put(store, "key") == [FAILED]
+        assert not folder.exists()
 
     @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "cut short"])
     def test_without_its_ledger_it_only_reads(
