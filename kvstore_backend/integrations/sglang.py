@@ -9,6 +9,8 @@ Its configuration names this class::
 ``pool`` is a URL or a configuration file; without it the environment decides (``MOONCAKE_CONFIG_PATH`` and so on).
 ``interface_v1`` asks SGLang to hand over addresses instead of copies, which is what makes this quick; without it
 pages come as flat tensors. The model's folder is SGLang's own, or ``model_path`` here where that is a name.
+``weights_version``, any text, sets instances apart whose KV differs for one folder: SGLang does not tell a storage
+class of ``--json-model-override-args``, ``--quantization``, ``--load-format`` or weights updated in place.
 
 One page is one object, of one span where the host memory's layout keeps K and V of a page together in all layers, of
 two with ``page_first``, of two a layer with ``layer_first``: nothing is copied together. The layout is part of the
@@ -60,6 +62,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         if config is None:
             raise ConfigError('the configuration says that there is no pool ("backend": ""); start SGLang without one')
         self._config = config
+        self._weights_version = str(extra.get("weights_version", ""))
         self._comes_by_address = bool(extra.get("interface_v1"))
         model = extra.get("model_path") or storage_config.model_name or ""
         if not Path(model).is_dir():
@@ -250,6 +253,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             layout=" ".join(layout),
             tp_size=1 if is_shared else config.tp_size,
             tp_rank=0 if is_shared else config.tp_rank,
+            weights_version=self._weights_version,
         )
 
 

@@ -353,15 +353,8 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_cach
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
     }
-    drafts = vllm_config.speculative_config
-    said = {
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "hf_overrides": model.hf_overrides,
-        "draft": [drafts.method, drafts.model] if drafts is not None else None,
-    }
     digest = hashlib.sha256(fingerprint_model(_checkpoint(model)).encode())
-    digest.update(json.dumps(said, sort_keys=True, default=repr).encode())
+    digest.update(json.dumps(_settings(vllm_config), sort_keys=True, default=repr).encode())
     return Namespace(
         model=digest.hexdigest()[:32],
         kv_dtype=f"{cache.cache_dtype} {spec.dtype}".replace("torch.", ""),
@@ -375,6 +368,21 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_cach
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),
     )
+
+
+def _settings(vllm_config: Any) -> dict[str, object]:
+    """What of vLLM's settings decides on the bytes of blocks that one checkpoint makes."""
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    rope = getattr(model.hf_text_config, "rope_parameters", None)
+    return {
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "hf_overrides": model.hf_overrides,
+        "draft": [drafts.method, drafts.model] if drafts is not None else None,
+        # Of Phi-3's two kinds of rotation an instance takes one for all prompts, by the longest that it is to take.
+        "longrope": model.max_model_len if "longrope" in str(rope) else None,
+        "random weights": vllm_config.load_config.load_format == "dummy",
+    }
 
 
 def _checkpoint(model: Any) -> Path:

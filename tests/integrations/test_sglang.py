@@ -181,8 +181,9 @@ def test_from_the_first_page_that_is_missing_on_none_is_read(attach: Attach) -> 
         ({}, {"tp_size": 2, "tp_rank": 1}, "page_first"),
         ({}, {"pp_size": 2}, "page_first"),
         ({"interface_v1": 0}, {}, "page_first"),
+        ({"weights_version": "2"}, {}, "page_first"),
     ],
-    ids=["layout", "tp size", "tp rank", "pp size", "flat"],
+    ids=["layout", "tp size", "tp rank", "pp size", "flat", "weights"],
 )
 def test_instances_that_lay_pages_out_otherwise_share_none(
     attach: Attach, extra: dict[str, Any], changes: dict[str, Any], layout: str

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvstore_backend import ConfigError
-from kvstore_backend.integrations.vllm import KVStoreConnector, KVStoreMetrics, KVStoreStats
+from kvstore_backend.integrations.vllm import KVStoreConnector, KVStoreMetrics, KVStoreStats, _settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,6 +66,30 @@ def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path
         assert not connector.requires_kv_delivery
     finally:
         connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rope", "changed", "is_another"),
+    [
+        ("longrope", {"max_model_len": 8192}, True),
+        ("yarn", {"max_model_len": 8192}, False),
+        ("yarn", {"load_format": "dummy"}, True),
+        ("yarn", {"load_format": "safetensors"}, False),
+    ],
+)
+def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dict[str, Any], is_another: bool) -> None:
+    def settings(max_model_len: int = 4096, load_format: str = "auto") -> dict[str, object]:
+        model = SimpleNamespace(
+            dtype="float16",
+            quantization=None,
+            hf_overrides={},
+            hf_text_config=SimpleNamespace(rope_parameters={"rope_type": rope}),
+            max_model_len=max_model_len,
+        )
+        load = SimpleNamespace(load_format=load_format)
+        return _settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
+
+    assert (settings(**changed) != settings()) is is_another
 
 
 @pytest.mark.parametrize(
