@@ -182,12 +182,12 @@ def create_app(instance: Instance) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(request, instance.completions.chat(parse_body(ChatBody, await request.body())))
+        return await _answer(request, await instance.completions.chat(parse_body(ChatBody, await request.body())))
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         body = parse_body(CompletionBody, await request.body())
-        return await _answer(request, instance.completions.complete(body))
+        return await _answer(request, await instance.completions.complete(body))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -195,7 +195,7 @@ def create_app(instance: Instance) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(instance.completions.tokenize(parse_body(TokenizeBody, await request.body())))
+        return JSONResponse(await instance.completions.tokenize(parse_body(TokenizeBody, await request.body())))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import orjson
@@ -24,6 +26,9 @@ from engine.protocol import (
 from engine.request import Request, TokenLogprobs
 
 __all__ = ["Answer", "Completions"]
+
+# Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
+_LONG_TEXT = 4096
 
 
 class Completions:
@@ -46,6 +51,8 @@ class Completions:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._created = now()
+        # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         # How templates are rendered is not the clients' to say: a template of their own could compute for minutes.
         self._rendering = inspect.signature(tokenizer.apply_chat_template).parameters
 
@@ -60,16 +67,16 @@ class Completions:
         }
         return {"object": "list", "data": [card]}
 
-    def chat(self, body: ChatBody) -> Answer:
+    async def chat(self, body: ChatBody) -> Answer:
         """POST /v1/chat/completions, checked and ready to run.
 
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
         """
-        tokens = body.prompt_token_ids or self._encode(self._render(body))
+        tokens = body.prompt_token_ids or await self._encode(self._render(body), "messages")
         return ChatAnswer(self._start(body, tokens, "prompt_token_ids"), body, self._model, self._tokenizer)
 
-    def complete(self, body: CompletionBody) -> Answer:
+    async def complete(self, body: CompletionBody) -> Answer:
         """POST /v1/completions, checked and ready to run.
 
         Raises:
@@ -82,19 +89,22 @@ class Completions:
             raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send one each", param="prompt")
         if not prompt:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
-        tokens = self._encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        # Special tokens, such as Llama's first one: a chat template writes them itself.
+        tokens = await self._encode(prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
         return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._tokenizer)
 
-    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
 
         Raises:
-            ApiError: neither a text nor messages, both, or messages that cannot be rendered.
+            ApiError: neither a text nor messages, both, messages that cannot be rendered, or what cannot fit anyway.
         """
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
-        text = self._render(ChatBody(messages=body.messages)) if body.messages else body.prompt
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=body.add_special_tokens)["input_ids"]
+        text, param = body.prompt or "", "prompt"
+        if body.messages:
+            text, param = self._render(ChatBody(messages=body.messages)), "messages"
+        tokens = await self._encode(text, param, add_special_tokens=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
@@ -109,15 +119,11 @@ class Completions:
 
     def _start(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
         tokens = prompt + (body.completion_token_ids or [])
+        if not tokens:
+            raise ApiError(400, "the prompt has no tokens")
         room = self._max_model_len - len(tokens)
         if room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(tokens)} tokens; with at least one for the answer that is more than the "
-                f"max_model_len of {self._max_model_len}",
-                param="messages" if isinstance(body, ChatBody) else "prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else "prompt")
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
@@ -134,12 +140,22 @@ class Completions:
         if wrong is not None:
             raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
 
-    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """``add_special_tokens``: such as Llama's first one; a chat template writes them itself."""
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        if not tokens:
-            raise ApiError(400, "the prompt has no tokens")
+    async def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+        at_least = -(-len(text) // self._longest_token)
+        if at_least >= self._max_model_len:
+            raise self._too_long(f"at least {at_least}", param)
+        encode = partial(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        tokens: list[int] = (await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode())["input_ids"]
         return tokens
+
+    def _too_long(self, num_tokens: str, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {num_tokens} tokens; with at least one for the answer that is more than the "
+            f"max_model_len of {self._max_model_len}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _render(self, body: ChatBody) -> str:
         messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]

@@ -12,7 +12,8 @@ import time
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from engine.request import SamplingParams
 
@@ -29,6 +30,9 @@ __all__ = [
     "sampling_params",
     "usage",
 ]
+
+
+_MOST_STOPS = 16
 
 
 class ApiError(Exception):
@@ -95,6 +99,14 @@ class GenerationBody(_Body):
     cache_salt: str | None = None
     request_id: str | None = None
     disaggregate_info: DisaggregateInfo | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        """The text of each token is searched for each of them."""
+        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
+            raise PydanticCustomError("too_long", f"Input should be at most {_MOST_STOPS} strings")
+        return stop
 
     def num_logprobs(self) -> int | None:
         """How many alternatives to report for each token, or None for nothing."""

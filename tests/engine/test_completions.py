@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from engine.completions import Completions
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.protocol import ApiError, CompletionBody, DetokenizeBody, TokenizeBody
-from tests.engine.event_loop import in_event_loop
+from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.running import Engine
 
 
@@ -46,7 +48,7 @@ def body_of(**fields: Any) -> CompletionBody:
 
 async def events_of(completions: Completions, **fields: Any) -> list[Any]:
     """The events' JSON; the ``[DONE]`` that must end them is left out."""
-    *events, done = [event async for event in completions.complete(body_of(stream=True, **fields)).events()]
+    *events, done = [event async for event in (await completions.complete(body_of(stream=True, **fields))).events()]
     assert done == b"data: [DONE]\n\n"
     assert all(event.startswith(b"data: ") and event.endswith(b"\n\n") for event in events)
     return [json.loads(event[6:]) for event in events]
@@ -56,7 +58,7 @@ async def events_of(completions: Completions, **fields: Any) -> list[Any]:
 @in_event_loop
 async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
     with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
-        await completions.complete(body_of()).whole()
+        await (await completions.complete(body_of())).whole()
     assert caught.value.status == 500
     assert caught.value.body["error"]["type"] == "server_error"
 
@@ -76,7 +78,7 @@ async def test_usage_may_come_with_every_event(completions: Completions) -> None
 
 @in_event_loop
 async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
-    asked = completions.complete(body_of(return_token_ids=True))
+    asked = await completions.complete(body_of(return_token_ids=True))
     (choice,) = (await asked.whole())["choices"]
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert len(choice["completion_token_ids"]) == 4
@@ -91,7 +93,7 @@ async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
 
 @in_event_loop
 async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
-    (choice,) = (await completions.complete(body_of()).whole())["choices"]
+    (choice,) = (await (await completions.complete(body_of())).whole())["choices"]
     assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}
 
 
@@ -101,7 +103,7 @@ async def test_an_answer_goes_on_from_what_was_generated_before(
     completions: Completions, params: dict[str, Any]
 ) -> None:
     async def ids(**fields: Any) -> tuple[list[int], Any]:
-        answer = await completions.complete(body_of(return_token_ids=True, **params, **fields)).whole()
+        answer = await (await completions.complete(body_of(return_token_ids=True, **params, **fields))).whole()
         return answer["choices"][0]["completion_token_ids"], answer["usage"]
 
     whole, _ = await ids(max_tokens=8)
@@ -110,27 +112,48 @@ async def test_an_answer_goes_on_from_what_was_generated_before(
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 5)
 
 
-def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
+@in_event_loop
+async def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
     with pytest.raises(ApiError, match=r"completion_token_ids: token id 300 is not in \[0, 300\)"):
-        completions.complete(body_of(completion_token_ids=[300]))
+        await completions.complete(body_of(completion_token_ids=[300]))
     with pytest.raises(ApiError, match=r"tokens: token id -1 is not in \[0, 300\)"):
         completions.detokenize(DetokenizeBody(tokens=[-1]))
 
 
-def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions) -> None:
-    told = completions.tokenize(TokenizeBody(prompt="ab river"))
+@in_event_loop
+async def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions) -> None:
+    told = await completions.tokenize(TokenizeBody(prompt="ab river"))
     assert told["count"] == len(told["tokens"])
     assert completions._tokenizer.decode(told["tokens"]) == "ab river"
     small = [token for token in told["tokens"] if token < 300]
     assert completions.detokenize(DetokenizeBody(tokens=small)) == {"prompt": completions._tokenizer.decode(small)}
 
 
-def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
+@in_event_loop
+async def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
     with pytest.raises(ApiError, match="give either prompt, a text, or messages"):
-        completions.tokenize(TokenizeBody())
+        await completions.tokenize(TokenizeBody())
     messages = [{"role": "user", "content": "river"}]
-    rendered = completions.tokenize(TokenizeBody(messages=messages))["tokens"]
-    assert len(rendered) > completions.tokenize(TokenizeBody(prompt="river"))["count"]
+    rendered = (await completions.tokenize(TokenizeBody(messages=messages)))["tokens"]
+    assert len(rendered) > (await completions.tokenize(TokenizeBody(prompt="river")))["count"]
+
+
+@in_event_loop
+async def test_while_a_long_text_is_encoded_others_are_served(completions: Completions) -> None:
+    tokenizer, begun, go_on = completions._tokenizer, threading.Event(), threading.Event()
+    completions = Completions(completions._generations, tokenizer, "tiny", 2000, 300)
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return tokenizer(*args, **kwargs)
+
+    completions._tokenizer = encode
+    tokenizing = asyncio.create_task(completions.tokenize(TokenizeBody(prompt=" river" * 1000)))
+    await eventually(begun.is_set, "the text to be encoded")
+    assert completions.models()["data"]
+    go_on.set()
+    assert (await tokenizing)["count"] == 1000
 
 
 @in_event_loop

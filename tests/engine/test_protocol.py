@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +33,8 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
     """Check a body as the server does before it answers."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     if path == "chat":
-        return completions.chat(parse_body(ChatBody, raw))
-    return completions.complete(parse_body(CompletionBody, raw))
+        return asyncio.run(completions.chat(parse_body(ChatBody, raw)))
+    return asyncio.run(completions.complete(parse_body(CompletionBody, raw)))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
         ("chat", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "equal to 1"),
         ("chat", {"messages": MESSAGES, "stop": 5}, "stop", "valid string"),
         ("chat", {"messages": MESSAGES, "stop": ["a", 5]}, "stop.1", "valid string"),
+        ("chat", {"messages": MESSAGES, "stop": ["a"] * 17}, "stop", "at most 16 strings, but it is"),
         ("chat", {"messages": MESSAGES, "stream": "perhaps"}, "stream", "valid boolean"),
         ("chat", {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "equal to 20"),
         (
@@ -137,6 +139,19 @@ def test_a_prompt_that_does_not_fit_says_by_how_much(
     with pytest.raises(ApiError, match=r"the prompt has \d+ tokens; .* max_model_len of 64") as caught:
         start(completions, path, body)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat", {"messages": [{"role": "user", "content": " the" * 10_000}]}), ("text", {"prompt": " the" * 10_000})],
+)
+def test_a_text_too_long_for_the_longest_tokens_is_refused_unread(
+    completions: Completions, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(completions._tokenizer), "__call__", None)  # it must not come to that
+    with pytest.raises(ApiError, match=r"the prompt has at least \d+ tokens; .* max_model_len of 64") as caught:
+        start(completions, path, body)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Completions) -> None:
