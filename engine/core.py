@@ -6,12 +6,13 @@ runs on this thread between steps, so that scheduler and block manager need no l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -137,9 +138,10 @@ class EngineCore:
             if prefilled is None:
                 self.scheduler.add(sequence)
                 return
-            self.scheduler.adopt(sequence, prefilled.reservation)
-            sequence.num_saved = len(sequence.hashes())  # whoever computed the prompt saves it
-            self._append(sequence, prefilled.token, prefilled.logprobs)
+            with self._its_end_if_this_fails(sequence):
+                self.scheduler.adopt(sequence, prefilled.reservation)
+                sequence.num_saved = len(sequence.hashes())  # whoever computed the prompt saves it
+                self._append(sequence, prefilled.token, prefilled.logprobs)
 
         self._mailbox.put(add)
 
@@ -199,20 +201,34 @@ class EngineCore:
             except Exception:
                 # One bad step must not end the instance: those in it fail, the others go on.
                 log.exception("A step failed; its requests end with an error")
-                for sequence in list(self.scheduler.running):
+                failed = list(self.scheduler.running)
+                for sequence in failed:
                     self._end(sequence, "error")
+                idle = not failed  # their blocks may be what others wait for
 
     def _read_mailbox(self, *, wait: bool) -> None:
         """Run what lies in the mailbox; ``wait`` for the first piece if it is empty."""
-        if wait:
-            self._turned_at = math.inf
-            self._mailbox.get()()
-        self._turned_at = time.monotonic()
+        self._turned_at = math.inf if wait else time.monotonic()
         while True:
             try:
-                self._mailbox.get_nowait()()
+                letter = self._mailbox.get(block=wait)
             except queue.Empty:
                 return
+            self._turned_at = time.monotonic()
+            wait = False
+            try:
+                letter()
+            except Exception:
+                log.exception("A piece of mail failed; what runs goes on")
+
+    @contextlib.contextmanager
+    def _its_end_if_this_fails(self, sequence: Sequence) -> Iterator[None]:
+        """What fails in here ends ``sequence`` with an error, and nobody else."""
+        try:
+            yield
+        except Exception:
+            log.exception("%s failed", sequence.request.request_id)
+            self._end(sequence, "error")
 
     def _step(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -324,8 +340,9 @@ class EngineCore:
             if not sequence.num_preemptions:
                 sequence.pool_cached_tokens = num_blocks * sequence.block_size
                 sequence.pool_load_seconds = seconds
-            self._keep_until_settled(unsettled, clear=True)
-            self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
+            with self._its_end_if_this_fails(sequence):
+                self._keep_until_settled(unsettled, clear=True)
+                self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
 
         others = len(self.scheduler.running)
         self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], others, done)

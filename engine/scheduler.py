@@ -140,8 +140,8 @@ class Scheduler:
         sequence.num_computed = sequence.num_prompt_tokens
         sequence.num_published = reservation.num_cached
         sequence.own_cached_tokens = reservation.num_cached * self.block_size
-        self.publish(sequence)
         self._get_ready(sequence)
+        self.publish(sequence)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give the blocks of ``reservation`` back."""

@@ -158,7 +158,7 @@ class HandoverReceiver:
                 is_first = False
                 return None
             handover.is_claimed = True
-            if handover.prompt.digest != prompt.digest:
+            if handover.prompt != prompt:
                 log.warning("%s: the prefill instance has another prompt; computing the prompt here", request_id)
                 return None
             return await handover.take()

@@ -21,7 +21,8 @@ LINE_LIMIT = 4 << 20
 class Prompt:
     """A prompt without its tokens: how many, the chained hashes of its full blocks, and a digest of all of it.
 
-    The hashes leave out the last, partly filled block; equal digests mean equal tokens and an equal ``cache_salt``.
+    The hashes leave out the last, partly filled block; equal digests mean equal tokens and an equal ``cache_salt``,
+    but what others say of number and hashes may be wrong beside a right digest.
     """
 
     num_tokens: int

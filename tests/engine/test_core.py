@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.request import State
-from tests.engine.running import Engine
+from engine.core import Prefilled
+from engine.request import Request, SamplingParams, Sequence, State
+from engine.scheduler import Reservation
+from tests.engine.running import Answering, Engine
 
 PROMPT = list(range(1, 41))
 
@@ -120,6 +123,33 @@ def test_a_sequence_whose_choice_fails_ends_with_an_error_and_nobody_else_does(
     bad = engine.begin([1], 12, temperature=1.0, seed=0, min_tokens=1, stop_token_ids=every_token)
     assert (bad.wait(), bad.finish_reason) == ([], "error")
     assert (good.wait(), good.finish_reason) == (answer, "length")
+    engine.wait_until_idle()
+
+
+def test_mail_that_fails_ends_nobody(engine: Engine, answer: list[int]) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("nobody is there")
+
+    running = engine.begin(PROMPT, 12)
+    running.next()
+    engine.core.reserve([], 10**9, fail)
+    waiting = [engine.begin(PROMPT, 12) for _ in range(3)]
+    assert [asked.wait() for asked in (running, *waiting)] == [answer] * 4
+
+
+def test_a_hand_over_that_fails_ends_its_own_sequence_only_and_gives_its_blocks_back(
+    engine: Engine, answer: list[int]
+) -> None:
+    running = engine.begin(PROMPT, 12)
+    running.next()
+    reserved: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
+    engine.core.reserve([], 1, reserved.put)
+    too_short = reserved.get(timeout=30)
+    assert too_short
+    handed = Answering(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))
+    engine.core.submit(handed.sequence, handed.listener, Prefilled(too_short, 1, None))
+    assert (handed.wait(), handed.finish_reason) == ([], "error")
+    assert running.wait() == answer
     engine.wait_until_idle()
 
 

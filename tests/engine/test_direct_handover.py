@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,12 @@ class ScriptedPrefill:
 
 
 @contextlib.asynccontextmanager
-async def scripted_prefill(pair: Pair, prompt: Sequence[int] = PROMPT) -> AsyncIterator[ScriptedPrefill]:
-    """It has begun with a request named r."""
+async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[ScriptedPrefill]:
+    """It has begun with a request named r, but for ``changes`` as it should."""
     reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port, limit=1 << 20)
     prefill = ScriptedPrefill(reader, writer)
-    described = Prompt.of(EngineSequence(Request("r", tuple(prompt), SamplingParams(1)), BLOCK))
-    prefill.say("begin", request_id="r", **described.message(), **pair.decode.memory.terms)
+    described = Prompt.of(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).message()
+    prefill.say("begin", request_id="r", **described | changes, **pair.decode.memory.terms)
     try:
         yield prefill
     finally:
@@ -348,6 +348,36 @@ async def test_a_prefill_that_lies_is_not_believed(
         prefill.say("stopped", clean=True)
         assert tokens_of(await all_of(pair.start()[1])) == expected
         assert pair.decode.handed_over("computed") == 1
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"num_tokens": 1, "hashes": []},
+        {"num_tokens": 50},
+        {"hashes": []},
+        {"hashes": ["00" * 32] * 6},
+    ],
+    ids=["one token", "fewer tokens", "no hashes", "other hashes"],
+)
+@in_event_loop
+async def test_a_prefill_that_misstates_the_prompt_is_not_believed_and_harms_nobody(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int], lie: dict[str, Any]
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        decode, kv = pair.decode, pair.decode.engine.runner.kv
+        request = Request("other", (1, 2, 3), SamplingParams(60, temperature=0.0))
+        bystander = asyncio.create_task(all_of(decode.generations.start(request, None)))
+        await eventually(lambda: decode.engine.scheduler.running, "the bystander to run")
+        async with scripted_prefill(pair, **lie) as prefill:
+            addresses = (await prefill.hear())["addresses"]
+            blocks = [(address - kv.data_ptr()) // kv[0].nbytes for address in addresses]
+            digests = decode.memory._digests(blocks)  # of what is there already, so that they verify
+            prefill.say("ready", token=1, logprobs=None, digests=digests, own_cached_tokens=0, pool_cached_tokens=0)
+            prefill.say("stopped", clean=True)
+            assert tokens_of(await all_of(pair.start()[1])) == expected
+        assert decode.handed_over("computed") == 1
+        assert tokens_of(await bystander) == mixed.answer((1, 2, 3), 60).wait()
 
 
 @pytest.mark.parametrize("term", ["namespace", "protocol"])
