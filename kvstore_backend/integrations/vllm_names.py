@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["adapter_digest", "names"]
@@ -33,27 +32,20 @@ def names(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"
 
 
 def adapter_digest(path: str) -> bytes | None:
-    """Digest of all files of a LoRA adapter, read once while they stay as they are; ``None``: no such folder here."""
-    folder = Path(path)
+    """Digest of all files of a LoRA adapter, names and bytes; ``None``: no such folder here."""
+    digest = hashlib.sha256()
     try:
-        files = sorted(file for file in folder.iterdir() if file.is_file())
-        return _digest(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+        for path_of_file in sorted(file for file in Path(path).iterdir() if file.is_file()):
+            digest.update(f"{path_of_file.name}\0{path_of_file.stat().st_size}\0".encode())
+            with path_of_file.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
     except OSError:
         return None
+    return digest.digest()
 
 
 def _extended(root: hashlib._Hash, block_hash: bytes) -> bytes:
     digest = root.copy()
     digest.update(block_hash)
-    return digest.digest()
-
-
-@lru_cache(maxsize=256)
-def _digest(files: tuple[tuple[Path, int, int], ...]) -> bytes:
-    digest = hashlib.sha256()
-    for path, size, _ in files:
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
     return digest.digest()

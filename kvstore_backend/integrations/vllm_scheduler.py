@@ -139,6 +139,7 @@ class SchedulerHalf:
         self._pools: list[BlockPool] = []
         self._counts: Counts | None = None
         self._blocks: Blocks | None = None
+        self._adapters: dict[int, bytes | None] = {}
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
         self._patience = _PATIENCE_S
@@ -317,13 +318,20 @@ class SchedulerHalf:
 
     def _names(self, request: Request, first: int, end: int) -> list[bytes]:
         """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""
-        adapter: bytes | None = b""
-        if request.lora_request is not None:
-            adapter = adapter_digest(request.lora_request.lora_path)
-        if adapter is None:
-            logger.debug("Adapter %s is no folder here: not cached", request.lora_request.lora_path)
-            return []
-        return names(request.block_hashes[first:end], adapter, self._epoch)
+        adapter = b"" if request.lora_request is None else self._adapter(request.lora_request)
+        return [] if adapter is None else names(request.block_hashes[first:end], adapter, self._epoch)
+
+    def _adapter(self, lora: Any) -> bytes | None:
+        """The digest of an adapter's files as they were when it came: vLLM computes with what it loaded then.
+
+        None where they cannot be read, or where vLLM reads them again under the same number (``load_inplace``).
+        """
+        if lora.lora_int_id not in self._adapters:
+            digest = None if getattr(lora, "load_inplace", False) else adapter_digest(lora.lora_path)
+            if digest is None:
+                logger.warning("Adapter %s is no folder here, or loaded in place: not cached", lora.lora_path)
+            self._adapters[lora.lora_int_id] = digest
+        return self._adapters[lora.lora_int_id]
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
         """How many blocks are full and have a name once ``computed`` tokens are."""

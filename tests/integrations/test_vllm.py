@@ -275,17 +275,38 @@ def test_lora_adapters_are_told_apart_by_their_bytes_not_their_path(
 ) -> None:
     first, second = two
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    adapter = SimpleNamespace(lora_path=str(tmp_path))
+    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
     first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
     assert second.matched(asked(name="same", lora_request=adapter)) == 20
     assert second.matched(asked(name="base")) == 0
     (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
-    assert second.matched(asked(name="changed", lora_request=adapter)) == 0
+    loaded_anew = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=2)
+    assert second.matched(asked(name="changed", lora_request=loaded_anew)) == 0
+
+
+def test_an_adapter_keeps_its_name_when_its_files_are_replaced_under_it(
+    two: tuple[Instance, Instance], tmp_path: Path
+) -> None:
+    first, second = two
+    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    first.matched(asked(name="it is loaded now", lora_request=adapter))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
+    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.matched(asked(name="b", lora_request=adapter)) == 0, "old weights' blocks under new weights' names"
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(two: tuple[Instance, Instance], tmp_path: Path) -> None:
+    first, second = two
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=True)
+    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.matched(asked(name="b", lora_request=adapter)) == 0
 
 
 def test_requests_with_an_adapter_that_cannot_be_read_are_not_cached(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    adapter = SimpleNamespace(lora_path="/nowhere/adapter")
+    adapter = SimpleNamespace(lora_path="/nowhere/adapter", lora_int_id=1)
     assert adapter_digest(adapter.lora_path) is None
     first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
     assert second.matched(asked(name="b", lora_request=adapter)) == 0
