@@ -1,7 +1,8 @@
 """OpenAI's request bodies, checked, and the shape of its answers and errors.
 
 Fields that we do not know are let through unread: clients send many that need no support to be harmless. Fields
-that would change the answer and that we cannot honour are refused.
+that would change the answer and that we cannot honour are refused, unless they say what holds anyway. ``null`` is as
+good as no field. An instance serves one model, whatever ``model`` says (as FastDeploy's does).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.request import SamplingParams
@@ -59,6 +60,12 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        """OpenAI's schema lets clients write out what they do not give."""
+        return {name: v for name, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+
 
 class StreamOptions(_Body):
     """What a stream carries beside the text."""
@@ -73,6 +80,12 @@ class DisaggregateInfo(_Body):
     prefill_ip: str | None = None
     decode_ip: str | None = None
     decode_connector_port: int | None = Field(default=None, ge=1, le=65535)
+
+
+class ResponseFormat(_Body):
+    """What form the text is to have: any."""
+
+    type: Literal["text"] = "text"
 
 
 class GenerationBody(_Body):
@@ -90,7 +103,14 @@ class GenerationBody(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    n: Literal[1] | None = None
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
+    repetition_penalty: Literal[1] = 1
+    min_p: Literal[0] = 0
+    logit_bias: dict[str, Literal[0]] = {}
+    response_format: ResponseFormat | None = None
     user: str | None = None
     prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
@@ -131,7 +151,8 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions, for one prompt."""
 
     prompt: str | list[int] | list[str] | None = None
-    echo: Literal[False] | None = None
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     def num_logprobs(self) -> int | None:

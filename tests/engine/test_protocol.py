@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,19 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
             "messages.0.content: a part of type 'image_url'; only text is supported",
         ),
         ("chat", {"messages": MESSAGES, "n": 2}, "n", "should be 1, but it is 2"),
+        *(
+            ("text", {"prompt": "a", name: value}, param, "should")
+            for name, value, param in [
+                ("best_of", 3, "best_of"),
+                ("presence_penalty", 2.0, "presence_penalty"),
+                ("frequency_penalty", -0.5, "frequency_penalty"),
+                ("repetition_penalty", 1.5, "repetition_penalty"),
+                ("min_p", 0.5, "min_p"),
+                ("logit_bias", {"5": 100}, "logit_bias.5"),
+                ("response_format", {"type": "json_object"}, "response_format.type"),
+                ("suffix", "the end", "suffix"),
+            ]
+        ),
         ("chat", {"messages": MESSAGES, "temperature": -1}, "temperature", "greater than or equal to 0, but it is -1"),
         ("chat", {"messages": MESSAGES, "temperature": "hot"}, "temperature", "valid number"),
         ("chat", {"messages": MESSAGES, "top_p": 1.5}, "top_p", "less than or equal to 1, but it is 1.5"),
@@ -205,6 +219,26 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(
 ) -> None:
     body = {"messages": MESSAGES, "prompt": "hello", **fields}
     assert_at_most_one_sentence(lambda: start(completions, path, body))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
+        {"logit_bias": {"5": 0}, "response_format": {"type": "text"}, "suffix": "", "echo": False, "model": "any"},
+        {name: None for name in FIELDS if name not in ("messages", "prompt")},
+        {"stream_options": {"include_usage": None}, "disaggregate_info": {"decode_ip": None}},
+    ],
+    ids=["numbers", "others", "null", "null within"],
+)
+@pytest.mark.parametrize("path", ["chat", "text"])
+def test_fields_that_say_what_holds_anyway_change_nothing(
+    completions: Completions, path: str, fields: dict[str, Any]
+) -> None:
+    plain = {"messages": MESSAGES, "prompt": "hello"}
+    expected, request = (start(completions, path, {**plain, **more})._generation.request for more in ({}, fields))
+    assert request.prompt_token_ids == expected.prompt_token_ids
+    assert dataclasses.replace(request.params, seed=0) == dataclasses.replace(expected.params, seed=0)
 
 
 def test_unknown_fields_are_let_through() -> None:
