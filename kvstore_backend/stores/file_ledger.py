@@ -20,6 +20,7 @@ import re
 import shutil
 import stat
 import struct
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,7 +210,8 @@ class Ledger:
         for writer in _folders(self._writers):
             if _WRITER.fullmatch(writer.name) and _is_dead(writer.path):
                 shutil.rmtree(writer.path, ignore_errors=True)
-        blocks = list(stored(self.blocks))
+        now = time.time_ns()  # set back by somebody, it makes a last use in the future one that nothing is known of
+        blocks = [block if block.used_ns <= now else block._replace(used_ns=0) for block in stored(self.blocks)]
         drafts = [entry.stat().st_size for writer in _folders(self._writers) for entry in os.scandir(writer.path)]
         used = sum(block.nbytes for block in blocks) + sum(drafts)
         return Accounts(used, len(blocks) + len(drafts)), blocks

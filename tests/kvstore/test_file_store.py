@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -118,6 +119,18 @@ class TestEviction:
             assert isinstance(peer.get("key0", BLOCK), bytes)
             put(store, "one more")
         assert store.exists(["key0", "key1"]) == [OK, ABSENT]
+
+    def test_after_the_clock_was_set_back_the_new_stay_and_the_old_go(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            ahead = time.time_ns() + 10**18
+            patch.setattr(time, "time_ns", lambda: ahead)
+            put(store, *numbered(50))
+        put(store, *numbered(50, start=50))
+        put(store, "one more")
+        assert store.exists(numbered(50, start=50)) == [OK] * 50
+        assert ABSENT in store.exists(numbered(50))
 
     def test_asking_whether_a_key_is_there_does_not_use_it(self, store: FileStore) -> None:
         put(store, *numbered(100))
