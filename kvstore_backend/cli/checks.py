@@ -16,7 +16,7 @@ import httpx
 from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
 from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
-from kvstore_backend.stores.file_ledger import refusal
+from kvstore_backend.stores.file_ledger import refusal, stored
 from kvstore_backend.stores.mooncake import INSTALL, said_to_http
 
 __all__ = [
@@ -343,7 +343,7 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
         return
     filesystem = os.statvfs(existing)
     room = filesystem.f_bavail * filesystem.f_frsize
-    held = sum(each.stat().st_size for each in path.glob("blocks/*/*")) if path.is_dir() else 0
+    held = sum(block.nbytes for block in stored(path / "blocks"))
     holds = (
         f"holds {human_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
     )

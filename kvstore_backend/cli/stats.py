@@ -17,6 +17,7 @@ from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import human_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
+from kvstore_backend.stores.file_ledger import stored
 
 __all__ = ["add_arguments", "run"]
 
@@ -116,9 +117,12 @@ def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figu
 def _folders(settings: FileSettings) -> _Figures:
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
-    blocks = [(unquote(path.stem), path.stat().st_size) for path in Path(settings.path).glob("blocks/*/*.block")]
-    names = Counter(_namespace(key) for key, _ in blocks)
-    used = sum(nbytes for _, nbytes in blocks)
+    try:
+        blocks = list(stored(settings.path / "blocks"))
+    except OSError as exc:
+        raise PoolUnavailable(f"folder {settings.path} cannot be read: {exc.strerror}") from exc
+    names = Counter(_namespace(unquote(Path(block.path).stem)) for block in blocks)
+    used = sum(block.nbytes for block in blocks)
     return _Figures("file", len(blocks), used, settings.size, keys_by_namespace=dict(names.most_common()))
 
 

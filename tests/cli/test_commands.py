@@ -43,6 +43,19 @@ def test_stats_count_a_folders_blocks_by_namespace(tmp_path: Path) -> None:
     assert (figures["keys"], figures["used_bytes"], figures["capacity_bytes"]) == (5, 25, 1 << 20)
 
 
+@pytest.mark.parametrize("command", ["stats", "doctor"])
+def test_a_block_that_goes_while_a_folder_is_looked_through_is_passed_over(tmp_path: Path, command: str) -> None:
+    store = FileStore(tmp_path, 1 << 20)
+    put(store, blocks(FIRST, 3))
+    store.close()
+    block = next(tmp_path.glob("blocks/*/*"))
+    block.unlink()
+    block.symlink_to("nothing")  # stands in for a block that is listed, and evicted before it is looked at
+    ended = kvstore(command, "--json", f"file://{tmp_path}?size=1MiB")
+    assert ended.status == 0
+    assert '"keys": 2' in ended.output or "holds 10 bytes of" in ended.output
+
+
 def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         admin = master.metrics_url.split("/")[2]
