@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 from engine.core import Prefilled
 from engine.disaggregation.memory import BlockMemory
-from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, decoded_logprobs, receive, send
+from engine.disaggregation.wire import (
+    LINE_LIMIT,
+    SILENCE_SECONDS,
+    Prompt,
+    decoded_logprobs,
+    decoded_number,
+    receive,
+    send,
+)
 from engine.scheduler import Reservation
 
 __all__ = ["Handed", "HandoverReceiver"]
@@ -247,9 +255,9 @@ class HandoverReceiver:
         while True:
             message = await receive(reader, self._silence)
             if message["type"] == "saved":
-                return _handed(message, None)
+                return _handed(message, handover.prompt, None)
             if message["type"] == "ready":
-                handed = _handed(message, await self._landed(message, handover))
+                handed = _handed(message, handover.prompt, await self._landed(message, handover))
                 if handed.prefilled is not None:
                     handover.reservation = None
                     send(writer, "accepted")
@@ -265,9 +273,8 @@ class HandoverReceiver:
         reservation, memory = handover.reservation, self._memory
         if memory is None or reservation is None:
             raise ValueError("the prefill instance is ready, but was lent no blocks")
-        token, logprobs = message["token"], decoded_logprobs(message["logprobs"])
-        if not isinstance(token, int) or not 0 <= token < memory.vocab_size:
-            raise ValueError(f"the first token is {token!r}")
+        token = decoded_number(message["token"], memory.vocab_size)
+        logprobs = decoded_logprobs(message["logprobs"], memory.vocab_size)
         if not await memory.verify(reservation, message["digests"]):
             log.warning("Blocks that a prefill instance wrote are not what it sent; they are not used")
             return None
@@ -287,8 +294,10 @@ class HandoverReceiver:
         self._memory.cancel(handover.reservation, clear=True)
 
 
-def _handed(message: dict[str, Any], prefilled: Prefilled | None) -> Handed:
-    return Handed(int(message["own_cached_tokens"]), int(message["pool_cached_tokens"]), prefilled)
+def _handed(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled | None) -> Handed:
+    own = decoded_number(message["own_cached_tokens"], prompt.num_tokens + 1)
+    pool = decoded_number(message["pool_cached_tokens"], prompt.num_tokens - own + 1)
+    return Handed(own, pool, prefilled)
 
 
 def _seconds_to_land(stopped: dict[str, Any]) -> float:

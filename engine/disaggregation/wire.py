@@ -10,7 +10,16 @@ from typing import Any
 from engine.request import Sequence, TokenLogprobs
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
-__all__ = ["LINE_LIMIT", "SILENCE_SECONDS", "Prompt", "decoded_logprobs", "encoded_logprobs", "receive", "send"]
+__all__ = [
+    "LINE_LIMIT",
+    "SILENCE_SECONDS",
+    "Prompt",
+    "decoded_logprobs",
+    "decoded_number",
+    "encoded_logprobs",
+    "receive",
+    "send",
+]
 
 SILENCE_SECONDS = 5.0
 LINE_LIMIT = 4 << 20
@@ -59,8 +68,8 @@ def encoded_logprobs(logprobs: TokenLogprobs | None) -> object:
     return None if logprobs is None else [logprobs.chosen, logprobs.top]
 
 
-def decoded_logprobs(value: Any) -> TokenLogprobs | None:
-    """From ``encoded_logprobs``.
+def decoded_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
+    """From ``encoded_logprobs`` of tokens below ``vocab_size``.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -68,7 +77,19 @@ def decoded_logprobs(value: Any) -> TokenLogprobs | None:
     if value is None:
         return None
     chosen, top = value
-    return TokenLogprobs(float(chosen), tuple((int(token), float(logprob)) for token, logprob in top))
+    pairs = [(decoded_number(token, vocab_size), float(logprob)) for token, logprob in top]
+    return TokenLogprobs(float(chosen), tuple(pairs))
+
+
+def decoded_number(value: Any, limit: int) -> int:
+    """A whole number from 0 to below ``limit``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{str(value)[:80]} is no whole number below {limit}")
+    return value
 
 
 def send(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:

@@ -64,6 +64,13 @@ async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[Scrip
         writer.close()
 
 
+def digests_of_what_is_there(pair: Pair, reserved: dict[str, Any]) -> list[str]:
+    """They verify, although nothing was written."""
+    kv = pair.decode.engine.runner.kv
+    blocks = [(address - kv.data_ptr()) // kv[0].nbytes for address in reserved["addresses"]]
+    return pair.decode.memory._digests(blocks)
+
+
 # --- when all is well -------------------------------------------------------------------------------------------
 
 
@@ -325,8 +332,15 @@ async def test_blocks_of_a_prefill_that_is_gone_are_kept_until_late_bytes_are_in
         {"token": 300},
         {"token": -1},
         {"token": "1"},
+        {"token": True},
         {"logprobs": [1]},
+        {"logprobs": [0.0, [[-1, 0.0]]]},
+        {"logprobs": [0.0, [[300, 0.0]]]},
         {"own_cached_tokens": None},
+        {"own_cached_tokens": -1},
+        {"own_cached_tokens": 101},
+        {"pool_cached_tokens": 10**30},
+        {"own_cached_tokens": 60, "pool_cached_tokens": 41},
     ],
     ids=str,
 )
@@ -335,11 +349,10 @@ async def test_a_prefill_that_lies_is_not_believed(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], ready: dict[str, Any]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
-        await prefill.hear()
         members: dict[str, Any] = {
             "token": 1,
             "logprobs": None,
-            "digests": [],
+            "digests": digests_of_what_is_there(pair, await prefill.hear()),
             "own_cached_tokens": 0,
             "pool_cached_tokens": 0,
         }
@@ -365,14 +378,12 @@ async def test_a_prefill_that_misstates_the_prompt_is_not_believed_and_harms_nob
     tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int], lie: dict[str, Any]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
-        decode, kv = pair.decode, pair.decode.engine.runner.kv
+        decode = pair.decode
         request = Request("other", (1, 2, 3), SamplingParams(60, temperature=0.0))
         bystander = asyncio.create_task(all_of(decode.generations.start(request, None)))
         await eventually(lambda: decode.engine.scheduler.running, "the bystander to run")
         async with scripted_prefill(pair, **lie) as prefill:
-            addresses = (await prefill.hear())["addresses"]
-            blocks = [(address - kv.data_ptr()) // kv[0].nbytes for address in addresses]
-            digests = decode.memory._digests(blocks)  # of what is there already, so that they verify
+            digests = digests_of_what_is_there(pair, await prefill.hear())
             prefill.say("ready", token=1, logprobs=None, digests=digests, own_cached_tokens=0, pool_cached_tokens=0)
             prefill.say("stopped", clean=True)
             assert tokens_of(await all_of(pair.start()[1])) == expected

@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 HOST = "127.0.0.1"
 PATIENT = 30.0
 SHORT = 0.3
-PROMPT = Prompt.of(Sequence(Request("r", (1, 2, 3, 4, 5), SamplingParams(1)), 2))
+PROMPT = Prompt.of(Sequence(Request("r", tuple(range(255)), SamplingParams(1)), 2))
 
 
 @contextlib.asynccontextmanager
@@ -199,6 +199,8 @@ async def test_a_stranger_on_the_connector_port_is_hung_up_on(sent: bytes) -> No
         line(type="ready"),
         line(type="ready", own_cached_tokens="many", pool_cached_tokens=0),
         line(type="ready", own_cached_tokens=[], pool_cached_tokens=0),
+        line(type="saved", own_cached_tokens=-1, pool_cached_tokens=0),
+        line(type="saved", own_cached_tokens=128, pool_cached_tokens=128),
         line(type="hooray"),
         begin("r"),
     ],
