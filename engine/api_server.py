@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from engine import completions, logs
 from engine.args import EngineArgs, parse_args
@@ -57,6 +58,8 @@ __all__ = ["Instance", "create_app", "main"]
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
+_CLIENT_LEFT = 499
+"""Status of an answer that nobody reads."""
 
 
 class Instance:
@@ -221,6 +224,10 @@ def create_app(instance: Instance) -> FastAPI:
     async def api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status)
 
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
@@ -247,7 +254,7 @@ async def _answer(request: Request, answer: completions.Answer) -> Response:
     try:
         await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=_CLIENT_LEFT)
         return Response(orjson.dumps(whole.result()), media_type="application/json")
     finally:
         for task in (whole, left):
@@ -285,8 +292,17 @@ def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
     return bound
 
 
+def _listen(bound: socket.socket, flag: str) -> None:
+    """Listen, while a refusal can still be told: several may bind one port before the first of them listens."""
+    try:
+        bound.listen()
+    except OSError as exc:
+        host, port = bound.getsockname()[:2]
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used."""
+    """Run an instance until SIGTERM or SIGINT; 2 when its arguments cannot be used, 130 at SIGINT before it serves."""
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
@@ -295,14 +311,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port
             bound = {flag: sockets.enter_context(_bound_socket(args.host, port, flag)) for flag, port in ports.items()}
-            connector = bound.pop("--pd-comm-port")
-            instance = Instance(args, connector)
+            instance = Instance(args, bound["--pd-comm-port"])
+            for flag, listener in bound.items():
+                _listen(listener, flag)
+            del bound["--pd-comm-port"]  # the instance's own
+        except KeyboardInterrupt:
+            return 130
         except (KVStoreError, OSError) as exc:
             print(f"engine.api_server: {exc}", file=sys.stderr)
             return 2
         server = _Server(instance)
         # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGTERM, server.handle_exit)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=list(bound.values()))
         return 0 if server.started else 1

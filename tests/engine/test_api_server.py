@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from engine.api_server import main
 from tests.engine.router import Router
@@ -348,6 +350,12 @@ class TestAborts:
         assert asyncio.run(ask_and_abort()) == ["abort"] * 3
         assert instance.num_aborted == before + 3
 
+    def test_a_client_that_leaves_while_it_sends_is_no_fault(self, instance: Served) -> None:
+        with socket.create_connection(("127.0.0.1", instance.port)) as client:
+            client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"pro')
+        chat(instance, max_tokens=1)
+        assert "Traceback" not in instance.log.read_text()
+
     @pytest.mark.parametrize("stream", [True, False])
     def test_a_client_that_leaves_ends_its_sequence(self, instance: Served, stream: bool) -> None:
         before = instance.num_aborted
@@ -406,6 +414,49 @@ class TestStarting:
             port = taken.getsockname()[1]
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+
+    @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
+    def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path, flag: str
+    ) -> None:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", 0))
+            monkeypatch.setattr("engine.api_server.Instance", lambda *_: other.listen())
+            port = other.getsockname()[1]
+            said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+
+    def test_being_interrupted_while_the_model_is_loaded_is_no_fault(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
+    ) -> None:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("engine.api_server.Instance", interrupt)
+        assert main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)]) == 130
+        assert capsys.readouterr() == ("", "")
+
+    def test_being_asked_to_stop_before_it_serves_is_not_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch, word_model: Path
+    ) -> None:
+        class Server(uvicorn.Server):
+            def __init__(self, _: object) -> None:
+                super().__init__(uvicorn.Config(FastAPI()))
+
+            def run(self, sockets: list[socket.socket] | None = None) -> None:
+                signal.raise_signal(signal.SIGTERM)
+                asked.append(self.should_exit)
+
+        asked: list[bool] = []
+        monkeypatch.setattr("engine.api_server.Instance", lambda *_: None)
+        monkeypatch.setattr("engine.api_server._Server", Server)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert asked == [True]
 
     def test_a_host_that_is_not_this_machines_is_told(
         self, capsys: pytest.CaptureFixture[str], word_model: Path
