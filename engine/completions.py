@@ -22,6 +22,7 @@ from engine.protocol import (
     error_body,
     now,
     sampling_params,
+    short,
 )
 from engine.request import Request, TokenLogprobs
 
@@ -186,12 +187,12 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if content is None or isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise ApiError(400, f"messages.{index}.content: it is {content!r}; give a text", param="messages")
+        raise ApiError(400, f"messages.{index}.content: it is {short(content)}; give a text", param="messages")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
-                400, f"messages.{index}.content: a part of type {kind!r}; only text is supported", param="messages"
+                400, f"messages.{index}.content: a part of type {short(kind)}; only text is supported", param="messages"
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -29,6 +29,7 @@ __all__ = [
     "error_body",
     "parse_body",
     "sampling_params",
+    "short",
     "usage",
 ]
 
@@ -120,9 +121,17 @@ class GenerationBody(_Body):
     request_id: str | None = None
     disaggregate_info: DisaggregateInfo | None = None
 
+    @field_validator("request_id")
+    @classmethod
+    def _in_one_line(cls, request_id: str) -> str:
+        """It stands in the log."""
+        if not request_id.isprintable():
+            raise PydanticCustomError("not_printable", "Input should be printable characters")
+        return request_id
+
     @field_validator("stop")
     @classmethod
-    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+    def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
         """The text of each token is searched for each of them."""
         if isinstance(stop, list) and len(stop) > _MOST_STOPS:
             raise PydanticCustomError("too_long", f"Input should be at most {_MOST_STOPS} strings")
@@ -194,7 +203,7 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     except orjson.JSONDecodeError as exc:
         raise ApiError(400, f"the body is not JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, but it is {_short(value)}")
+        raise ApiError(400, f"the body must be a JSON object, but it is {short(value)}")
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
@@ -202,7 +211,7 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
         errors = exc.errors(include_url=False)
         param, error = max(((_path(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0]))
         name = ".".join(map(str, param))
-        given = "" if error["type"] == "missing" else f", but it is {_short(error['input'])}"
+        given = "" if error["type"] == "missing" else f", but it is {short(error['input'])}"
         raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
 
 
@@ -216,8 +225,12 @@ def _path(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
     return path or [location[0]]
 
 
-def _short(value: object) -> str:
-    text = orjson.dumps(value).decode()
+def short(value: object) -> str:
+    """What a client sent, so that it fits in a sentence."""
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # nested deeper than it writes, though not than it reads
+        return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

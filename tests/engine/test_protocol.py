@@ -21,6 +21,8 @@ from tests.engine.checkpoints import byte_fallback_tokenizer
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 1500
+DEEP = json.loads("[" * 400 + "]" * 400)
+"""Nested deeper than orjson writes."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
             "chat",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
-            "messages.0.content: a part of type 'image_url'; only text is supported",
+            'messages.0.content: a part of type "image_url"; only text is supported',
         ),
         ("chat", {"messages": MESSAGES, "n": 2}, "n", "should be 1, but it is 2"),
         *(
@@ -80,6 +82,11 @@ def start(completions: Completions, path: str, body: Any) -> Answer:
         ("chat", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "equal to 1"),
         ("chat", {"messages": MESSAGES, "stop": 5}, "stop", "valid string"),
         ("chat", {"messages": MESSAGES, "stop": ["a", 5]}, "stop.1", "valid string"),
+        ("chat", DEEP, None, "the body must be a JSON object, but it is list"),
+        ("chat", {"messages": MESSAGES, "stop": DEEP}, "stop.0", "valid string, but it is list"),
+        ("chat", {"messages": [{"role": "user", "content": {"a": DEEP}}]}, "messages", "0.content: it is dict; give"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": DEEP}]}]}, "messages", "part of type list; only"),
+        ("chat", {"messages": MESSAGES, "request_id": "a\nERROR forged"}, "request_id", "printable characters, but"),
         ("chat", {"messages": MESSAGES, "stop": ["a"] * 17}, "stop", "at most 16 strings, but it is"),
         ("chat", {"messages": MESSAGES, "stream": "perhaps"}, "stream", "valid boolean"),
         ("chat", {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "equal to 20"),
