@@ -12,6 +12,7 @@ import difflib
 import logging
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -48,6 +49,7 @@ _MIN_SEGMENT = 16 << 20
 _ETCD = "etcd://"
 # As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
 _NEAR = 0.85
+_NEAR_OURS = 0.8  # of variables that begin with KVSTORE_: KVSTORE_SIZE; Kubernetes makes others of a service's name
 _NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
 # call otherwise. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times otherwise, each as long as the time-out.
@@ -147,8 +149,14 @@ def _switch(value: object) -> bool:
 def _path(value: object) -> Path:
     if not isinstance(value, (str, Path)) or not str(value).strip():
         raise ValueError("it must be the path of a folder")
-    path = Path(value).expanduser().absolute()
-    if path.exists() and not path.is_dir():
+    try:
+        path = Path(value).expanduser().absolute()
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path  # who opens the store says what is the matter
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, nobody's home, a zero byte
+        raise ValueError(f"it must be the path of a folder: {getattr(exc, 'strerror', None) or exc}") from None
+    if not is_folder:
         raise ValueError("it must be the path of a folder, and this is a file")
     return path
 
@@ -311,8 +319,8 @@ def load_config(
     Args:
         backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and says more of it.
         explicit: values by the field names of the backend's settings; ``None`` values count as not given.
-        config_path: a JSON file in any dialect; not given, for ``mooncake``, the one that ``MOONCAKE_CONFIG_PATH``
-            names.
+        config_path: a JSON file in any dialect; not given, the one that ``MOONCAKE_CONFIG_PATH`` names, for ``file``
+            and ``memory`` if it describes such a store.
         environ: the environment; not given, the process's own. An empty variable counts as not given.
 
     Raises:
@@ -327,7 +335,7 @@ def load_config(
     sources = [
         _explicit_source(names, explicit or {}),
         *(_said_source(names, each) for each in said),
-        _file_source(kind, names, config_path, environ),
+        _file_source(kind, names, config_path, environ, is_named=not said),
         _environment_source(kind, environ),
     ]
     options = {
@@ -424,15 +432,26 @@ def _said_source(names: Sequence[str], said: Said) -> _Source:
 
 
 def _file_source(
-    kind: type[_Settings], names: Sequence[str], config_path: str | Path | None, environ: Mapping[str, str]
+    kind: type[_Settings],
+    names: Sequence[str],
+    config_path: str | Path | None,
+    environ: Mapping[str, str],
+    *,
+    is_named: bool,
 ) -> _Source:
-    """The JSON file's values; none where no file is named."""
+    """The JSON file's values; none where no file is named, or the environment names one of another backend.
+
+    Args:
+        is_named: the backend was asked for by its name, not by a URL that says where it is.
+    """
     named_by = ""
-    if config_path is None and kind is MooncakeSettings:
+    if config_path is None and (is_named or kind is MooncakeSettings):
         config_path, named_by = _named_file(environ)
     if config_path is None:
         return _Source({}, str)
     said = read_file(config_path, named_by)
+    if named_by and kind is not MooncakeSettings and said.backend != kind.backend:
+        return _Source({}, str)  # it is Mooncake's variable, first of all
     if not said.backend:
         raise ConfigError(f'there is to be no pool ("backend": ""{said.where}), but {kind.backend} is asked for')
     return _said_source(names, said)
@@ -449,7 +468,8 @@ def _environment_source(kind: type[_Settings], environ: Mapping[str, str]) -> _S
     ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
     for name in environ:
         strange = name.startswith(("MOONCAKE_", "KVSTORE_")) and name not in ours and name != _NOT_A_TYPO
-        if strange and (near := difflib.get_close_matches(name, ours, 1, _NEAR)):
+        how_near = _NEAR_OURS if name.startswith("KVSTORE_") else _NEAR
+        if strange and (near := difflib.get_close_matches(name, ours, 1, how_near)):
             raise ConfigError(f"environment variable {name} is not known; did you mean {near[0]}?")
     given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
     return _Source(given, variables.__getitem__)

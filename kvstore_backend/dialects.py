@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,15 @@ def read_url(url: str) -> Said:
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+        values = _once_each(query)
     except ValueError as exc:
         raise ConfigError(f"{url!r} is not a URL of a pool: {exc}") from None
+    if parts.fragment:
+        raise ConfigError(f"{url!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
         raise ConfigError(f"{url!r} has the scheme {parts.scheme!r}{instead(parts.scheme, _SCHEMES)}")
-    given = _renamed(dict(query), where, binary_sizes=False)
+    given = _renamed(values, where, binary_sizes=False)
     place = f"{url!r}: its address"
     if backend == "mooncake":
         if not parts.netloc or parts.path.strip("/"):
@@ -150,16 +153,29 @@ def _mindies(pool: object, where: str, folder: Path) -> Said:
 def _json_object(path: Path, named_by: str) -> dict[str, Any]:
     name = f"configuration file {str(path)!r}{named_by}"
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes(), object_pairs_hook=_once_each)
     except FileNotFoundError:
         raise ConfigError(f"{name} does not exist") from None
     except OSError as exc:
         raise ConfigError(f"{name} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{name} is not JSON: {exc}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{name} cannot be meant so: {exc}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must hold one JSON object")
     return values
+
+
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members; ``ValueError`` where one comes twice, as only the last would count."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)} twice")
+    return members
 
 
 def _renamed(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> Said:

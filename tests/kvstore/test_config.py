@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from kvstore_backend import config as module
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, load_config, parse_size
+from kvstore_backend.config import (
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    load_config,
+    parse_size,
+    read_config,
+)
 
 GIB = 1 << 30
 MASTER = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:15001", "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE"}
@@ -232,6 +240,11 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
         ({"protocol": "rdma"}, "\"protocol\" in {} is 'rdma'; this machine has no RDMA device"),
         ({"protocol": "rdma"}, "say tcp, or leave it out"),
         ("{", "configuration file '{}' is not JSON: "),
+        (
+            '{"protocol": "tcp", "protocol": "rdma"}',
+            "configuration file '{}' cannot be meant so: it says protocol twice",
+        ),
+        ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
         ("\xff", "configuration file '{}' is not JSON: "),
         ("[]", "configuration file '{}' must hold one JSON object"),
     ],
@@ -278,8 +291,20 @@ def test_file_takes_its_folder_and_size_from_the_environment_or_a_file(tmp_path:
     )
 
 
-def test_file_does_not_read_mooncakes_file() -> None:
-    assert load_config("file", environ={"MOONCAKE_CONFIG_PATH": "/nowhere"}).backend == "file"
+def test_file_reads_the_file_that_the_environment_names_if_it_describes_a_folder(tmp_path: Path) -> None:
+    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"path": "/data/blocks", "async_write": True}))}
+    config = load_config("file", environ=environ)
+    assert config == PoolConfig(FileSettings(Path("/data/blocks")), async_write=True) == read_config(environ=environ)
+
+
+def test_file_does_not_read_mooncakes_file(tmp_path: Path) -> None:
+    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"master_server_addr": "h:1"}))}
+    assert load_config("file", environ=environ) == load_config("file", environ={})
+
+
+@pytest.mark.parametrize("name", ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT", "KVSTORE_PORT_8000_TCP_ADDR"])
+def test_what_kubernetes_makes_of_a_service_named_kvstore_is_let_alone(name: str) -> None:
+    assert load_config("file", environ={name: "10.0.0.1"}) == load_config("file", environ={})
 
 
 def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(
@@ -302,6 +327,11 @@ def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
     [
         ("file", {"KVSTORE_FILE_SIZE": "0"}, "KVSTORE_FILE_SIZE is '0'; it must be more than 0 bytes"),
         ("file", {"KVSTORE_FILE_SIZ": "1GB"}, "KVSTORE_FILE_SIZ is not known; did you mean KVSTORE_FILE_SIZE?"),
+        ("file", {"KVSTORE_SIZE": "1GB"}, "KVSTORE_SIZE is not known; did you mean KVSTORE_FILE_SIZE?"),
+        ("file", {"KVSTORE_PATH": "/ssd"}, "KVSTORE_PATH is not known; did you mean KVSTORE_FILE_PATH?"),
+        ("file", {"KVSTORE_FILE_PATH": "~nosuchuser/x"}, "it must be the path of a folder: "),
+        ("file", {"KVSTORE_FILE_PATH": "/tmp/" + "x" * 300}, "it must be the path of a folder: File name too long"),
+        ("file", {"KVSTORE_FILE_PATH": "/tmp/a\0b"}, "it must be the path of a folder: embedded null byte"),
         ("file", {"KVSTORE_FILE_PATH": __file__}, "it must be the path of a folder, and this is a file"),
         ("file", {"KVSTORE_FILE_PATH": " "}, "KVSTORE_FILE_PATH is ' '; it must be the path of a folder"),
         ("memory", {"KVSTORE_MEMORY_SIZE": "much"}, "KVSTORE_MEMORY_SIZE is 'much'; a size is"),

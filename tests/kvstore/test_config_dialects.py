@@ -263,6 +263,8 @@ def test_a_file_of_ours_is_recognised_by_its_keys(tmp_path: Path) -> None:
         ("mooncake://h:1?protocol=tpc", "is 'tpc'; it must be tcp or rdma, or ascend"),
         ("mooncake://h:1?master_server_address=g:2", "says master_server_addr twice"),
         ("mooncake://h:1?protocol", "is not a URL of a pool"),
+        ("file:///pool?size=4GiB&size=8GiB", "is not a URL of a pool: it says size twice"),
+        ("file:///pool#1?size=4GiB", "in a path, write %23 for #"),
         ("etcd://h1:2379;h2", "after etcd:// it must be host:port, or several of them with ; between"),
         ("file://dev/shm/kvpool", "must name a whole path after three slashes"),
         ("file:dev/shm/kvpool", "must name a whole path after three slashes"),
