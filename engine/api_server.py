@@ -96,6 +96,7 @@ class Instance:
             args.block_size,
             args.max_num_seqs,
             args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
             prefix_caching=args.enable_prefix_caching,
             pool=pool_config is not None,
         )

@@ -67,6 +67,7 @@ class Scheduler:
         block_size: tokens in a block.
         max_num_seqs: sequences that may run at once.
         max_num_batched_tokens: token budget of a step.
+        max_model_len: tokens of the longest sequence; reservations leave room for one.
         prefix_caching: whether published blocks are looked for on admission.
         pool: whether missing full blocks of a newly admitted sequence are to be loaded before it runs. Up to
             ``max_num_seqs`` more sequences then hold blocks, besides those adopted.
@@ -79,6 +80,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         *,
+        max_model_len: int,
         prefix_caching: bool,
         pool: bool,
     ) -> None:
@@ -86,6 +88,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.longest_blocks = -(-max_model_len // block_size)
         self.prefix_caching = prefix_caching
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -122,11 +125,16 @@ class Scheduler:
     def reserve(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
         """Take blocks for a prompt of ``num_tokens`` whose full blocks have these hashes; None: there is no room now.
 
-        Nobody who waits for blocks is overtaken.
+        Nobody who waits for blocks is overtaken. As another instance that hangs keeps what it was lent, the longest
+        sequence fits beside all that is reserved.
         """
         num_cached = self.blocks.match(hashes) if self.prefix_caching else 0
         cached = hashes[:num_cached]
-        needed = -(-num_tokens // self.block_size) - num_cached
+        num_blocks = -(-num_tokens // self.block_size)
+        lent = len({block for held in self.reservations for block in held.blocks})
+        if lent + num_blocks + self.longest_blocks > self.blocks.num_blocks:
+            return None
+        needed = num_blocks - num_cached
         if self.waiting or not self._has_room(needed, cached):
             return None
         reservation = Reservation(self.blocks.take_cached(cached) + self.blocks.allocate(needed), num_cached)

@@ -77,6 +77,7 @@ class Engine:
         block_size: int = 16,
         max_num_seqs: int = 4,
         budget: int = 24,
+        max_model_len: int | None = None,
         store: StorageBackend | None = None,
         open_store: Callable[[], StorageBackend] | None = None,
         save_outputs: bool = False,
@@ -91,7 +92,13 @@ class Engine:
             self.runner.enable_retrieval(retrieval, max_num_seqs, num_blocks * block_size)
         self.blocks = BlockManager(num_blocks)
         self.scheduler = Scheduler(
-            self.blocks, block_size, max_num_seqs, budget, prefix_caching=True, pool=bool(store or open_store)
+            self.blocks,
+            block_size,
+            max_num_seqs,
+            budget,
+            max_model_len=max_model_len or num_blocks * block_size // 4,
+            prefix_caching=True,
+            pool=bool(store or open_store),
         )
         self.metrics = EngineMetrics()
         backend = GuardedBackend(open_store) if open_store else store

@@ -57,7 +57,7 @@ async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[Scrip
     reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port, limit=1 << 20)
     prefill = ScriptedPrefill(reader, writer)
     described = Prompt.of(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).message()
-    prefill.say("begin", request_id="r", **described | changes, **pair.decode.memory.terms)
+    prefill.say("begin", **{"request_id": "r", **described, **pair.decode.memory.terms, **changes})
     try:
         yield prefill
     finally:
@@ -361,6 +361,23 @@ async def test_a_prefill_that_lies_is_not_believed(
         prefill.say("stopped", clean=True)
         assert tokens_of(await all_of(pair.start()[1])) == expected
         assert pair.decode.handed_over("computed") == 1
+
+
+@in_event_loop
+async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+) -> None:
+    request = Request("own", PROMPT, SamplingParams(12, temperature=0.0))
+    async with (
+        pair_of(tiny_checkpoint, word_tokenizer, num_blocks=20, max_model_len=128) as pair,
+        scripted_prefill(pair, request_id="all", num_tokens=19 * BLOCK, hashes=[]) as wants_all,
+        scripted_prefill(pair, request_id="much", num_tokens=12 * BLOCK, hashes=[]) as wants_much,
+    ):
+        assert await wants_all.hear() == {"type": "refused", "reason": "no room"}
+        assert (await wants_much.hear())["type"] == "reserved"
+        assert tokens_of(await all_of(pair.decode.generations.start(request, None))) == expected
+        wants_much.say("failed", reason="no reason")
+        wants_much.say("stopped", clean=True)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,24 @@ def sequence_of(prompt: list[int], max_tokens: int, name: str = "r", salt: str =
 
 
 def scheduler_of(
-    num_blocks: int, *, max_num_seqs: int = 4, budget: int = 8, prefix_caching: bool = True, pool: bool = False
+    num_blocks: int,
+    *,
+    max_num_seqs: int = 4,
+    budget: int = 8,
+    max_model_len: int = 2 * BLOCK,
+    prefix_caching: bool = True,
+    pool: bool = False,
 ) -> Scheduler:
     blocks = BlockManager(num_blocks)
-    return Scheduler(blocks, BLOCK, max_num_seqs, budget, prefix_caching=prefix_caching, pool=pool)
+    return Scheduler(
+        blocks,
+        BLOCK,
+        max_num_seqs,
+        budget,
+        max_model_len=max_model_len,
+        prefix_caching=prefix_caching,
+        pool=pool,
+    )
 
 
 class Memory:
@@ -205,6 +219,11 @@ class Batching(RuleBasedStateMachine):
         owned += [reservation.blocks for reservation in self.reserved]
         references = Counter(block for blocks in owned + self.saves + self.quarantine for block in blocks)
         assert self.scheduler.blocks._references == [references[b] for b in range(self.scheduler.blocks.num_blocks)]
+
+    @invariant()
+    def what_others_may_keep_leaves_room_for_the_longest_sequence(self) -> None:
+        lent = {block for reservation in self.reserved for block in reservation.blocks}
+        assert len(lent) + self.scheduler.longest_blocks <= self.scheduler.blocks.num_blocks
 
     @invariant()
     def the_oldest_stand_first(self) -> None:
@@ -415,6 +434,18 @@ def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_abo
     scheduler.loaded(sequence, 2)
     assert scheduler.blocks.num_available == 6
     assert sequence.state is State.FINISHED
+
+
+def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back() -> None:
+    scheduler = scheduler_of(10, max_model_len=4 * BLOCK)
+    assert scheduler.reserve([], 7 * BLOCK) is None
+    assert scheduler.reserve([], 5 * BLOCK)
+    assert scheduler.reserve([], 2 * BLOCK) is None
+    assert scheduler.reserve([], BLOCK)
+    longest = sequence_of([1] * (4 * BLOCK - 1), 1)
+    scheduler.add(longest)
+    scheduler.admit()
+    assert scheduler.running == [longest]
 
 
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
