@@ -84,7 +84,7 @@ class EngineCore:
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self._turned_at = math.inf
-        self._connector = PoolConnector(runner, pool, self._mailbox.put) if pool else None
+        self._connector = PoolConnector(runner, pool, self._mailbox.put, scheduler.longest_blocks) if pool else None
         self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
         self._watch()
 
@@ -177,9 +177,9 @@ class EngineCore:
         else:
             callback()
 
-    def abort(self, sequence: Sequence) -> None:
-        """End ``sequence`` with finish reason ``abort``; nothing happens if it has ended. From any thread."""
-        self._mailbox.put(lambda: self._end(sequence, "abort"))
+    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+        """End ``sequence`` with this finish reason; nothing happens if it has ended. From any thread."""
+        self._mailbox.put(lambda: self._end(sequence, reason))
 
     def _loop(self) -> None:
         idle = True

@@ -205,7 +205,7 @@ class Generation:
                     text += detokenizer.finish()
                 if detokenizer.stopped and reason in (None, "length"):
                     reason = "stop"
-                    self._owner.core.abort(self.sequence)
+                    self._owner.core.abort(self.sequence, reason)
                 yield Piece(text, output.token_id, reason, output.logprobs)
         finally:
             if reason is None:

@@ -126,6 +126,16 @@ async def test_usage_counts_what_a_stop_string_let_out_and_not_what_the_engine_w
 
 
 @in_event_loop
+async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(alone: Generations, expected: list[int]) -> None:
+    text = alone.tokenizer.decode(expected[:3], skip_special_tokens=True)
+    await all_of(alone.start(request_of("s", 900, stop=(text[-2:],)), None))
+    await eventually(lambda: not alone.core.scheduler.running, "the sequence to end")
+    registry = alone.core.metrics.registry
+    assert registry.get_sample_value("kvstore_requests_finished_total", {"reason": "stop"}) == 1
+    assert registry.get_sample_value("kvstore_requests_finished_total", {"reason": "abort"}) is None
+
+
+@in_event_loop
 async def test_closing_the_iterator_aborts_the_request(alone: Generations) -> None:
     pieces = alone.start(request_of(max_tokens=900), None).pieces()
     await anext(pieces)
