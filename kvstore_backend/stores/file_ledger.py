@@ -2,10 +2,13 @@
 
     folder/
     ├── ledger              bytes and number of values, and the boot they were stored in; its lock guards the folder
+    │                       (at 0 both numbers, at 16 the boot's id, at 63 whether somebody is changing what is there)
     ├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
     └── writers/<name>/     one a process, locked as long as that process lives: values being written
 
 Everything that gives a file a name or takes one away happens under the ledger's lock; bytes are moved outside it.
+Nothing under that lock takes longer the more values there are, but for a count where a writer was killed in the middle
+of a change, and dropping what is from before the machine's last start.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import fcntl
 import itertools
 import logging
 import os
+import random
 import re
 import shutil
 import stat
@@ -31,11 +35,15 @@ __all__ = ["Accounts", "Block", "Draft", "Ledger", "Removed", "refusal", "stored
 logger = logging.getLogger(__name__)
 
 _ACCOUNTS = struct.Struct("<QQ")
-_BOOT_ID_AT, _ACCOUNTS_AT = 16, 0
+_ACCOUNTS_AT, _BOOT_ID_AT, _STATE_AT = 0, 16, 63
+_SETTLED, _CHANGING = b"\1", b"\0"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LONGEST_LEDGER = 64
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
-# An eviction looks at every file, so it makes more room than was asked for: this share of the capacity.
+# An eviction looks at so many values, of folders drawn by chance, and removes those of them that were used least
+# recently: of fewer it looks at all. It makes more room than was asked for, so that not every put must: this share
+# of what it looked at.
+_SAMPLE = 4096
 _EVICTED_SHARE = 0.05
 # The rest is what a filesystem needs beside the bytes of its files.
 _FILLED_SHARE = 0.95
@@ -71,9 +79,9 @@ class Removed(OSError):
 class Ledger:
     """Keeps a folder under ``capacity`` bytes for all processes that open it.
 
-    Bytes are entered before they are written and taken off after they are gone, each under the ledger's lock, so a
-    process killed between the two leaves the accounts too high, never too low; the next count puts them right.
-    All methods raise ``OSError`` for whatever is wrong with the folder, and may be called from several threads.
+    The ledger is trusted: it says so while somebody changes the folder, and whoever takes the lock and finds that,
+    since a process was killed at it, counts anew. All methods raise ``OSError`` for whatever is wrong with the folder,
+    and may be called from several threads.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -98,6 +106,10 @@ class Ledger:
                 for block in stored(self.blocks):
                     os.unlink(block.path)
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
+                os.pwrite(ledger, _CHANGING, _STATE_AT)
+            if os.pread(ledger, 1, _STATE_AT) != _SETTLED or not self.blocks.is_dir():
+                self._count(ledger)
+            self._bury_the_dead(ledger)
             for part in (self.blocks, self._writers):
                 part.mkdir(mode=0o700, exist_ok=True)
             self._own.mkdir(mode=0o700)
@@ -105,11 +117,10 @@ class Ledger:
             self._alive = os.open(self._own, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._alive)
             fcntl.flock(self._alive, fcntl.LOCK_EX)
-            accounts, _ = self._counted()
-            _write(ledger, accounts)
+            used = _read(ledger).used_bytes
             filesystem = os.statvfs(folder)
             undo.pop_all()
-        room = accounts.used_bytes + filesystem.f_bavail * filesystem.f_frsize
+        room = used + filesystem.f_bavail * filesystem.f_frsize
         self.capacity = min(capacity, int(room * _FILLED_SHARE))
         """Bytes at which values are evicted."""
         if self.capacity < capacity:
@@ -128,19 +139,26 @@ class Ledger:
             OSError: ``ENOSPC`` where even evicting makes no room.
         """
         with self._locked() as ledger:
-            accounts = _read(ledger)
-            if accounts.used_bytes + nbytes > self.capacity >= nbytes:
-                accounts = self._evicted(nbytes)
-                _write(ledger, accounts)
-            if accounts.used_bytes + nbytes > self.capacity:
+            if _read(ledger).used_bytes + nbytes > self.capacity >= nbytes:
+                self._evict(ledger, nbytes)
+            used, keys = _read(ledger)
+            if used + nbytes > self.capacity:
                 raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes in {self.capacity}")
             path = f"{self._own}/{next(self._serial)}"
+            os.pwrite(ledger, _CHANGING, _STATE_AT)
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
                 raise Removed(errno.EIO, "this process's folder in it was removed") from None
-            os.truncate(file, nbytes)
-            _write(ledger, Accounts(accounts.used_bytes + nbytes, accounts.keys + 1))
+            except OSError:
+                os.pwrite(ledger, _SETTLED, _STATE_AT)
+                raise
+            try:
+                os.truncate(file, nbytes)
+                _write(ledger, Accounts(used + nbytes, keys + 1))
+            except BaseException:
+                os.close(file)
+                raise
         return Draft(path, file, nbytes)
 
     def publish(self, draft: Draft, block: str) -> None:
@@ -151,29 +169,36 @@ class Ledger:
         """
         with self._locked() as ledger:
             if os.path.exists(block):
-                self._take_off(ledger, draft.path, draft.nbytes)
+                _take_off(ledger, draft)
                 return
             try:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(os.path.dirname(block), 0o700)
                 os.rename(draft.path, block)
             except FileNotFoundError:
+                os.pwrite(ledger, _CHANGING, _STATE_AT)
                 raise Removed(errno.EIO, "its blocks were removed") from None
 
     def discard(self, draft: Draft) -> None:
         """Give back what was reserved for a draft that will not be published."""
         with self._locked() as ledger:
-            self._take_off(ledger, draft.path, draft.nbytes)
+            _take_off(ledger, draft)
 
     def remove(self, block: str) -> None:
         """Remove a stored value; ``FileNotFoundError`` where there is none."""
         with self._locked() as ledger:
-            self._take_off(ledger, block, os.stat(block).st_size)
+            _take_off(ledger, Block(0, block, os.stat(block).st_size))
+
+    def clear(self, prefix: str) -> None:
+        """Remove the stored values whose files' names begin with ``prefix``, letting others in between."""
+        for folder in _folders(self.blocks):
+            with self._locked() as ledger:
+                _take_off(ledger, *_stored_in(folder, prefix))
 
     def close(self) -> None:
         """Leave the folder; what is stored stays for the others."""
-        with contextlib.suppress(OSError), self._locked():
-            shutil.rmtree(self._own, ignore_errors=True)
+        with contextlib.suppress(OSError), self._locked() as ledger:
+            _bury(ledger, self._own)
         os.close(self._alive)
 
     @contextlib.contextmanager
@@ -185,36 +210,44 @@ class Ledger:
             raise Removed(errno.EIO, "its ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
+            if os.pread(ledger, 1, _STATE_AT) == _CHANGING:
+                self._count(ledger)
             yield ledger
         finally:
             os.close(ledger)
 
-    def _take_off(self, ledger: int, path: str, nbytes: int) -> None:
-        used, keys = _read(ledger)
-        os.unlink(path)
-        _write(ledger, Accounts(max(0, used - nbytes), max(0, keys - 1)))
+    def _evict(self, ledger: int, nbytes: int) -> None:
+        """Remove values used least recently until ``nbytes`` more fit, and some to spare."""
+        self._bury_the_dead(ledger)
+        folders = _folders(self.blocks)
+        random.shuffle(folders)
+        while True:
+            sample = _sample(folders)
+            if not folders:  # what is left is quickly counted, and somebody may have removed some
+                self._count(ledger)
+            used = _read(ledger).used_bytes
+            goal = self.capacity - nbytes - _EVICTED_SHARE * sum(block.nbytes for block in sample)
+            victims = []
+            for block in sorted(sample):
+                if used <= goal:
+                    break
+                victims.append(block)
+                used -= block.nbytes
+            _take_off(ledger, *victims)
+            if used + nbytes <= self.capacity or not folders:
+                return
 
-    def _evicted(self, nbytes: int) -> Accounts:
-        """Remove the least recently used values until ``nbytes`` more fit, and some to spare."""
-        (used, keys), blocks = self._counted()
-        goal = self.capacity * (1 - _EVICTED_SHARE) - nbytes
-        for block in sorted(blocks):
-            if used <= goal:
-                break
-            os.unlink(block.path)
-            used, keys = used - block.nbytes, keys - 1
-        return Accounts(used, keys)
-
-    def _counted(self) -> tuple[Accounts, list[Block]]:
-        """Count what is there, after removing what dead writers left."""
+    def _bury_the_dead(self, ledger: int) -> None:
+        """Remove what writers that were killed left."""
         for writer in _folders(self._writers):
             if _WRITER.fullmatch(writer.name) and _is_dead(writer.path):
-                shutil.rmtree(writer.path, ignore_errors=True)
-        now = time.time_ns()  # set back by somebody, it makes a last use in the future one that nothing is known of
-        blocks = [block if block.used_ns <= now else block._replace(used_ns=0) for block in stored(self.blocks)]
-        drafts = [entry.stat().st_size for writer in _folders(self._writers) for entry in os.scandir(writer.path)]
-        used = sum(block.nbytes for block in blocks) + sum(drafts)
-        return Accounts(used, len(blocks) + len(drafts)), blocks
+                _bury(ledger, writer)
+
+    def _count(self, ledger: int) -> None:
+        """Enter what is there."""
+        sizes = [block.nbytes for block in stored(self.blocks)]
+        sizes += [entry.stat().st_size for writer in _folders(self._writers) for entry in os.scandir(writer)]
+        _write(ledger, Accounts(sum(sizes), len(sizes)))
 
 
 def refusal(folder: Path) -> tuple[str, str] | None:
@@ -247,11 +280,25 @@ def refusal(folder: Path) -> tuple[str, str] | None:
 def stored(blocks: Path) -> Iterator[Block]:
     """What is stored under ``blocks``, but for what goes meanwhile; whatever else lies there is passed over."""
     for folder in _folders(blocks):
-        for entry in _entries(folder):
-            if entry.name.endswith(".block"):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat()
-                    yield Block(found.st_mtime_ns, entry.path, found.st_size)
+        yield from _stored_in(folder)
+
+
+def _stored_in(folder: os.PathLike[str], prefix: str = "") -> Iterator[Block]:
+    for entry in _entries(folder):
+        if entry.name.startswith(prefix) and entry.name.endswith(".block"):
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat()
+                yield Block(found.st_mtime_ns, entry.path, found.st_size)
+
+
+def _sample(folders: list[os.DirEntry[str]]) -> list[Block]:
+    """The values in as many of ``folders``, which are taken off the list, as give a fair sample."""
+    now = time.time_ns()  # set back by somebody, it makes a last use in the future one that nothing is known of
+    sample: list[Block] = []
+    while folders and len(sample) < _SAMPLE:
+        found = _stored_in(folders.pop())
+        sample += [block if block.used_ns <= now else block._replace(used_ns=0) for block in found]
+    return sample
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:
@@ -278,6 +325,24 @@ def _is_dead(writer: str) -> bool:
     return True
 
 
+def _bury(ledger: int, writer: os.PathLike[str]) -> None:
+    """Remove a writer's folder, and the values that it was writing from the accounts."""
+    _take_off(ledger, *(Block(0, entry.path, entry.stat().st_size) for entry in _entries(writer) if entry.is_file()))
+    shutil.rmtree(writer, ignore_errors=True)
+
+
+def _take_off(ledger: int, *values: Block | Draft) -> None:
+    """Remove values and what they have in the accounts."""
+    if not values:
+        return
+    used, keys = _read(ledger)
+    os.pwrite(ledger, _CHANGING, _STATE_AT)
+    for value in values:
+        os.unlink(value.path)
+    nbytes = sum(value.nbytes for value in values)
+    _write(ledger, Accounts(max(0, used - nbytes), max(0, keys - len(values))))
+
+
 def _read(ledger: int) -> Accounts:
     record = os.pread(ledger, _ACCOUNTS.size, _ACCOUNTS_AT)
     if len(record) < _ACCOUNTS.size:
@@ -286,4 +351,6 @@ def _read(ledger: int) -> Accounts:
 
 
 def _write(ledger: int, accounts: Accounts) -> None:
+    """Enter what is there now that a change is done."""
     os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)
+    os.pwrite(ledger, _SETTLED, _STATE_AT)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,35 @@ class TestEviction:
         assert store.exists(numbered(50, start=50)) == [OK] * 50
         assert ABSENT in store.exists(numbered(50))
 
+    def test_an_eviction_looks_at_some_of_many_values_and_takes_the_oldest_of_those(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(store, *numbered(100))
+        monkeypatch.setattr(file_ledger, "_SAMPLE", 30, raising=False)
+        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+        assert put(store, "key100") == [OK]
+        assert 0 < len(looked_at) <= 30
+        assert put(store, *numbered(9, start=101)) == [OK] * 9
+        assert store.exists(numbered(30, start=80)) == [OK] * 30
+        assert store.stats().used_bytes == bytes_in(folder) <= 100 * BLOCK
+
+    def test_opening_looks_at_no_value(self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        put(store, *numbered(50))
+        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+        another = FileStore(folder, 100 * BLOCK)
+        assert looked_at == []
+        assert another.stats() == store.stats()
+        another.close()
+
+    def test_values_that_somebody_removed_by_hand_are_evicted_from_the_count(
+        self, store: FileStore, folder: Path
+    ) -> None:
+        put(store, *numbered(100))
+        for path in files(folder)[:90]:
+            path.unlink()
+        assert put(store, "one more") == [OK]
+        assert store.stats().used_bytes == bytes_in(folder) == 11 * BLOCK
+
     def test_asking_whether_a_key_is_there_does_not_use_it(self, store: FileStore) -> None:
         put(store, *numbered(100))
         store.exists(["key0"])
@@ -217,6 +247,30 @@ class TestCrashes:
         put(store, *numbered(100))
         assert store.stats().used_bytes == bytes_in(folder)
         assert all(path.name.endswith(".block") for path in files(folder))
+
+    @pytest.mark.parametrize("change", ["put", "remove", "clear", "evict"])
+    def test_a_process_killed_in_the_middle_of_a_change_leaves_no_wrong_count(
+        self, store: FileStore, folder: Path, change: str
+    ) -> None:
+        put(store, *numbered(100 if change == "evict" else 90))
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            peer.begin(_change_and_die, change)
+            assert peer.wait() == -signal.SIGKILL
+        assert store.stats().used_bytes == bytes_in(folder)
+        assert store.stats().keys == len(files(folder))
+
+    def test_a_store_closed_while_it_puts_gives_back_what_was_reserved(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closing = FileStore(folder, 100 * BLOCK)
+
+        def close_first(*_: object) -> int:
+            closing.close()
+            raise OSError(5, os.strerror(5))
+
+        monkeypatch.setattr(os, "pwritev", close_first)
+        assert put(closing, "key") == [FAILED]
+        assert store.stats().used_bytes == bytes_in(folder) == 0
 
     def test_whenever_a_writer_is_killed_every_readable_value_is_whole(self, folder: Path) -> None:
         nbytes = 1 << 20
@@ -463,6 +517,20 @@ def _content(key: str, nbytes: int) -> bytes:
     return (key.encode().ljust(16, b".") * (nbytes // 16 + 1))[:nbytes]
 
 
+def _folders_looked_at(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by every folder of values whose contents are asked for."""
+    looked_at: list[str] = []
+    scandir = os.scandir
+
+    def noting(path: Any) -> object:
+        if not isinstance(path, int) and Path(path).parent == blocks:
+            looked_at.append(os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", noting)
+    return looked_at
+
+
 def _has_more(folder: Path, pattern: str, count: int) -> bool:
     return len(list(folder.rglob(pattern))) > count
 
@@ -492,3 +560,18 @@ def _put_and_die(store: FileStore, key: str, moment: str) -> None:
     else:
         store._ledger.publish = die  # type: ignore[method-assign, assignment]
     put(store, key)
+
+
+def _change_and_die(store: FileStore, change: str) -> None:
+    """Be killed by a signal when a change was made and is not entered yet."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    file_ledger._write = die  # type: ignore[assignment]
+    if change == "remove":
+        store.remove(["key0"])
+    elif change == "clear":
+        store.clear("key")
+    else:
+        put(store, "another")
