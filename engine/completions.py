@@ -25,6 +25,7 @@ from engine.protocol import (
     short,
 )
 from engine.request import Request, TokenLogprobs
+from engine.token_bytes import TokenBytes
 
 __all__ = ["Answer", "Completions"]
 
@@ -52,6 +53,7 @@ class Completions:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._created = now()
+        self._token_bytes = TokenBytes(tokenizer)
         # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         # How templates are rendered is not the clients' to say: a template of their own could compute for minutes.
@@ -75,7 +77,7 @@ class Completions:
             ApiError: the messages cannot be rendered, or do not fit.
         """
         tokens = body.prompt_token_ids or await self._encode(self._render(body), "messages")
-        return ChatAnswer(self._start(body, tokens, "prompt_token_ids"), body, self._model, self._tokenizer)
+        return ChatAnswer(self._start(body, tokens, "prompt_token_ids"), body, self._model, self._token_bytes)
 
     async def complete(self, body: CompletionBody) -> Answer:
         """POST /v1/completions, checked and ready to run.
@@ -92,7 +94,7 @@ class Completions:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
         # Special tokens, such as Llama's first one: a chat template writes them itself.
         tokens = await self._encode(prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
-        return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._tokenizer)
+        return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._token_bytes)
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -204,10 +206,10 @@ class Answer:
     object_whole: str
     object_chunk: str
 
-    def __init__(self, generation: Generation, body: GenerationBody, model: str, tokenizer: Any) -> None:
+    def __init__(self, generation: Generation, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
         self._generation = generation
         self._body = body
-        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
         self._head = {
             "id": f"{self.prefix}{generation.request.request_id}",
             "created": now(),
@@ -270,8 +272,7 @@ class Answer:
         return prompt | {"completion_token_ids": [piece.token_id for piece in pieces if piece.token_id is not None]}
 
     def _token_text(self, token_id: int) -> str:
-        text: str = self._tokenizer.decode([token_id])
-        return text
+        return self._token_bytes(token_id).decode(errors="replace")
 
 
 class ChatAnswer(Answer):
@@ -301,8 +302,11 @@ class ChatAnswer(Answer):
         return {"content": content} if self._body.num_logprobs() is not None else None
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {
+            "token": self._token_text(token_id),
+            "logprob": logprob,
+            "bytes": list(self._token_bytes(token_id)),
+        }
 
 
 class TextAnswer(Answer):

@@ -17,7 +17,7 @@ from engine.api_server import create_app
 from engine.completions import Completions
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.protocol import ApiError, CompletionBody, DetokenizeBody, TokenizeBody
+from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.running import Engine
 
@@ -74,6 +74,17 @@ async def test_an_engine_that_fails_ends_a_stream_with_an_error(completions: Com
 async def test_usage_may_come_with_every_event(completions: Completions) -> None:
     events = await events_of(completions, stream_options={"continuous_usage_stats": True}, logprobs=0)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
+
+
+@in_event_loop
+async def test_tokens_that_are_parts_of_characters_are_told_apart_by_their_bytes(completions: Completions) -> None:
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": [1, 2, 3], "max_tokens": 60, "seed": 1}
+        | {"logprobs": True, "temperature": 9, "return_token_ids": True}
+    )
+    (choice,) = (await (await completions.chat(body)).whole())["choices"]
+    told = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
+    assert len(told) == len(set(choice["message"]["completion_token_ids"])) > 20
 
 
 @in_event_loop
