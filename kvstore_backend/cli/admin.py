@@ -59,15 +59,19 @@ class MasterAdmin:
 
     def segments(self) -> list[Segment]:
         """The memory of the pool, client by client."""
-        return [
-            Segment(
-                each["segment_name"],
-                each["te_endpoint"] != each["segment_name"],
-                int(each["allocator_used_bytes"]),
-                int(each["allocator_capacity_bytes"]),
-            )
-            for each in self._get("/get_segments_detail").json()["segments"]
-        ]
+        told = self._get("/get_segments_detail").json()
+        try:
+            return [
+                Segment(
+                    each["segment_name"],
+                    each["te_endpoint"] != each["segment_name"],
+                    int(each["allocator_used_bytes"]),
+                    int(each["allocator_capacity_bytes"]),
+                )
+                for each in told["segments"]
+            ]
+        except (KeyError, TypeError) as exc:
+            raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
     def list_keys(self) -> Iterator[str]:
         """Every key of the pool."""

@@ -62,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     if min(block_bytes, arguments.blocks, arguments.batches) < 1:
         raise ConfigError("--block-size, --blocks and --batches must be at least 1")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
-    source = np.frombuffer(os.urandom(block_bytes * arguments.blocks), dtype=np.uint8).copy()
-    target = np.zeros_like(source)
+    nbytes = block_bytes * arguments.blocks
+    try:
+        source = np.frombuffer(os.urandom(nbytes), dtype=np.uint8).copy()
+        target = np.zeros_like(source)
+    except (MemoryError, OverflowError):
+        raise ConfigError(f"--blocks of --block-size are {nbytes} bytes, more than this machine has room for") from None
     rows: list[_Row] = []
 
     def measure(through: str, put: _Move, get: _Move, exists: _Look) -> None:

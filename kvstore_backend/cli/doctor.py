@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
@@ -122,10 +124,13 @@ def _mooncake(
         *checks.metadata_server(settings),
     ]
     admin = find_admin(address, metrics) if address else None
-    if address:
-        findings += checks.master_flags(admin, address)
-    findings += checks.capacity(settings, admin, kv_bytes)
-    findings += checks.sharing(settings, admin)
+    try:
+        if address:
+            findings += checks.master_flags(admin, address)
+        findings += [*checks.capacity(settings, admin, kv_bytes), *checks.sharing(settings, admin)]
+    except (httpx.HTTPError, ValueError) as exc:
+        text = f"what the master tells of itself cannot be read: {exc}"
+        findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
         yield from try_pool(config)

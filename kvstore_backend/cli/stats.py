@@ -17,7 +17,7 @@ from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import human_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
-from kvstore_backend.stores.file_ledger import stored
+from kvstore_backend.stores.file_folder import stored
 
 __all__ = ["add_arguments", "run"]
 
@@ -98,20 +98,22 @@ def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figu
     try:
         metrics = admin.metrics()
         names = Counter(_namespace(key) for key in admin.list_keys())
+        return _Figures(
+            "mooncake",
+            int(metrics["master_key_count"]),
+            int(metrics["master_allocated_bytes"]),
+            int(metrics["master_total_capacity_bytes"]),
+            int(metrics["master_active_clients"]),
+            int(metrics["master_evicted_key_count"]),
+            int(metrics["master_put_start_alloc_failures_total"]),
+            int(metrics["total_get_nums_"]),
+            int(metrics["valid_get_nums_"]),
+            dict(names.most_common()),
+        )
     except (httpx.HTTPError, ValueError) as exc:
         raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
-    return _Figures(
-        "mooncake",
-        int(metrics["master_key_count"]),
-        int(metrics["master_allocated_bytes"]),
-        int(metrics["master_total_capacity_bytes"]),
-        int(metrics["master_active_clients"]),
-        int(metrics["master_evicted_key_count"]),
-        int(metrics["master_put_start_alloc_failures_total"]),
-        int(metrics["total_get_nums_"]),
-        int(metrics["valid_get_nums_"]),
-        dict(names.most_common()),
-    )
+    except KeyError as exc:
+        raise PoolUnavailable(f"the master's metrics at {admin.address} lack {exc}: another version?") from exc
 
 
 def _folders(settings: FileSettings) -> _Figures:

@@ -64,9 +64,10 @@ class MindieServer:
 def is_server_config(path: str | Path) -> bool:
     """Whether this file is a MindIE server's ``config.json``, not one that describes a pool alone."""
     try:
-        return "BackendConfig" in json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, TypeError):
+        values = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(values, dict) and "BackendConfig" in values
 
 
 def read_server(path: str | Path) -> MindieServer:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -18,7 +21,7 @@ from kvstore_backend.stores.file import FileStore
 from tests.cli.command import doctor, kvstore
 from tests.cli.test_doctor import url
 from tests.support.memory import Memory
-from tests.support.mooncake import mooncake_master
+from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_ports
 from tests.support.processes import child
 
@@ -84,6 +87,7 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
             "'pool.json', which is not HOST:PORT; a configuration comes before",
         ),
         (["bench", "memory:", "--block-size", "big"], "--block-size is 'big'; a size is"),
+        (["bench", "memory:", "--block-size", "100TB"], "more than this machine has room for"),
         (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
         (["bench"], "no pool is configured"),
@@ -99,6 +103,35 @@ def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: s
     assert ended.errors.startswith("kvstore: ")
     assert sentence in ended.errors
     assert ended.errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("page", ["/metrics", "/get_segments_detail"])
+def test_a_master_that_tells_less_than_expected_gets_no_traceback(tmp_path: Path, page: str) -> None:
+    with mooncake_master(tmp_path / "log") as master, _telling_less(master, page) as admin:
+        for command in ("stats", "doctor"):
+            ended = kvstore(command, url(master), "--master-metrics", admin)
+            assert "Traceback" not in ended.errors
+            assert ended.status == (1 if (command, page) == ("stats", "/metrics") else 0), ended.output
+
+
+@contextlib.contextmanager
+def _telling_less(master: MooncakeMaster, page: str) -> Iterator[str]:
+    """Where a stand-in for another version's master tells what the real one does, but for one page."""
+
+    class Told(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            real = httpx.get(f"http://{master.metrics_url.split('/')[2]}{self.path}", trust_env=False)
+            self.send_response(real.status_code)
+            self.end_headers()
+            self.wfile.write(b"{}" if self.path == page else real.content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> None:
