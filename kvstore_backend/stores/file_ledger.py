@@ -22,7 +22,6 @@ import os
 import random
 import re
 import shutil
-import stat
 import struct
 import time
 import uuid
@@ -30,7 +29,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Accounts", "Block", "Draft", "Ledger", "Removed", "refusal", "stored"]
+from kvstore_backend.stores.file_folder import Block, entries, folders_in, refusal, stored, stored_in
+
+__all__ = ["Accounts", "Draft", "Ledger", "Removed"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ _ACCOUNTS = struct.Struct("<QQ")
 _ACCOUNTS_AT, _BOOT_ID_AT, _STATE_AT = 0, 16, 63
 _SETTLED, _CHANGING = b"\1", b"\0"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LONGEST_LEDGER = 64
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
 # An eviction looks at so many values, of folders drawn by chance, and removes those of them that were used least
 # recently: of fewer it looks at all. It makes more room than was asked for, so that not every put must: this share
@@ -61,14 +61,6 @@ class Draft(NamedTuple):
 
     path: str
     file: int
-    nbytes: int
-
-
-class Block(NamedTuple):
-    """A stored value; sorts by its last use."""
-
-    used_ns: int
-    path: str
     nbytes: int
 
 
@@ -191,9 +183,9 @@ class Ledger:
 
     def clear(self, prefix: str) -> None:
         """Remove the stored values whose files' names begin with ``prefix``, letting others in between."""
-        for folder in _folders(self.blocks):
+        for folder in folders_in(self.blocks):
             with self._locked() as ledger:
-                _take_off(ledger, *_stored_in(folder, prefix))
+                _take_off(ledger, *stored_in(folder, prefix))
 
     def close(self) -> None:
         """Leave the folder; what is stored stays for the others."""
@@ -219,7 +211,7 @@ class Ledger:
     def _evict(self, ledger: int, nbytes: int) -> None:
         """Remove values used least recently until ``nbytes`` more fit, and some to spare."""
         self._bury_the_dead(ledger)
-        folders = _folders(self.blocks)
+        folders = folders_in(self.blocks)
         random.shuffle(folders)
         while True:
             sample = _sample(folders)
@@ -239,56 +231,15 @@ class Ledger:
 
     def _bury_the_dead(self, ledger: int) -> None:
         """Remove what writers that were killed left."""
-        for writer in _folders(self._writers):
+        for writer in folders_in(self._writers):
             if _WRITER.fullmatch(writer.name) and _is_dead(writer.path):
                 _bury(ledger, writer)
 
     def _count(self, ledger: int) -> None:
         """Enter what is there."""
         sizes = [block.nbytes for block in stored(self.blocks)]
-        sizes += [entry.stat().st_size for writer in _folders(self._writers) for entry in os.scandir(writer)]
+        sizes += [entry.stat().st_size for writer in folders_in(self._writers) for entry in os.scandir(writer)]
         _write(ledger, Accounts(sum(sizes), len(sizes)))
-
-
-def refusal(folder: Path) -> tuple[str, str] | None:
-    """Why a folder that exists cannot be used, said of it, and what would be right; None where it can.
-
-    Nobody but this process's user and root may be able to change what is stored, or could have made parts of it.
-    """
-    for path in (folder, *(folder / name for name in ("ledger", "blocks", "writers"))):
-        it = "" if path == folder else f"has a part, {path.name}, that "
-        with contextlib.suppress(FileNotFoundError):
-            found = path.stat()
-            if found.st_uid not in (0, os.geteuid()):
-                reason = f"{it}belongs to user {found.st_uid}, who could change what is stored in it"
-                return reason, f"name another folder, or: chown {os.geteuid()} {path}"
-            if found.st_mode & 0o022:
-                reason = f"{it}may be written to by others (mode {stat.S_IMODE(found.st_mode):o}), who could change it"
-                return reason, f"name a folder of your own, such as {folder}/kvpool, or: chmod go-w {path}"
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        return "cannot be written to", "name another folder, or make it writable"
-    names = sorted(os.listdir(folder))
-    elsewhere = f"name a new or an empty folder, such as {folder}/kvpool"
-    ledger = folder / "ledger"
-    if names and not ledger.exists():  # asked last: somebody who opens the folder at this moment makes it first
-        return f"holds {', '.join(names[:3])} and no ledger, so it is not a pool's", elsewhere
-    if names and not (ledger.is_file() and ledger.stat().st_size <= _LONGEST_LEDGER):
-        return f"holds {', '.join(names[:3])}, and its ledger is not a pool's", elsewhere
-    return None
-
-
-def stored(blocks: Path) -> Iterator[Block]:
-    """What is stored under ``blocks``, but for what goes meanwhile; whatever else lies there is passed over."""
-    for folder in _folders(blocks):
-        yield from _stored_in(folder)
-
-
-def _stored_in(folder: os.PathLike[str], prefix: str = "") -> Iterator[Block]:
-    for entry in _entries(folder):
-        if entry.name.startswith(prefix) and entry.name.endswith(".block"):
-            with contextlib.suppress(FileNotFoundError):
-                found = entry.stat()
-                yield Block(found.st_mtime_ns, entry.path, found.st_size)
 
 
 def _sample(folders: list[os.DirEntry[str]]) -> list[Block]:
@@ -296,21 +247,9 @@ def _sample(folders: list[os.DirEntry[str]]) -> list[Block]:
     now = time.time_ns()  # set back by somebody, it makes a last use in the future one that nothing is known of
     sample: list[Block] = []
     while folders and len(sample) < _SAMPLE:
-        found = _stored_in(folders.pop())
+        found = stored_in(folders.pop())
         sample += [block if block.used_ns <= now else block._replace(used_ns=0) for block in found]
     return sample
-
-
-def _folders(folder: Path) -> list[os.DirEntry[str]]:
-    return [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
-
-
-def _entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it is gone."""
-    try:
-        return list(os.scandir(folder))
-    except FileNotFoundError:
-        return []
 
 
 def _is_dead(writer: str) -> bool:
@@ -327,7 +266,7 @@ def _is_dead(writer: str) -> bool:
 
 def _bury(ledger: int, writer: os.PathLike[str]) -> None:
     """Remove a writer's folder, and the values that it was writing from the accounts."""
-    _take_off(ledger, *(Block(0, entry.path, entry.stat().st_size) for entry in _entries(writer) if entry.is_file()))
+    _take_off(ledger, *(Block(0, entry.path, entry.stat().st_size) for entry in entries(writer) if entry.is_file()))
     shutil.rmtree(writer, ignore_errors=True)
 
 
