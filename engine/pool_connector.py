@@ -2,7 +2,9 @@
 
 Ownership: from ``start_load`` / ``start_save`` until their callback has been called, native code may write to or
 read from the blocks' memory. Whoever starts one keeps a reference on the blocks until then; and on those that the
-callback names as unsettled (the pool gave up on a call that is still running) until ``when_settled``.
+callback names as unsettled (the pool gave up on a call that is still running) until ``when_settled``. However long that
+is, memory must do without them: where they would leave no room for the longest sequence, blocks are staged, which are
+never unsettled.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class PoolConnector:
         runner: owns the KV memory; ``allocate_kv`` has been called.
         pool: closed by ``close``.
         post: runs a callable on the engine's thread, soon. All callbacks go through it.
-        staged: blocks pass through host memory. Default: unless the KV memory is host memory itself.
+        longest_blocks: of the longest sequence.
+        staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
+            has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
+            one to run.
     """
 
     def __init__(
@@ -44,13 +49,16 @@ class PoolConnector:
         runner: ModelRunner,
         pool: BlockPool,
         post: Callable[[Callable[[], None]], None],
+        longest_blocks: int,
         *,
         staged: bool | None = None,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._post = post
-        self._staged = runner.device.type != "cpu" if staged is None else staged
+        if staged is None:
+            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * longest_blocks
+        self._staged = staged
         self._loads = ThreadPoolExecutor(1, "pool-load", yield_to_compute)
         self._saves = ThreadPoolExecutor(1, "pool-save", yield_to_compute)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))

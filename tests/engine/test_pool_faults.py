@@ -248,6 +248,26 @@ def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
             assert engine.answer(prompt, MAX_TOKENS).wait() == answers[len(prompt)]
 
 
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_a_call_that_hangs_for_ever_leaves_memory_for_the_longest_sequence(
+    tiny_checkpoint: Path, filled_store: MemoryStore, answers: dict[int, list[int]], call: str
+) -> None:
+    """One of eight blocks, in memory of eleven."""
+    store = FaultyStore(filled_store if call == "load" else MemoryStore(64 << 20))
+    guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=10, transfer_seconds=0.2))
+    with Engine(tiny_checkpoint, store=guarded, num_blocks=11, max_model_len=128, budget=100) as engine:
+        (store.hang_loads if call == "load" else store.hang_saves)()
+        first = engine.begin(LONG, MAX_TOKENS)
+        assert store.hanging.wait(30)
+        others = [engine.begin([7, *LONG[1:]], 1), *(engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS)]
+        assert len(others[0].wait()) == 1
+        for answering in (first, *others[1:]):
+            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        assert store.hanging.is_set()
+        store.go_on()
+        engine.wait_until_idle()
+
+
 def test_a_save_that_was_given_up_keeps_its_blocks_until_it_ended(
     tiny_checkpoint: Path, answers: dict[int, list[int]]
 ) -> None:
