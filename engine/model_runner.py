@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import mmap
 import os
 from collections.abc import Sequence as SequenceOf
@@ -33,7 +35,30 @@ __all__ = [
     "load_tokenizer",
 ]
 
+log = logging.getLogger(__name__)
+
 LAYOUT = "layer,kv,head,token,dim"
+
+# What else a generation_config.json may say that changes transformers' greedy answers, and where it changes nothing.
+_NOT_HONOURED = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "watermarking_config": None,
+}
 
 
 @dataclass(frozen=True)
@@ -110,7 +135,7 @@ class ModelRunner:
     ``allocate_kv`` must be called before ``run``.
 
     Raises:
-        ConfigError: the weights cannot be loaded.
+        ConfigError: the weights cannot be loaded, or the checkpoint's repetition_penalty is no positive number.
     """
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
@@ -142,6 +167,8 @@ class ModelRunner:
             layout=LAYOUT,
         )
         self.eos_token_ids = _eos_token_ids(config, self.model)
+        self.repetition_penalty = _repetition_penalty(folder, self.model.generation_config)
+        _warn_of_what_is_not_honoured(folder, self.model.generation_config)
         self.kv = torch.empty(0)
         self.retrieval: Retrieval | None = None
 
@@ -216,7 +243,8 @@ class ModelRunner:
         logits = self._forward(batch, token_ids, batch.last_rows[sampling] if sampling else batch.last_rows[:1])
         if not sampling:
             return []
-        return sample(logits, [chunks[i].sequence for i in sampling], self.eos_token_ids)
+        sequences = [chunks[i].sequence for i in sampling]
+        return sample(logits, sequences, self.eos_token_ids, self.repetition_penalty)
 
     def _lookup(self, chunk: Chunk) -> Lookup | None:
         """How the chunk looks blocks up. Prompts are computed exactly, to the last token, however they are chunked."""
@@ -256,6 +284,28 @@ def _eos_token_ids(config: Any, model: Any) -> frozenset[int]:
         eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return frozenset(ids)
+
+
+def _repetition_penalty(folder: str, generation_config: Any) -> float:
+    penalty = getattr(generation_config, "repetition_penalty", None)
+    if penalty is None:
+        return 1.0
+    if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+        raise ConfigError(
+            f"--model {folder!r}: repetition_penalty {penalty!r} in its generation_config.json is no positive number"
+        )
+    return float(penalty)
+
+
+def _warn_of_what_is_not_honoured(folder: str, generation_config: Any) -> None:
+    values = {name: getattr(generation_config, name, None) for name in _NOT_HONOURED}
+    names = [name for name, value in values.items() if value not in (None, [], _NOT_HONOURED[name])]
+    if names:
+        log.warning(
+            "Greedy answers may differ from transformers': what the generation_config.json of %s says of %s is not done",
+            folder,
+            ", ".join(names),
+        )
 
 
 def load_tokenizer(folder: str) -> Any:

@@ -18,7 +18,12 @@ Choice: TypeAlias = tuple[int, TokenLogprobs | None] | None
 """A token, and its log probabilities if they are wanted; None where there is no token to choose."""
 
 
-def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: frozenset[int]) -> list[Choice]:
+def sample(
+    logits: torch.Tensor,
+    sequences: SequenceOf[Sequence],
+    eos_token_ids: frozenset[int],
+    repetition_penalty: float = 1.0,
+) -> list[Choice]:
     """Choose one token for each sequence.
 
     The random draw is a function of (seed, position) alone, so a request continues the same way after a
@@ -27,6 +32,7 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids:
     Args:
         logits: ``[sequences, vocabulary]``, changed in place.
         eos_token_ids: ids that end a text; not chosen before ``min_tokens``.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely to come again.
 
     Returns:
         For each sequence its choice; None where a logit is no number, or every token would end the text too early.
@@ -34,6 +40,8 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids:
     logits = logits.float()
     for row, sequence in enumerate(sequences):
         params = sequence.request.params
+        if repetition_penalty != 1:
+            _penalize(logits[row], sequence.token_ids, repetition_penalty)
         if sequence.num_output_tokens < params.min_tokens:
             logits[row, list(eos_token_ids | params.stop_token_ids)] = -torch.inf
     best, likeliest = logits.max(dim=-1)  # where one logit is NaN, that is the best
@@ -43,6 +51,13 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids:
             zip(sequences, likeliest.tolist(), best.isfinite().tolist(), strict=True)
         )
     ]
+
+
+def _penalize(logits: torch.Tensor, token_ids: SequenceOf[int], penalty: float) -> None:
+    """As transformers' ``RepetitionPenaltyLogitsProcessor`` does it, after https://arxiv.org/abs/1909.05858."""
+    seen = torch.tensor(token_ids, device=logits.device)
+    scores = logits[seen]
+    logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 def _choose(logits: torch.Tensor, sequence: Sequence, likeliest: int, is_number: bool) -> Choice:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +72,10 @@ class Reference:
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=MAX_TOKENS,
             do_sample=False,
-            output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
         )
-        leads = [float(-torch.diff(torch.topk(logits[0], 2).values)) for logits in generated.logits]
+        leads = [float(-torch.diff(torch.topk(scores[0], 2).values)) for scores in generated.scores]
         num_clear = next((i for i, lead in enumerate(leads) if lead < NEAR_TIE), len(leads))
         return Expected(generated.sequences[0, len(prompt) :].tolist(), num_clear)
 
@@ -101,6 +103,17 @@ def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) ->
     expected = [checkpoint.reference(prompt) for prompt in PROMPTS]
     assert sum(answer.num_clear for answer in expected) > 0.9 * MAX_TOKENS * len(expected)
     assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
+
+
+def test_a_checkpoints_own_repetition_penalty_is_transformers(qwen2: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(qwen2.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
+    penalized = Reference(tmp_path)
+    with Engine(tmp_path) as engine:
+        answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        for prompt, answering in zip(PROMPTS, answers, strict=True):
+            assert penalized(prompt).matches(answering.wait())
+    assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
 
 
 def test_answers_equal_transformers_one_at_a_time(checkpoint: Checkpoint) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,39 @@ def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> No
 
 def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:
     assert runner_of(word_model).eos_token_ids == {256, 258}
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "names"),
+    [
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [1], "forced_bos_token_id": 0}, 3),
+        ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "num_beams": 1, "repetition_penalty": 1.05}, 0),
+    ],
+)
+def test_what_would_make_transformers_answers_others_is_named_at_the_start(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    generation_config: dict[str, Any],
+    names: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner_of(with_generation_config(tiny_checkpoint, tmp_path, generation_config))
+    said = [record.getMessage() for record in caplog.records if record.name == "engine.model_runner"]
+    assert len(said) == bool(names)
+    assert sum(name in "".join(said) for name in generation_config) == names
+
+
+@pytest.mark.parametrize("penalty", [0, -1.5, "1.05"])
+def test_a_repetition_penalty_must_be_a_positive_number(tiny_checkpoint: Path, tmp_path: Path, penalty: object) -> None:
+    with pytest.raises(ConfigError, match=r"repetition_penalty .* is no positive number"):
+        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {"repetition_penalty": penalty}))
+
+
+def with_generation_config(checkpoint: Path, folder: Path, generation_config: dict[str, Any]) -> Path:
+    """A copy of the checkpoint."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
 
 
 @pytest.mark.parametrize(("wanted", "chosen"), [("float16", torch.float16), ("auto", torch.bfloat16)])
