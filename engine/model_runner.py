@@ -302,7 +302,7 @@ def _warn_of_what_is_not_honoured(folder: str, generation_config: Any) -> None:
     names = [name for name, value in values.items() if value not in (None, [], _NOT_HONOURED[name])]
     if names:
         log.warning(
-            "Greedy answers may differ from transformers': what the generation_config.json of %s says of %s is not done",
+            "Greedy answers may not be transformers': what the generation_config.json of %s says of %s is not done",
             folder,
             ", ".join(names),
         )

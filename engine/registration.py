@@ -29,11 +29,17 @@ def router_url(text: str) -> str:
     Raises:
         ConfigError: it is something else, or has a path, which the router has not.
     """
+    refusal = ConfigError(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
-        raise ConfigError(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
+        raise refusal
     host = "127.0.0.1" if found["host"] == "0.0.0.0" else found["host"]
-    return f"{found['scheme'] or 'http'}://{host}:{found['port']}"
+    url = f"{found['scheme'] or 'http'}://{host}:{found['port']}"
+    try:
+        httpx.URL(url).host.encode("idna")  # as it is looked up: labels of 1 to 63 characters
+    except (httpx.InvalidURL, UnicodeError):
+        raise refusal from None
+    return url
 
 
 def host_ip_towards(url: str) -> str:

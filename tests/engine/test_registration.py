@@ -88,6 +88,8 @@ async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog:
         ("http://router:9000/", "http://router:9000"),
         ("https://router:443", "https://router:443"),
         ("[::1]:52700", "http://[::1]:52700"),
+        ("router_1.example.com.:80", "http://router_1.example.com.:80"),
+        (f"{'a' * 63}:80", f"http://{'a' * 63}:80"),
     ],
 )
 def test_a_router_is_host_and_port_or_a_url(text: str, url: str) -> None:
@@ -95,7 +97,11 @@ def test_a_router_is_host_and_port_or_a_url(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["router", "52700", ":52700", "router:", "router:http", "router:99999", "http://router", "a b:1", "", "::1"]
+    "text",
+    [
+        *("router", "52700", ":52700", "router:", "router:http", "router:99999", "http://router", "a b:1", "", "::1"),
+        *("a..b:9000", ".:9000", f"{'a' * 64}:9000", "[:]:9000", "xn--0:9000"),
+    ],
 )
 def test_what_is_no_host_and_port_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
