@@ -31,8 +31,9 @@ hit a block that has become another's. D keeps given-up blocks in quarantine unt
 - P's connection is lost without a word (TCP keep-alive finds no host there): P may live on behind a broken network,
   where TransferEngine drops a connection without progress after 30 s: ``UNREACHABLE_SECONDS``.
 
-A P that is alive but hung does none of these: its blocks stay in quarantine as long as it hangs. Likewise P keeps the
-blocks that a write reads from until that write has returned, however the request ended.
+A P that is alive but hung does none of these: its blocks stay in quarantine as long as it hangs. So D never lends more
+than leaves room for its own longest sequence. Likewise P keeps the blocks that a write reads from until that write has
+returned, however the request ended.
 """
 
 from engine.disaggregation.decode import Handed, HandoverReceiver
