@@ -116,7 +116,12 @@ class Instance:
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
         )
         self.completions = Completions(
-            self.generations, tokenizer, args.served_model_name, args.max_model_len, runner.vocab_size
+            self.generations,
+            tokenizer,
+            args.served_model_name,
+            args.max_model_len,
+            runner.vocab_size,
+            runner.repetition_penalty,
         )
         self.summary = (
             f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "

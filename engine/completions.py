@@ -42,16 +42,24 @@ class Completions:
         model: name in the answers.
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids of a client must lie below it.
+        repetition_penalty: what the engine applies to everybody; a client may ask for no other.
     """
 
     def __init__(
-        self, generations: Generations, tokenizer: Any, model: str, max_model_len: int, vocab_size: int
+        self,
+        generations: Generations,
+        tokenizer: Any,
+        model: str,
+        max_model_len: int,
+        vocab_size: int,
+        repetition_penalty: float = 1.0,
     ) -> None:
         self._generations = generations
         self._tokenizer = tokenizer
         self._model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._repetition_penalty = repetition_penalty
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
         # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
@@ -127,6 +135,13 @@ class Completions:
         room = self._max_model_len - len(tokens)
         if room < 1:
             raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else "prompt")
+        if body.repetition_penalty not in (None, self._repetition_penalty):
+            raise ApiError(
+                400,
+                f"repetition_penalty: Input should be {self._repetition_penalty:g}, as for all answers of this "
+                f"checkpoint, but it is {body.repetition_penalty:g}",
+                param="repetition_penalty",
+            )
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")

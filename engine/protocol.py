@@ -108,7 +108,7 @@ class GenerationBody(_Body):
     best_of: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
-    repetition_penalty: Literal[1] = 1
+    repetition_penalty: float | None = None
     min_p: Literal[0] = 0
     logit_bias: dict[str, Literal[0]] = {}
     response_format: ResponseFormat | None = None

@@ -248,6 +248,15 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
     assert dataclasses.replace(request.params, seed=0) == dataclasses.replace(expected.params, seed=0)
 
 
+def test_a_repetition_penalty_may_be_the_checkpoints_only(word_tokenizer: Any) -> None:
+    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, repetition_penalty=1.05)
+    for penalty in (1.05, None):
+        start(completions, "text", {"prompt": "a", "repetition_penalty": penalty})
+    with pytest.raises(ApiError, match=r"should be 1.05, as for all answers of this checkpoint, but it is 1$"):
+        start(completions, "text", {"prompt": "a", "repetition_penalty": 1})
+
+
 def test_unknown_fields_are_let_through() -> None:
     body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, "metadata": {"a": 1}, "store": True}).encode())
     assert body.messages == MESSAGES
