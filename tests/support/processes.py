@@ -64,8 +64,14 @@ class Child:
         return self._process.wait(deadline_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, such as ``SIGSTOP``."""
+        """Send it a signal, such as ``SIGSTOP``, after which none of its threads runs any more."""
         self._process.send_signal(number)
+        if number is signal.SIGSTOP:
+            wait_until(self._is_stopped, "every thread to stop")
+
+    def _is_stopped(self) -> bool:
+        threads = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def kill(self) -> None:
         """End it with SIGKILL, as a crash would, and reap it."""
