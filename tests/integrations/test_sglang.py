@@ -152,7 +152,7 @@ def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(at
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
 def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(attach: Attach, call: str) -> None:
     backend, store = attach(HostMemory()), FaultInjector(MemoryStore(1 << 20))
-    guarded = GuardedBackend(lambda: store, Deadlines(0.2, 0.05, 1e9))
+    guarded = GuardedBackend(lambda: store, Deadlines(5.0, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
     [pool] = backend._pools.values()
     pool.close()
