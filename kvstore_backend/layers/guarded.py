@@ -112,7 +112,6 @@ class GuardedBackend(StorageBackend):
         self._since = time.monotonic()
         self._num_late = 0
         self._failures = 0
-        self._owed_pause = 0.0  # what the last try to open the store cost; only the keeper knows it
         self._last_stats = StoreStats("unopened")
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         for number in range(_WORKERS):
@@ -292,7 +291,7 @@ class GuardedBackend(StorageBackend):
         pause = _FIRST_PAUSE_S
         said = None
         while self._may_try():
-            trouble = self._opened() if self._store is None else self._probed()
+            trouble, least_pause = self._opened() if self._store is None else (self._probed(), 0.0)
             if self._resumed(trouble):
                 logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
                 return
@@ -300,7 +299,7 @@ class GuardedBackend(StorageBackend):
                 logger.warning("The pool cannot be used, and is tried again: %s", trouble)
                 said = trouble
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed, max(pause, self._owed_pause))
+                self._changed.wait_for(lambda: self._is_closed, max(pause, least_pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _may_try(self) -> bool:
@@ -318,23 +317,22 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
             return self._trouble is None
 
-    def _opened(self) -> str | None:
-        """Open the store; None, or what is the matter."""
+    def _opened(self) -> tuple[str | None, float]:
+        """Open the store; None, or what is the matter, and for how many seconds it is not to be tried again."""
         try:
             store = self._open_store()
         except PoolUnavailable as exc:
-            self._owed_pause = exc.pause_seconds
-            return str(exc)
+            return str(exc), exc.pause_seconds
         except Exception as exc:  # a fault of a library, which another try may not meet
             logger.debug("Opening the store raised", exc_info=True)
-            return f"{type(exc).__name__}: {exc}"
+            return f"{type(exc).__name__}: {exc}", 0.0
         with self._memory:
             for address, (nbytes, headroom) in self._registered.items():
                 store.register(address, nbytes, headroom=headroom)
             self._store = store
         if self._is_closed:  # it came too late for close() to see it
             store.close()
-        return None
+        return None, 0.0
 
     def _probed(self) -> str | None:
         """Ask the store something; None, or what is the matter."""
