@@ -35,11 +35,11 @@ from prometheus_client import CollectorRegistry
 from kvstore_backend import BlockPool, Namespace, PoolUnavailable, Span, Status, StorageBackend, load_config
 from kvstore_backend.backend import HEADROOM_BYTES
 from kvstore_backend.config import PoolConfig
-from kvstore_backend.layers.checked import CheckedBackend
-from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
-from kvstore_backend.layers.metered import MeteredBackend
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.mooncake import MooncakeStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.metered import MeteredBackend
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 1 * MIB, 4 * MIB)

@@ -107,7 +107,7 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
-    Rules that every implementation keeps, and ``tests/conformance`` checks:
+    Rules that every implementation keeps, and ``tests/kvstore_backend/conformance`` checks:
 
     - All calls are batches, answered by one ``Status`` per key in the order asked. An empty batch answers ``[]``.
     - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.

@@ -13,16 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
-from kvstore_backend.layers.checked import CheckedBackend
-from kvstore_backend.layers.guarded import GuardedBackend
-from kvstore_backend.layers.metered import MeteredBackend, StateCollector
-from kvstore_backend.layers.tiered import TieredBackend
-from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.stores.mooncake import MooncakeStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import GuardedBackend
+from kvstore_backend.wrappers.metered import MeteredBackend, StateCollector
+from kvstore_backend.wrappers.tiered import TieredBackend
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["BlockPool", "default_backend", "open_backend", "open_pool", "open_store"]
 

@@ -15,23 +15,26 @@ from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from router.aborts import ABORT_PATH, Aborter
-from router.admission import Admission
-from router.audit import KEPT_RECORDS, Audit
-from router.auth import Auth
-from router.body import BadBody, parse_object
-from router.errors import ApiError, Refused
-from router.health import HealthMonitor
-from router.instances import Instance, Registration, RegistrationError, Registry, Role
-from router.metrics import CONTENT_TYPE, RouterMetrics
-from router.proxy import Proxy
-from router.register_file import expect_registered
-from router.scrape import Scraper
-from router.selection import Selector
+from router.access.admission import Admission
+from router.access.auth import Auth
+from router.fleet.health import HealthMonitor
+from router.fleet.register_file import expect_registered
+from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registry import Instance, Registry
+from router.fleet.scrape import Scraper
+from router.fleet.snapshot import Snapshot
+from router.fleet.tasks import Tasks
+from router.http.api_error import ApiError, Refused
+from router.http.body import BadBody, parse_object
+from router.http.errors import UpstreamError
+from router.http.message import Headers
+from router.http.pool import Upstream
+from router.serving.aborts import ABORT_PATH, Aborter
+from router.serving.proxy import Proxy
+from router.serving.selection import Selector
 from router.settings import RouterSettings
-from router.snapshot import Snapshot
-from router.tasks import Tasks
-from router.upstream import Headers, Upstream, UpstreamError
+from router.telemetry.audit import KEPT_RECORDS, Audit
+from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 
 __all__ = ["RouterApp"]
 

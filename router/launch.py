@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from router.app import RouterApp
-from router.server import RouterProtocol
+from router.http.server import RouterProtocol
 from router.settings import RouterSettings, SettingsError, load_settings
 
 __all__ = ["main"]
@@ -35,7 +35,7 @@ GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
 LAST_WORDS_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
-# The collector need not look often: what requests leave is freed without it (tests/router/test_fault_table.py).
+# The collector need not look often: what requests leave is freed without it (tests/router/serving/test_fault_table.py).
 GC_THRESHOLDS = (20_000, 10, 10)
 # As of FastDeploy's Go router: under the folder it is started in.
 LOG_FILE = Path("logs/router.log")

@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from router.auth import read_token
-from router.instances import Role
+from router.access.auth import read_token
+from router.fleet.registration import Role
 from router.settings import SettingsError
 
 __all__ = ["Sidecar", "main"]

@@ -16,7 +16,7 @@ import httpx
 from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
 from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
-from kvstore_backend.stores.file_folder import refusal, stored
+from kvstore_backend.stores.file.folder import refusal, stored
 from kvstore_backend.stores.mooncake import INSTALL, said_to_http
 
 __all__ = [

@@ -17,7 +17,7 @@ from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import human_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
-from kvstore_backend.stores.file_folder import stored
+from kvstore_backend.stores.file.folder import stored
 
 __all__ = ["add_arguments", "run"]
 

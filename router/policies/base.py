@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from router.prefix_index import DEFAULT_MAX_ENTRIES
+from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
 
 __all__ = [
     "DEFAULTS",

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from router.policies.base import DEFAULTS, Candidate, Decision, Outcome, PolicyOptions, RequestFeatures
+from router.policies.prefill_cost import PrefillCost
+from router.policies.prefix_index import Held
 from router.policies.prefix_policy import PrefixPolicy
-from router.prefill_cost import PrefillCost
-from router.prefix_index import Held
 
 __all__ = ["PoolAware"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from router.policies.base import DEFAULTS, PolicyBase, PolicyOptions
-from router.prefix_index import PrefixIndex
+from router.policies.prefix_index import PrefixIndex
 
 __all__ = ["PrefixPolicy"]
 

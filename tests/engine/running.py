@@ -21,7 +21,7 @@ from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import RetrievalConfig
 from engine.scheduler import Scheduler
 from kvstore_backend import BlockPool, StorageBackend
-from kvstore_backend.layers.guarded import GuardedBackend
+from kvstore_backend.wrappers.guarded import GuardedBackend
 from tests.support.waiting import wait_until
 
 __all__ = ["Answering", "Engine"]

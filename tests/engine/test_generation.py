@@ -16,8 +16,8 @@ from engine.generation import Generation, Generations, Piece
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
 from kvstore_backend import StorageBackend
-from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine

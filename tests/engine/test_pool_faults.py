@@ -13,8 +13,8 @@ import pytest
 
 from engine.request import State
 from kvstore_backend import PoolUnavailable, StorageBackend
-from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import Fault, FaultyStore
 from tests.engine.running import Answering, Engine

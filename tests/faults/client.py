@@ -14,9 +14,9 @@ from typing import TypeVar, cast
 
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.config import PoolConfig
-from kvstore_backend.layers.checked import CheckedBackend
-from kvstore_backend.layers.guarded import GuardedBackend
 from kvstore_backend.pool import BlockPool, open_store
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import GuardedBackend
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
 from tests.faults.report import Report
 from tests.support.memory import Memory

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.layers.checked import CheckedBackend
-from kvstore_backend.layers.guarded import Deadlines, GuardedBackend
-from kvstore_backend.layers.metered import MeteredBackend
-from kvstore_backend.layers.tiered import TieredBackend
-from kvstore_backend.layers.write_behind import WriteBehindBackend
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.metered import MeteredBackend
+from kvstore_backend.wrappers.tiered import TieredBackend
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory

@@ -18,8 +18,8 @@ import pytest
 
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.config import load_config
-from kvstore_backend.layers.guarded import Deadlines
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.wrappers.guarded import Deadlines
 from tests.faults.blocks import NAMESPACE, conversation
 from tests.faults.client import BLOCKS, Client, Owner, request
 from tests.faults.report import REPORTS, Report

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from router.app import RouterApp
-from router.server import RouterProtocol
+from router.http.server import RouterProtocol
 from router.settings import RouterSettings
-from tests.router.fault_report import REPORTS, table
+from tests.router.serving.fault_report import REPORTS, table
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 

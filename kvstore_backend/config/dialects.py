@@ -1,0 +1,205 @@
+"""The dialects a configuration may be written in: their names for our settings, and how to tell them apart.
+
+- FastDeploy's JSON: the names of our settings are its own.
+- Mooncake's JSON, as vLLM, SGLang, LMCache and MindIE have it: ``master_server_address``, ``device_name``; a size of
+  ``"1GB"`` means 2**30 bytes there.
+- MindIE's server configuration, whose ``kvPoolConfig`` names such a file, or nothing: then the pool is off.
+- A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
+  etcd), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
+
+What values mean is config.py's concern; here they only get our names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config.hints import instead
+
+__all__ = ["MOONCAKES_NAMES", "Said", "is_url", "read_file", "read_url"]
+
+logger = logging.getLogger(__name__)
+
+MOONCAKES_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
+"""Mooncake's names for settings that we, with FastDeploy, call otherwise."""
+
+# What the engines that share Mooncake's file format define beyond it, and what concerns only their own side.
+_OF_OTHERS = {
+    **dict.fromkeys(("mode", "enable_offload", "metadata_backend"), "vLLM"),
+    **dict.fromkeys(("preferred_segment", "prefer_alloc_in_same_node", "staging_buffer_size"), "vLLM-Ascend"),
+    **dict.fromkeys(("use_ascend_direct", "ascend_direct_transport"), "MindIE"),
+    **dict.fromkeys(("master_metrics_port", "check_server", "client_server_address", "extra_backend_tag"), "SGLang"),
+    "standalone_storage": "SGLang",
+    **dict.fromkeys(("transfer_timeout", "storage_root_dir", "mooncake_prefer_local_alloc"), "LMCache"),
+    "mooncake_page_first_multi_buffer": "LMCache",
+}
+_LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
+_MINDIES_KEYS = ("backend", "configPath", "asyncWrite")
+_SCHEMES = {"mooncake": "mooncake", "etcd": "mooncake", "file": "file", "memory": "memory"}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file or a URL says.
+
+    Attributes:
+        backend: ``mooncake``, ``file`` or ``memory``; empty: the pool is off.
+        values: by our names of settings, or by names that nobody knows.
+        places: for each of them, how to tell an operator where it stands.
+        where: how to tell an operator where all of them stand.
+    """
+
+    backend: str
+    values: Mapping[str, object]
+    places: Mapping[str, str]
+    where: str
+
+
+def is_url(text: str) -> bool:
+    """Whether this is a URL, not the path of a file or the name of a backend."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
+
+
+def read_url(url: str) -> Said:
+    """The pool a URL names.
+
+    Raises:
+        ConfigError: the scheme is not known, or the URL lacks what its scheme needs.
+    """
+    where = f" in {url}"
+    try:
+        parts = urlsplit(url)
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+        values = _once_each(query)
+    except ValueError as exc:
+        raise ConfigError(f"{url!r} is not a URL of a pool: {exc}") from None
+    if parts.fragment:
+        raise ConfigError(f"{url!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
+    backend = _SCHEMES.get(parts.scheme)
+    if backend is None:
+        raise ConfigError(f"{url!r} has the scheme {parts.scheme!r}{instead(parts.scheme, _SCHEMES)}")
+    given = _renamed(values, where, binary_sizes=False)
+    place = f"{url!r}: its address"
+    if backend == "mooncake":
+        if not parts.netloc or parts.path.strip("/"):
+            raise ConfigError(f"{url!r} must name the master as {parts.scheme}://host:port, and nothing after it but ?")
+        own = {"master_server_addr": f"etcd://{parts.netloc}" if parts.scheme == "etcd" else parts.netloc}
+    elif backend == "file":
+        if parts.netloc or not parts.path.startswith("/"):
+            raise ConfigError(f"{url!r} must name a whole path after three slashes, such as file:///dev/shm/kvpool")
+        own = {"path": unquote(parts.path)}
+    else:
+        if parts.netloc or parts.path:
+            raise ConfigError(f"{url!r} must be memory:, or memory:?size=1GiB")
+        own = {}
+    if twice := sorted(own.keys() & given.values.keys()):
+        raise ConfigError(f"{url!r} says {twice[0]} twice")
+    return Said(backend, {**own, **given.values}, {**dict.fromkeys(own, place), **given.places}, where)
+
+
+def read_file(path: str | Path, named_by: str = "") -> Said:
+    """The pool a JSON file describes, whichever dialect it is in.
+
+    Args:
+        path: the file.
+        named_by: for errors, what named it: ``" (named by MOONCAKE_CONFIG_PATH)"``.
+
+    Raises:
+        ConfigError: the file cannot be read, is not one JSON object, or says one thing under two names.
+    """
+    values = _json_object(Path(path), named_by)
+    mindies = values.get("kvPoolConfig")
+    where = f'"kvPoolConfig" in {path}'
+    if mindies is None and isinstance(values.get("BackendConfig"), dict):
+        mindies, where = values["BackendConfig"].get("kvPoolConfig"), f'"BackendConfig.kvPoolConfig" in {path}'
+    if mindies is not None:
+        return _mindies(mindies, where, Path(path).parent)
+    return _renamed(values, f" in {path}", binary_sizes=not values.keys().isdisjoint(MOONCAKES_NAMES | _OF_OTHERS))
+
+
+def _mindies(pool: object, where: str, folder: Path) -> Said:
+    """What MindIE's ``kvPoolConfig`` says, and the file it names."""
+    if not isinstance(pool, dict):
+        raise ConfigError(f"{where} is {pool!r}; it must be an object with the keys {', '.join(_MINDIES_KEYS)}")
+    for name in pool:
+        if name not in _MINDIES_KEYS:
+            raise ConfigError(f'unknown key "{name}" in {where}{instead(name, _MINDIES_KEYS)}')
+    backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
+    if backend not in ("", *_SCHEMES.values()):
+        raise ConfigError(f'{where} says "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
+    if not isinstance(config_path, str):
+        raise ConfigError(f'{where} says "configPath": {config_path!r}; it must be the path of a file')
+    values: dict[str, object] = {}
+    places: dict[str, str] = {}
+    if backend and config_path:
+        file = folder / config_path
+        said = _renamed(_json_object(file, f" (named by {where})"), f" in {file}", binary_sizes=True)
+        values, places = dict(said.values), dict(said.places)
+    elif backend == "mooncake":
+        raise ConfigError(f'{where} names no file in "configPath"; mooncake needs one that names its master')
+    if "asyncWrite" in pool:
+        values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
+    return Said(backend, values, places, f" in {where}")
+
+
+def _json_object(path: Path, named_by: str) -> dict[str, Any]:
+    name = f"configuration file {str(path)!r}{named_by}"
+    try:
+        values = json.loads(path.read_bytes(), object_pairs_hook=_once_each)
+    except FileNotFoundError:
+        raise ConfigError(f"{name} does not exist") from None
+    except OSError as exc:
+        raise ConfigError(f"{name} cannot be read: {exc.strerror}") from exc
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{name} is not JSON: {exc}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{name} cannot be meant so: {exc}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deep") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} must hold one JSON object")
+    return values
+
+
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members; ``ValueError`` where one comes twice, as only the last would count."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)} twice")
+    return members
+
+
+def _renamed(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> Said:
+    """The same values under our names; those that only another engine needs are left out, and that is said."""
+    ours: dict[str, object] = {}
+    places: dict[str, str] = {}
+    for key, value in values.items():
+        if key in _OF_OTHERS:
+            logger.info('"%s"%s is for %s and not used here', key, where, _OF_OTHERS[key])
+            continue
+        name = MOONCAKES_NAMES.get(key, key)
+        if name in ours:
+            raise ConfigError(f'{places[name]} and "{key}"{where} say the same twice; remove one')
+        ours[name] = _binary(value) if binary_sizes else value
+        places[name] = f'"{key}"{where}'
+    return Said(_described(ours), ours, places, where)
+
+
+def _described(values: Mapping[str, object]) -> str:
+    """Which backend these are settings of."""
+    return "file" if "path" in values else "memory" if "size" in values else "mooncake"
+
+
+def _binary(value: object) -> object:
+    """``"1GB"`` and ``"1g"`` as ``"1GiB"``, which is what they mean to Mooncake; everything else as it is."""
+    match = _LOOSE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return f"{match[1]}iB" if match else value

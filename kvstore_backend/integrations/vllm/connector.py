@@ -1,0 +1,398 @@
+"""vLLM's KV connector over the pool: ``--kv-transfer-config`` alone selects it.
+
+    {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore_backend.integrations.vllm",
+     "kv_role": "kv_both", "kv_connector_extra_config": {"pool": "mooncake://127.0.0.1:15001"}}
+
+The extra configuration may hold ``pool``, a URL or the path of a JSON file in any dialect (not given: the environment
+decides, ``MOONCAKE_CONFIG_PATH`` first), and ``weights_version``, for weights that are updated in place. ``kv_role``
+may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is
+given a request at the same time as a prefill instance: how long a prompt waits for its next block to come to the pool.
+
+This file is vLLM's side of it: what ``KVConnectorBase_V1`` of vLLM 0.32 asks, put into the words of ``vllm_scheduler``
+and ``vllm_worker``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
+is asynchronous: a step neither waits for a look-up nor for a transfer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import vllm
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.config.hints import instead
+from kvstore_backend.integrations.vllm.counts import OUTCOMES, summed
+from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.integrations.vllm.transfers import Plan, Report
+from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
+from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.pool import open_backend, open_pool
+
+__all__ = ["KVStoreConnector", "KVStoreMetrics", "KVStoreStats"]
+
+logger = logging.getLogger("vllm.kvstore")  # below vLLM's, whose handlers and level it shares
+
+_OPTIONS = ("pool", "prefill_wait_s", "weights_version")
+_HASHES = ("sha256", "sha256_cbor")
+# Mooncake cannot do with less; a client that only looks up needs none.
+_LOOKUP_BUFFER = 16 << 20
+
+
+@dataclass
+class _Plan(KVConnectorMetadata):  # type: ignore[misc]
+    plan: Plan
+
+
+@dataclass
+class _Rank(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    namespace: Namespace
+
+
+@dataclass
+class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        self.report.add(other.report)
+        return self
+
+
+@dataclass
+class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
+    """What was counted since the last step: ``{namespace: {"load ok": blocks, "load bytes": ..., ...}}``."""
+
+    data: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
+        """Both together."""
+        return KVStoreStats(summed(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for vLLM's log."""
+        return {
+            f"{namespace[:8]} {name}": round(number, 3)
+            for namespace, numbers in self.data.items()
+            for name, number in sorted(numbers.items())
+        }
+
+
+class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """``vllm:kvstore_{blocks,bytes,seconds}_total`` among vLLM's metrics."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def counter(name: str, what: str, *labels: str) -> Any:
+            return metric_types[Counter](
+                name=f"vllm:kvstore_{name}", documentation=what, labelnames=[*labelnames, "namespace", *labels]
+            )
+
+        self._blocks = counter("blocks", "Blocks looked up, loaded and saved, by outcome", "operation", "outcome")
+        self._bytes = counter("bytes", "Bytes loaded", "operation")
+        self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
+
+    def observe(self, transfer_stats_data: dict[str, dict[str, float]], engine_idx: int = 0) -> None:
+        """Add what ``KVStoreStats`` carries."""
+        for namespace, numbers in transfer_stats_data.items():
+            labels = (*self.per_engine_labelvalues[engine_idx], namespace)
+            for name, number in numbers.items():
+                operation, what = name.split()
+                if what in OUTCOMES:
+                    self._blocks.labels(*labels, operation, what).inc(number)
+                else:
+                    (self._bytes if what == "bytes" else self._seconds).labels(*labels, operation).inc(number)
+
+
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Both halves of the connector; which one this is, ``role`` says.
+
+    Raises:
+        ConfigError: the configuration, or what vLLM is asked to do, cannot be used with the pool.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check(vllm_config, kv_cache_config)
+        self._config = _pool_config(self._kv_transfer_config.kv_connector_extra_config)
+        prefill_wait_s = _prefill_wait(self._kv_transfer_config)
+        self._loaded = Loaded()
+        self._report = Report()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            _require_recompute(self._kv_transfer_config)
+            self._scheduler = SchedulerHalf(
+                open_backend(_lookup_only(self._config)),
+                vllm_config.cache_config.block_size,
+                loads=self._kv_transfer_config.is_kv_consumer,
+                saves=self._kv_transfer_config.is_kv_producer,
+                prefill_wait_s=prefill_wait_s,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, nothing worse."""
+        return False
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()
+
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        half = self._scheduler or self._worker
+        counts = half.take_counts() if half is not None else {}
+        return KVStoreStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        return KVStoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStoreMetrics:
+        return KVStoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Beside the scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, _Rank]) -> None:
+        self._planner.learn_namespaces([metadata[rank].namespace for rank in sorted(metadata)])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._planner.bind_blocks(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._planner.matched_tokens(request, num_computed_tokens)
+        return matched, bool(matched)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planner.allocated(request, lambda: blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> _Plan:
+        state = scheduler_output.kv_connector_block_state
+        scheduled = scheduler_output.num_scheduled_tokens
+        return _Plan(self._planner.plan(scheduled, lambda request_id: state.get_block_ids(request_id)[0]))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.kv_connector_worker_meta is not None:
+            self._planner.heard(connector_output.kv_connector_worker_meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.finished(request, block_ids)
+        return False, None  # what is still to be saved is pinned, so vLLM may free its own references
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until all pins are gone, as only a step brings the workers' reports."""
+        return self._scheduler is not None and self._scheduler.has_pins
+
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.forget()
+        return True
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
+        namespace = _namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
+        logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
+        self._worker = WorkerHalf(open_pool(self._config, namespace), memory)
+
+    def get_handshake_metadata(self) -> _Rank | None:
+        return _Rank(self._worker.namespace) if self._worker is not None else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._mover.start_loads(self._get_connector_metadata().plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled only after its load."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing yet: blocks are saved whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Begin to save what the forward pass has completed; nobody writes to full blocks, so nobody has to wait."""
+        self._mover.start_saves(self._get_connector_metadata().plan.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The first of four calls at the end of a step; what it takes, the others tell, so that they agree.
+
+        Counts are asked for between them. They are complete for what is reported: after the last report there may be
+        no step to tell the rest.
+        """
+        self._loaded, self._report = self._mover.take()
+        return KVConnectorTransferResults(finished_recving=self._loaded.requests, failed_recving=self._loaded.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._loaded.blocks
+
+    def build_connector_worker_meta(self) -> _Report | None:
+        return _Report(self._report) if self._report.ended or self._report.short else None
+
+    @property
+    def _planner(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a worker's connector was asked what only the scheduler's knows"
+        return self._scheduler
+
+    @property
+    def _mover(self) -> WorkerHalf:
+        assert self._worker is not None, "register_kv_caches was not called"
+        return self._worker
+
+
+def _pool_config(extra: dict[str, Any]) -> PoolConfig:
+    """The pool that ``kv_connector_extra_config`` or the environment names."""
+    for name in extra:
+        if name not in _OPTIONS:
+            raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{instead(name, _OPTIONS)}')
+    config = read_config(extra.get("pool"))
+    if config is None:
+        raise ConfigError("the configuration says that there is no pool; leave --kv-transfer-config out")
+    if isinstance(config.store, MemorySettings):
+        raise ConfigError("a memory pool is one process's own, and vLLM has several: name a mooncake or a file pool")
+    return config
+
+
+def _prefill_wait(transfer: Any) -> float:
+    """How long a prompt waits for a block from a prefill instance; 0 where it was not said: not at all."""
+    seconds = transfer.kv_connector_extra_config.get("prefill_wait_s", 0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"prefill_wait_s in kv_connector_extra_config is {seconds!r}; it must be a number of seconds, 0 or more"
+        )
+    if seconds and not transfer.is_kv_consumer:
+        raise ConfigError(
+            f"prefill_wait_s is set, but kv_role is {transfer.kv_role}, which loads nothing from the pool"
+        )
+    return float(seconds)
+
+
+def _lookup_only(config: PoolConfig) -> PoolConfig:
+    """The same pool for the scheduler's process, which gives it no memory and moves no blocks."""
+    store = config.store
+    if isinstance(store, MooncakeSettings):
+        store = replace(store, global_segment_size=0, local_buffer_size=_LOOKUP_BUFFER)
+    return PoolConfig(store)
+
+
+def _check(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse what this connector does not do, in one sentence."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--pipeline-parallel-size is more than 1; KVStoreConnector shares blocks that hold all layers"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError("context parallelism is on; KVStoreConnector shares blocks that hold all their tokens")
+    if cache.prefix_caching_hash_algo not in _HASHES:
+        raise ConfigError(
+            f"--prefix-caching-hash-algo is {cache.prefix_caching_hash_algo}; in a shared pool a collision hands one "
+            f"user's KV to another, so it must be {' or '.join(_HASHES)}"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError("--calculate-kv-scales gives each instance scales of its own; blocks cannot be shared")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(f"this model keeps its KV as {kinds}; KVStoreConnector needs full attention in all layers")
+
+
+def _require_recompute(transfer: Any) -> None:
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.info(
+            'kv_load_failure_policy is %r, which fails requests whose blocks were evicted meanwhile; using "recompute"',
+            transfer.kv_load_failure_policy,
+        )
+        transfer.kv_load_failure_policy = "recompute"
+
+
+def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_caches: dict[str, Any]) -> Namespace:
+    """Whose blocks these are: all that decides on their bytes."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {
+        f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
+    }
+    digest = hashlib.sha256(fingerprint_model(_checkpoint(model)).encode())
+    digest.update(json.dumps(_settings(vllm_config), sort_keys=True, default=repr).encode())
+    return Namespace(
+        model=digest.hexdigest()[:32],
+        kv_dtype=f"{cache.cache_dtype} {spec.dtype}".replace("torch.", ""),
+        block_size=cache.block_size,
+        num_layers=memory.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        # What a backend does with a block's bytes is its own affair, and may differ from version to version.
+        layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} {memory.layout}",
+        weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
+        tp_size=parallel.tensor_parallel_size,
+        tp_rank=get_tensor_model_parallel_rank(),
+    )
+
+
+def _settings(vllm_config: Any) -> dict[str, object]:
+    """What of vLLM's settings decides on the bytes of blocks that one checkpoint makes."""
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    rope = getattr(model.hf_text_config, "rope_parameters", None)
+    return {
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "hf_overrides": model.hf_overrides,
+        "draft": [drafts.method, drafts.model] if drafts is not None else None,
+        # Of Phi-3's two kinds of rotation an instance takes one for all prompts, by the longest that it is to take.
+        "longrope": model.max_model_len if "longrope" in str(rope) else None,
+        "random weights": vllm_config.load_config.load_format == "dummy",
+    }
+
+
+def _checkpoint(model: Any) -> Path:
+    """The folder the weights were loaded from; for a name of the Hugging Face hub, where they were downloaded to."""
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception as exc:
+        raise ConfigError(f"model {model.model!r} is no folder, and not in Hugging Face's cache here: {exc}") from exc

@@ -1,0 +1,369 @@
+"""The half of the vLLM connector that lives beside vLLM's scheduler: what to load and what to save; free of vLLM.
+
+It never waits for the pool: look-ups run on threads of their own, and a request whose answer is not there yet is asked
+for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
+be 50 ms away.) Ownership of blocks: ``vllm_transfers``.
+
+Where prefill and decode are instances of their own, and both are given a request at once, decode waits for the blocks
+that prefill saves: it looks them up again and again, until all blocks of the prompt are there or nothing new has come
+for ``prefill_wait_s``. What is not there then it computes itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore_backend.backend import StorageBackend
+from kvstore_backend.integrations.vllm.counts import Counts
+from kvstore_backend.integrations.vllm.names import adapter_digest, names
+from kvstore_backend.integrations.vllm.transfers import Plan, Report, Transfer
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import BlockPool
+
+__all__ = ["Blocks", "Request", "SchedulerHalf"]
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.002
+_LOOKUPS = 4
+# Between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
+_AGAIN_S = 0.02
+# A step that has nothing to do but wait for prefill takes this long; vLLM would make a thousand of them a second.
+_IDLE_S = 0.005
+# A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
+_SAVE_SHARE = 0.25
+
+
+class Request(Protocol):
+    """What is used of vLLM's ``Request``."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+    @property
+    def lora_request(self) -> Any: ...
+
+
+class Blocks(Protocol):
+    """What is used of vLLM's ``BlockPool``."""
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+
+
+@dataclass
+class _Tracked:
+    """A request that got blocks; its first ``num_saved`` blocks are in the pool or on their way."""
+
+    request: Request
+    num_saved: int = 0
+    is_loading: bool = False
+
+
+@dataclass
+class _Question:
+    """How many of the blocks from ``first`` on, which the pool knows by ``names``, it has.
+
+    Attributes:
+        answer: of the last look-up, which began at ``asked_at``.
+        found: by the look-ups before, the last block of them at ``found_at``.
+    """
+
+    first: int
+    names: Sequence[bytes]
+    answer: Future[int]
+    asked_at: float
+    found_at: float
+    found: int = 0
+
+
+@dataclass
+class _Pin:
+    """Blocks of a transfer, held until all ranks said that it ended."""
+
+    request_id: str
+    blocks: Sequence[int]
+    ranks: int
+    is_load: bool
+
+
+class SchedulerHalf:
+    """Plans loads and saves of one scheduler. All calls come from vLLM's scheduler thread.
+
+    Args:
+        backend: the store, for look-ups; ``close`` closes it.
+        block_size: tokens in a block.
+        loads: whether to look up and load.
+        saves: whether to save.
+        prefill_wait_s: how long a prompt waits for its next block, as a prefill instance has been given it, too.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        block_size: int,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+        prefill_wait_s: float = 0.0,
+    ) -> None:
+        self._backend = backend
+        self._block_size = block_size
+        self._loads = loads
+        self._saves = saves
+        self._prefill_wait_s = prefill_wait_s
+        self._pools: list[BlockPool] = []
+        self._counts: Counts | None = None
+        self._blocks: Blocks | None = None
+        self._adapters: dict[int, bytes | None] = {}
+        self._epoch = b""
+        self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
+        self._patience = _PATIENCE_S
+        self._is_waiting = False  # whether some request of this step waits for prefill
+        self._requests: dict[str, _Tracked] = {}
+        self._questions: dict[str, _Question] = {}
+        self._barred: set[str] = set()  # requests whose load was short: they compute the rest
+        self._planned_loads: list[Transfer] = []
+        self._planned_saves: list[Transfer] = []
+        self._pins: dict[int, _Pin] = {}
+        self._last_number = 0
+
+    def learn_namespaces(self, namespaces: Sequence[Namespace]) -> None:
+        """Hear from the workers, one namespace a rank; before that everything is a miss."""
+        self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
+        self._counts = Counts(namespaces[0].digest)
+
+    def bind_blocks(self, blocks: Blocks) -> None:
+        """Take vLLM's block pool, whose reference counts keep blocks in place."""
+        self._blocks = blocks
+
+    def matched_tokens(self, request: Request, num_computed: int) -> int | None:
+        """How many tokens after the first ``num_computed`` the pool has, in whole blocks; ``None``: not known yet.
+
+        At least one token is left to compute, as vLLM needs its logits.
+        """
+        first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
+        if not self._loads or end <= first or request.request_id in self._barred or not self._is_ready:
+            return 0
+        question = self._questions.get(request.request_id)
+        if question is None or question.first != first:
+            wanted = self._names(request, first, end)
+            if not wanted:
+                return 0
+            now = time.monotonic()
+            question = _Question(first, wanted, self._threads.submit(self._look_up, wanted), now, now)
+            self._questions[request.request_id] = question
+        found = self._answered(question)
+        if found is None:
+            return None
+        if self._is_prefilled_elsewhere(request, question, found):
+            self._is_waiting = True
+            return None
+        return found * self._block_size
+
+    def allocated(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
+        """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
+        tracked = self._requests.setdefault(request.request_id, _Tracked(request))
+        question = self._questions.pop(request.request_id, None)
+        if not num_external or question is None:
+            return
+        found = question.names[: num_external // self._block_size]
+        tracked.is_loading = True
+        tracked.num_saved = question.first + len(found)
+        wanted = blocks()[question.first : tracked.num_saved]
+        self._planned_loads.append(self._pinned(request, found, wanted, is_load=True))
+
+    def plan(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
+        """What the workers do in the step that computes ``scheduled`` tokens of each request."""
+        self._patience = _PATIENCE_S
+        for request_id, count in scheduled.items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                computed = tracked.request.num_computed_tokens + count
+                self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
+        loads, self._planned_loads = self._planned_loads, []
+        saves, self._planned_saves = self._planned_saves, []
+        if self._is_waiting and not (scheduled or loads or saves or self._pins):
+            time.sleep(_IDLE_S)
+        self._is_waiting = False
+        return Plan(loads, saves)
+
+    def finished(self, request: Request, blocks: Sequence[int]) -> None:
+        """Hear that a request ended, before its blocks are freed; what became full since the last step is saved."""
+        self._questions.pop(request.request_id, None)
+        self._barred.discard(request.request_id)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None or tracked.is_loading:
+            return
+        # The last token was sampled, not computed.
+        computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block_size)
+        self._plan_save(tracked, computed, lambda: blocks)
+        if (missing := self._num_full(tracked, computed) - tracked.num_saved) > 0 and self._counts is not None:
+            self._counts.add("save", dropped=missing)
+
+    def heard(self, report: Report) -> None:
+        """Take in what the workers report: unpin blocks that nothing touches any more."""
+        self._barred |= report.short & self._requests.keys()
+        for number, ranks in report.ended.items():
+            pin = self._pins[number]
+            pin.ranks -= ranks
+            if pin.ranks == 0:
+                del self._pins[number]
+                self._freed(pin)
+
+    def forget(self) -> None:
+        """From now on nothing saved before is found: what this instance computes may differ (its weights changed).
+
+        Other instances may not have changed, so its blocks are shared with nobody until it is started again.
+        """
+        self._epoch = os.urandom(16)
+        self._questions.clear()
+        for tracked in self._requests.values():
+            tracked.num_saved = 0
+        logger.warning("The cache was reset: blocks are no longer shared with other instances until the next start")
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether some transfer has not ended."""
+        return bool(self._pins)
+
+    def take_counts(self) -> dict[str, dict[str, float]]:
+        """What was counted since the last call."""
+        return self._counts.take() if self._counts is not None else {}
+
+    def close(self) -> None:
+        """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
+        leaving.start()
+        leaving.join(2.0)
+
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self._pools) and self._backend.is_ready
+
+    def _answered(self, question: _Question) -> int | None:
+        """How many blocks the last look-up found; ``None``: it goes on."""
+        start = time.monotonic()
+        try:
+            return question.answer.result(self._patience)
+        except NotYet:
+            return None
+        finally:
+            self._patience = max(0.0, self._patience - (time.monotonic() - start))
+
+    def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
+        """Whether more blocks of the prompt are expected soon; then they are looked up again.
+
+        A request that was preempted has tokens of its own, which no prefill instance saves: it does not wait.
+        """
+        if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
+            return False
+        missing, now = len(question.names) - found, time.monotonic()
+        if found > question.found:
+            question.found, question.found_at = found, now
+        if missing and now - question.found_at >= self._prefill_wait_s:
+            logger.warning(
+                "Request %s: %d blocks of its prompt did not come from a prefill instance; they are computed. (Does it "
+                "save, to this pool, in this namespace?)",
+                request.request_id,
+                missing,
+            )
+            return False
+        if missing and now - question.asked_at >= _AGAIN_S:
+            question.asked_at = now
+            question.answer = self._threads.submit(self._look_up, question.names, question.found)
+        return missing > 0
+
+    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> int:
+        """How many leading blocks every rank finds; of a look-up made again only what is new is counted."""
+        assert self._counts is not None
+        start = time.monotonic()
+        count = len(wanted)
+        try:
+            for pool in self._pools:
+                count = pool.lookup(wanted[:count]) if count else 0
+        except Exception:
+            logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
+            count = 0
+        seconds = time.monotonic() - start
+        if found_before is None:
+            self._counts.add("lookup", seconds, ok=count, absent=len(wanted) - count)
+        else:
+            self._counts.add("lookup", seconds, ok=max(0, count - found_before))
+        return count
+
+    def _names(self, request: Request, first: int, end: int) -> list[bytes]:
+        """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""
+        adapter = b"" if request.lora_request is None else self._adapter(request.lora_request)
+        return [] if adapter is None else names(request.block_hashes[first:end], adapter, self._epoch)
+
+    def _adapter(self, lora: Any) -> bytes | None:
+        """The digest of an adapter's files as they were when it came: vLLM computes with what it loaded then.
+
+        None where they cannot be read, or where vLLM reads them again under the same number (``load_inplace``).
+        """
+        if lora.lora_int_id not in self._adapters:
+            digest = None if getattr(lora, "load_inplace", False) else adapter_digest(lora.lora_path)
+            if digest is None:
+                logger.warning("Adapter %s is no folder here, or loaded in place: not cached", lora.lora_path)
+            self._adapters[lora.lora_int_id] = digest
+        return self._adapters[lora.lora_int_id]
+
+    def _num_full(self, tracked: _Tracked, computed: int) -> int:
+        """How many blocks are full and have a name once ``computed`` tokens are."""
+        return min(computed // self._block_size, len(tracked.request.block_hashes))
+
+    def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Sequence[int]]) -> None:
+        full = self._num_full(tracked, computed)
+        if not self._saves or full <= tracked.num_saved or not self._is_ready:
+            return
+        assert self._blocks is not None
+        held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)
+        end = min(full, tracked.num_saved + int(_SAVE_SHARE * len(self._blocks.blocks)) - held)
+        if end <= tracked.num_saved:
+            return
+        first, tracked.num_saved = tracked.num_saved, end
+        if named := self._names(tracked.request, first, end):
+            self._planned_saves.append(self._pinned(tracked.request, named, blocks()[first:end], is_load=False))
+
+    def _pinned(self, request: Request, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
+        """A transfer of ``blocks``, which stay in place until it has ended."""
+        assert self._blocks is not None
+        self._last_number += 1
+        self._blocks.touch([self._blocks.blocks[block] for block in blocks])
+        self._pins[self._last_number] = _Pin(request.request_id, blocks, len(self._pools), is_load)
+        return Transfer(self._last_number, request.request_id, named, blocks)
+
+    def _freed(self, pin: _Pin) -> None:
+        assert self._blocks is not None
+        # The last blocks of a sequence are the first to go, as where vLLM frees a request.
+        self._blocks.free_blocks([self._blocks.blocks[block] for block in reversed(pin.blocks)])
+        tracked = self._requests.get(pin.request_id)
+        if pin.is_load and tracked is not None:
+            tracked.is_loading = False
+            if pin.request_id in self._barred:
+                tracked.num_saved = 0

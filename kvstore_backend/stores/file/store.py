@@ -1,0 +1,214 @@
+"""A store in a folder that the processes of one machine share: on a tmpfs, or on an SSD.
+
+A value is written to a file of its own and gets its name when it is whole: nobody can open half a value. Reading
+takes no lock: a file that is evicted while it is read stays whole until it is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from kvstore_backend.backend import (
+    Health,
+    PoolUnavailable,
+    Status,
+    StorageBackend,
+    StoreStats,
+    Value,
+    check_keys,
+    check_values,
+)
+from kvstore_backend.spans import views
+from kvstore_backend.stores.file.ledger import Ledger, Removed
+
+__all__ = ["FileStore"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_NAME = 200
+_FAN_OUT = 256
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+
+
+class FileStore(StorageBackend):
+    """Values as files, shared by all processes that open the same folder, the least recently used evicted.
+
+    Of more than some thousand values those evicted are the least recently used of a sample drawn by chance.
+    A folder is trusted as far as those who may write to it: one that belongs to another user than this process's or
+    root is refused, and so is one that others may write to.
+    """
+
+    def __init__(self, folder: str | Path, capacity_bytes: int) -> None:
+        """Open the folder, which is made where it is missing.
+
+        Args:
+            folder: on a filesystem of this machine, not a network's.
+            capacity_bytes: limit for all processes together; less where the filesystem has not that much room.
+
+        Raises:
+            ValueError: ``capacity_bytes`` is not positive.
+            PoolUnavailable: the folder cannot be made, written to or trusted.
+        """
+        if capacity_bytes <= 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
+        self._folder = Path(folder).absolute()
+        self._asked_bytes = capacity_bytes
+        self._closed = False
+        self._opening = threading.Lock()  # guards which ledger is in use, and that none is opened after ``close``
+        try:
+            self._ledger = Ledger(self._folder, capacity_bytes)
+        except OSError as exc:
+            raise PoolUnavailable(f"folder {self._folder} cannot be used as a store: {exc.strerror}") from exc
+
+    def __repr__(self) -> str:
+        return f"FileStore({self._folder}, {'closed' if self._closed else f'up to {self._ledger.capacity} bytes'})"
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        return [self._tried(self._put, *each) or Status.FAILED for each in zip(keys, values, strict=True)]
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        return [self._tried(self._get, *each) for each in zip(keys, targets, strict=True)]
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        return [self._tried(os.stat, key) for key in keys]
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        check_keys(keys)
+        return [self._tried(self._ledger.remove, key) for key in keys]
+
+    def clear(self, prefix: str) -> Status:
+        """Finds only keys whose names are not too long for a file's, as those of blocks are."""
+        check_keys([prefix])
+        if self._closed:
+            return Status.FAILED
+        try:
+            self._ledger.clear(quote(prefix, safe=""))
+        except OSError as exc:
+            logger.warning("Folder %s cannot be cleared: %s", self._folder, exc)
+            return Status.FAILED
+        return Status.OK
+
+    def health(self) -> Health:
+        if self._closed:
+            return Health(False, "closed")
+        try:
+            used = self._ledger.accounts().used_bytes
+        except OSError as exc:
+            return Health(False, f"folder {self._folder} cannot be used: {exc.strerror}")
+        return Health(True, f"folder {self._folder} holds {used} of {self._ledger.capacity} bytes")
+
+    def stats(self) -> StoreStats:
+        try:
+            used, keys = self._ledger.accounts()
+        except OSError:
+            return StoreStats("file", capacity_bytes=self._ledger.capacity)
+        return StoreStats("file", keys, used, self._ledger.capacity)
+
+    def close(self) -> None:
+        """Leave the folder; its values stay for the others."""
+        with self._opening:
+            if not self._closed:
+                self._closed = True
+                self._ledger.close()
+
+    def _tried(self, call: Callable[..., object], key: str, *value: Value) -> Status:
+        """``OK`` unless ``call``, given the path of the key's file, could not do what it is for."""
+        if self._closed:
+            return Status.FAILED
+        try:
+            call(self._path(key), *value)
+        except FileNotFoundError:
+            return Status.ABSENT
+        except OSError as exc:
+            logger.debug("%s: %s", key, exc)
+            return Status.FAILED
+        return Status.OK
+
+    def _put(self, path: str, value: Value) -> None:
+        if os.path.exists(path):
+            return
+        ledger = self._ledger
+        try:
+            _store(ledger, path, value)
+        except Removed as exc:
+            _store(self._opened_anew(ledger, exc), path, value)
+
+    def _opened_anew(self, ledger: Ledger, reason: Removed) -> Ledger:
+        """A ledger in place of one that lost its folder, as it does when somebody empties the pool by deleting that."""
+        with self._opening:
+            if self._closed:
+                raise reason
+            if self._ledger is ledger:
+                self._ledger = Ledger(self._folder, self._asked_bytes)
+                ledger.close()
+                logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
+            return self._ledger
+
+    def _get(self, path: str, target: Value) -> None:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if (stored := os.fstat(file).st_size) != _nbytes(target):
+                raise OSError(errno.EINVAL, f"{stored} bytes are stored, {_nbytes(target)} were asked for")
+            _move(os.preadv, file, target)
+            _touch(file)
+        finally:
+            os.close(file)
+
+    def _path(self, key: str) -> str:
+        """Where a key's value lies: under the key itself where that can name a file, so that people can read it."""
+        name = quote(key, safe="")
+        if len(name) > _LONGEST_NAME:
+            name = "=" + hashlib.sha256(name.encode()).hexdigest()
+        return f"{self._ledger.blocks}/{zlib.crc32(name.encode()) % _FAN_OUT:02x}/{name}.block"
+
+
+def _nbytes(value: Value) -> int:
+    return sum(span.nbytes for span in value)
+
+
+def _store(ledger: Ledger, path: str, value: Value) -> None:
+    draft = ledger.reserve(_nbytes(value))
+    try:
+        _move(os.pwritev, draft.file, value)
+        _touch(draft.file)
+        ledger.publish(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong before tells more
+            ledger.discard(draft)
+        raise
+    finally:
+        os.close(draft.file)
+
+
+def _move(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:
+    """Read or write all of ``value`` at the beginning of ``file``, however few bytes each call moves."""
+    pending = views(value)
+    offset = 0
+    while pending:
+        moved = call(file, pending[:_MOST_BUFFERS], offset)
+        if moved == 0:
+            raise OSError(errno.EIO, f"the file ends after {offset} bytes")
+        offset += moved
+        while pending and moved >= len(pending[0]):
+            moved -= len(pending.pop(0))
+        if moved:
+            pending[0] = pending[0][moved:]
+
+
+def _touch(file: int) -> None:
+    """Note that it is in use now; the kernel's own clock for files is too coarse to order uses by."""
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))

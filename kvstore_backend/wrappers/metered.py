@@ -1,0 +1,118 @@
+"""What a pool does, as Prometheus metrics: calls, blocks by outcome, bytes and seconds of every operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.wrappers.guarded import GuardedBackend
+from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
+
+__all__ = ["MeteredBackend", "StateCollector"]
+
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
+
+
+class MeteredBackend(Layer):
+    """Counts what goes through to ``store``.
+
+    Args:
+        store: any backend.
+        registry: where the metrics are registered; one registry takes one metered pool.
+    """
+
+    def __init__(self, store: StorageBackend, registry: CollectorRegistry) -> None:
+        super().__init__(store)
+        calls = Counter("kvstore_calls", "Batch calls to the pool", ["operation"], registry=registry)
+        blocks = Counter("kvstore_blocks", "Blocks, by answer", ["operation", "status"], registry=registry)
+        nbytes = Counter("kvstore_bytes", "Payload bytes stored or read", ["operation"], registry=registry)
+        seconds = Histogram(
+            "kvstore_call_seconds", "Time a batch call took", ["operation"], buckets=_SECONDS, registry=registry
+        )
+        self._calls = {operation: calls.labels(operation) for operation in _OPERATIONS}
+        self._seconds = {operation: seconds.labels(operation) for operation in _OPERATIONS}
+        self._bytes = {operation: nbytes.labels(operation) for operation in ("put", "get")}
+        self._blocks = {
+            operation: [(status, blocks.labels(operation, status.value)) for status in Status]
+            for operation in _OPERATIONS
+        }
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._moved("put", values, lambda: self._store.put(keys, values))
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._moved("get", targets, lambda: self._store.get(keys, targets))
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        return self._counted("exists", lambda: self._store.exists(keys))
+
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        # Not with the look-ups of who wants to read: their share that is there is the hit rate.
+        return self._counted("exists_for_all", lambda: self._store.exists_for_all(keys))
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        return self._counted("remove", lambda: self._store.remove(keys, force=force))
+
+    def _moved(self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]) -> list[Status]:
+        statuses = self._counted(operation, call)
+        moved = [
+            nbytes for value, status in zip(values, statuses, strict=True) if status is Status.OK for _, nbytes in value
+        ]
+        self._bytes[operation].inc(sum(moved))
+        return statuses
+
+    def _counted(self, operation: str, call: Callable[[], list[Status]]) -> list[Status]:
+        start = time.perf_counter()
+        statuses = call()
+        self._seconds[operation].observe(time.perf_counter() - start)
+        self._calls[operation].inc()
+        left = len(statuses)
+        for status, counter in self._blocks[operation]:
+            if left == 0:
+                break
+            if count := statuses.count(status):
+                counter.inc(count)
+                left -= count
+        return statuses
+
+
+class StateCollector(Collector):
+    """The state of a pool's layers, read when metrics are asked for.
+
+    Args:
+        guarded: the layer with the breaker.
+        rejected: blocks that did not verify, by reason (``CheckedBackend.rejected``).
+        write_behind: the layer that writes asynchronously, where there is one.
+    """
+
+    def __init__(
+        self, guarded: GuardedBackend, rejected: Mapping[str, int], write_behind: WriteBehindBackend | None = None
+    ) -> None:
+        self._guarded = guarded
+        self._rejected = rejected
+        self._write_behind = write_behind
+
+    def collect(self) -> Iterator[Metric]:
+        guarded = self._guarded
+        yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
+        yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
+        yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
+        yield _by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", self._rejected)
+        if (queue := self._write_behind) is not None:
+            yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks on their way", queue.queued_blocks)
+            yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes on their way", queue.queued_bytes)
+            yield _by_reason("kvstore_dropped_writes", "Blocks that were not written", queue.dropped)
+
+
+def _by_reason(name: str, what: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, what, labels=["reason"])
+    for reason, count in dict(counts).items():
+        family.add_metric([reason], count)
+    return family

@@ -1,0 +1,146 @@
+"""Two backends as one: a fast one before a large one.
+
+    get ──► fast ──miss──► large ──copy──► fast
+    put ──through──► large, then fast            OK: the large one has it
+        ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
+
+What the large one holds is what the tiers hold together; the fast one holds copies of some of it, and with ``back``
+for a while what the large one does not have yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_keys, check_values
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
+
+__all__ = ["TieredBackend"]
+
+
+class TieredBackend(StorageBackend):
+    """Reads from ``fast``, else from ``large``, and what came from there is put into ``fast``.
+
+    A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
+    the failing one may have it.
+
+    Args:
+        fast: memory or a folder on tmpfs.
+        large: a folder on SSD, or Mooncake.
+        policy: ``through`` writes to both before it answers; ``back`` writes to ``fast``, and to ``large`` in the
+            background (``WriteBehindBackend``).
+
+    Attributes:
+        write_behind: with ``back``, what stands before ``large``; else None.
+    """
+
+    def __init__(
+        self, fast: StorageBackend, large: StorageBackend, policy: Literal["through", "back"] = "through"
+    ) -> None:
+        if policy not in ("through", "back"):
+            raise ValueError(f"policy is {policy!r}; it must be through or back")
+        self._fast = fast
+        self.write_behind = WriteBehindBackend(large) if policy == "back" else None
+        self._large = self.write_behind or large
+
+    def __repr__(self) -> str:
+        return f"TieredBackend({self._fast!r} before {self._large!r})"
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        if self.write_behind is None or not self._fast.is_ready:
+            return self._copied_to_fast(keys, values, self._large.put(keys, values))
+        fast = self._fast.put(keys, values)
+        large = self._large.put(keys, values)
+        return self._released([one or other for one, other in zip(fast, large, strict=True)], fast)
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        is_asked = self._fast.is_ready
+        statuses = self._fast.get(keys, targets)
+        missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
+        # A read that the fast tier gave up may still write into the targets.
+        if not missing or (is_asked and not self._fast.settle(0)):
+            return statuses
+        wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
+        found = self._copied_to_fast(wanted, places, self._large.get(wanted, places))
+        for i, status in zip(missing, found, strict=True):
+            statuses[i] = _either(statuses[i], status)
+        return statuses
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        statuses = self._fast.exists(keys)
+        missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
+        found = self._large.exists([keys[i] for i in missing]) if missing else []
+        for i, status in zip(missing, found, strict=True):
+            statuses[i] = _either(statuses[i], status)
+        return statuses
+
+    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._large.exists_for_all(keys)
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        check_keys(keys)
+        large = self._large.remove(keys, force=force)
+        fast = self._fast.remove(keys, force=force)
+        return [
+            Status.FAILED if Status.FAILED in both else Status.OK if Status.OK in both else Status.ABSENT
+            for both in zip(large, fast, strict=True)
+        ]
+
+    def clear(self, prefix: str) -> Status:
+        large, fast = self._large.clear(prefix), self._fast.clear(prefix)
+        return large if fast else fast
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
+        return self.write_behind is None or self.write_behind.drain(seconds)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        self._fast.register(address, nbytes, headroom=headroom)
+        self._large.register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        self._fast.unregister(address, nbytes)
+        self._large.unregister(address, nbytes)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._fast.is_ready or self._large.is_ready
+
+    def settle(self, seconds: float) -> bool:
+        """Waits for each tier in turn, so for up to twice ``seconds``."""
+        return self._fast.settle(seconds) and self._large.settle(seconds)
+
+    def health(self) -> Health:
+        fast, large = self._fast.health(), self._large.health()
+        return Health(fast.ok and large.ok, f"fast tier: {fast.detail}; large tier: {large.detail}")
+
+    def stats(self) -> StoreStats:
+        """The large tier's figures."""
+        fast, large = self._fast.stats(), self._large.stats()
+        return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
+
+    def close(self) -> None:
+        self._large.close()
+        self._fast.close()
+
+    def _copied_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
+        """The large tier's answers to a put or get, once the fast tier has a copy of what they say is there."""
+        here = [i for i, status in enumerate(statuses) if status is Status.OK]
+        if not here or not self._fast.is_ready:
+            return statuses
+        return self._released(statuses, self._fast.put([keys[i] for i in here], [values[i] for i in here]))
+
+    def _released(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
+        """The answers; ``FAILED`` for all where the fast tier gave up copying, and may still read the memory."""
+        if Status.FAILED in copied and not self._fast.settle(0):
+            return [Status.FAILED] * len(statuses)
+        return statuses
+
+
+def _either(one: Status, other: Status) -> Status:
+    """What is known of a key for which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
+    return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other

@@ -1,0 +1,312 @@
+"""Bounded asynchronous writes: a put copies into memory of its own and returns; a thread writes in batches.
+
+The arena, a ring::
+
+    ┌────────┬───────────────────────────────┬────────┐
+    │  free  │ oldest  ...  queued  ... newest│  free  │   a block leaves when it was written or given up
+    └────────┴───────────────────────────────┴────────┘
+
+Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this layer answers for
+it: ``exists`` says ``OK``, ``get`` copies it out of the arena, and a second put of it is ``OK`` at once. So ``OK`` of a
+put means what it means everywhere, *readable now*, but for other clients of the pool only once the write is out; and
+the pool may still refuse it, which is counted in ``dropped`` and is for readers like an eviction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore_backend.backend import (
+    HEADROOM_BYTES,
+    Span,
+    Status,
+    StorageBackend,
+    Value,
+    check_keys,
+    check_values,
+)
+from kvstore_backend.wrappers.wrapper import Layer
+
+__all__ = ["WriteBehindBackend"]
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 128
+_FIRST_PAUSE_S = 0.05
+_SETTLE_S = 1.0
+# Arenas that a call which never returned may still read from.
+_ABANDONED: list[NDArray[np.uint8]] = []
+
+
+class _Block:
+    """A block in the arena: its ``nbytes`` bytes at offset ``start``, headroom before them."""
+
+    __slots__ = ("is_sending", "nbytes", "start")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.is_sending = False
+
+
+class WriteBehindBackend(Layer):
+    """Writes to ``store`` in the background.
+
+    A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.
+
+    Args:
+        store: any backend; ``close`` closes it.
+        arena_bytes: memory for blocks on their way.
+        batch_bytes: about how much is written in one call.
+        retry_seconds: for how long blocks that a working pool refuses (it is full for a moment) are tried again.
+        flush_seconds: for how long ``close`` goes on writing.
+
+    Attributes:
+        dropped: blocks that did not get to the pool, by reason: ``arena full``, ``refused`` (by a pool that works),
+            ``pool away``, ``closed``.
+    """
+
+    def __init__(
+        self,
+        store: StorageBackend,
+        *,
+        arena_bytes: int = 256 << 20,
+        batch_bytes: int = 16 << 20,
+        retry_seconds: float = 2.0,
+        flush_seconds: float = 2.0,
+    ) -> None:
+        if arena_bytes <= 0 or batch_bytes <= 0:
+            raise ValueError(f"arena_bytes is {arena_bytes} and batch_bytes {batch_bytes}; both must be positive")
+        self.dropped: Counter[str] = Counter()
+        super().__init__(store)
+        self._batch_bytes = batch_bytes
+        self._retry_seconds = retry_seconds
+        self._flush_seconds = flush_seconds
+        self._arena: NDArray[np.uint8] = np.empty(arena_bytes, dtype=np.uint8)
+        self._base: int = self._arena.ctypes.data
+        store.register(self._base, arena_bytes, headroom=True)
+        self._changed = threading.Condition()  # guards everything below
+        self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
+        self._tail = 0  # where the newest block ends
+        self._is_closed = False
+        self._gave_up = False  # closed, and the time for writing what is left is over
+        self._sender = threading.Thread(target=self._send_until_closed, name="pool-write-behind", daemon=True)
+        self._sender.start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._blocks)} blocks on their way"
+        return f"WriteBehindBackend({self._store!r}, {state})"
+
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks accepted and not yet written."""
+        return len(self._blocks)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Their bytes."""
+        with self._changed:
+            return sum(block.nbytes for block in self._blocks.values())
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        check_values(keys, values)
+        return [self._accepted(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        check_values(keys, targets)
+        statuses = [self._copied_out(key, target) for key, target in zip(keys, targets, strict=True)]
+        ask = [i for i, status in enumerate(statuses) if status is None]
+        answers = self._store.get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
+        return _filled(statuses, answers)
+
+    def exists(self, keys: Sequence[str]) -> list[Status]:
+        check_keys(keys)
+        with self._changed:
+            if self._is_closed:
+                return [Status.FAILED] * len(keys)
+            statuses = [Status.OK if key in self._blocks else None for key in keys]
+        ask = [key for key, status in zip(keys, statuses, strict=True) if status is None]
+        return _filled(statuses, self._store.exists(ask) if ask else [])
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        """As the pool answers; a block on its way is taken out of the queue, or ``FAILED`` while it is being sent."""
+        check_keys(keys)
+        with self._changed:
+            if self._is_closed:
+                return [Status.FAILED] * len(keys)
+            is_sending = [key in self._blocks and self._blocks[key].is_sending for key in keys]
+            withdrawn = {key for key, busy in zip(keys, is_sending, strict=True) if not busy and key in self._blocks}
+            self._take_out(withdrawn)
+        statuses = [Status.FAILED if busy else None for busy in is_sending]
+        ask = [key for key, busy in zip(keys, is_sending, strict=True) if not busy]
+        answers = self._store.remove(ask, force=force) if ask else []
+        found = [
+            Status.OK if key in withdrawn and answer is Status.ABSENT else answer
+            for key, answer in zip(ask, answers, strict=True)
+        ]
+        return _filled(statuses, found)
+
+    def clear(self, prefix: str) -> Status:
+        """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
+        check_keys([prefix])
+        with self._changed:
+            queued = {key for key in self._blocks if key.startswith(prefix)}
+            is_sending = {key for key in queued if self._blocks[key].is_sending}
+            self._take_out(queued - is_sending)
+        answer = self._store.clear(prefix)
+        return Status.FAILED if is_sending else answer
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""
+        with self._changed:
+            last = next(reversed(self._blocks.values()), None)
+            return last is None or self._changed.wait_for(lambda: last not in self._blocks.values(), seconds)
+
+    def close(self) -> None:
+        """Write for ``flush_seconds`` more what was accepted, drop the rest, close the store."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._blocks, self._flush_seconds)
+            self._gave_up = True
+            self._changed.notify_all()
+        self._sender.join(self._flush_seconds)
+        if self._sender.is_alive() or not self._store.settle(0):
+            _ABANDONED.append(self._arena)
+        else:
+            self._store.unregister(self._base, self._arena.nbytes)
+        with self._changed:
+            self._drop(set(self._blocks), "closed")
+        self._store.close()
+
+    def _accepted(self, key: str, value: Value) -> Status:
+        nbytes = sum([nbytes for _, nbytes in value])
+        with self._changed:
+            if self._is_closed:
+                return Status.FAILED
+            if key in self._blocks:
+                return Status.OK
+            start = self._room(HEADROOM_BYTES + nbytes) if self._store.is_ready else None
+            if start is None:
+                self.dropped["arena full" if self._store.is_ready else "pool away"] += 1
+                return Status.FAILED
+            payload = start + HEADROOM_BYTES
+            # Under the lock, so that blocks enter the queue in the order of the ring, and whole.
+            position = self._base + payload
+            for address, size in value:
+                ctypes.memmove(position, address, size)
+                position += size
+            self._tail = payload + nbytes
+            self._blocks[key] = _Block(payload, nbytes)
+            self._changed.notify_all()
+        return Status.OK
+
+    def _room(self, nbytes: int) -> int | None:
+        """Where in the ring ``nbytes`` fit behind the newest block; None: nowhere now."""
+        oldest = next(iter(self._blocks.values()), None)
+        tail = -(-self._tail // _ALIGNMENT) * _ALIGNMENT if oldest else 0
+        head = oldest.start - HEADROOM_BYTES if oldest else 0
+        if oldest and tail <= head:  # the newest blocks lie before the oldest
+            return tail if tail + nbytes <= head else None
+        if tail + nbytes <= self._arena.nbytes:
+            return tail
+        return 0 if oldest and nbytes <= head else None
+
+    def _copied_out(self, key: str, target: Value) -> Status | None:
+        """The answer for a block on its way, which is copied to ``target``; None for any other."""
+        with self._changed:
+            if self._is_closed:
+                return Status.FAILED
+            block = self._blocks.get(key)
+            if block is None:
+                return None
+            if sum([nbytes for _, nbytes in target]) != block.nbytes:
+                return Status.FAILED
+            position = self._base + block.start
+            for address, size in target:
+                ctypes.memmove(address, position, size)
+                position += size
+        return Status.OK
+
+    def _send_until_closed(self) -> None:
+        while batch := self._next_batch():
+            give_up_at = time.monotonic() + self._retry_seconds
+            pause = _FIRST_PAUSE_S
+            while not self._sent(batch, is_last=time.monotonic() + pause > give_up_at):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._gave_up, pause)
+                    if self._gave_up:
+                        return
+                pause *= 2
+
+    def _next_batch(self) -> dict[str, _Block]:
+        """The oldest blocks, marked as being sent; none when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._blocks or self._is_closed)
+            batch: dict[str, _Block] = {}
+            nbytes = 0
+            for key, block in self._blocks.items():
+                nbytes += block.nbytes
+                if self._gave_up or (batch and nbytes > self._batch_bytes):
+                    break
+                batch[key] = block
+                block.is_sending = True
+            return batch
+
+    def _sent(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
+        """Write what the pool lacks of ``batch``; whether that dealt with all of it, else the rest stays in it."""
+        keys = list(batch)
+        known = self._store.exists(keys)
+        self._finish(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
+        if Status.FAILED in known:
+            self._finish(batch, set(batch), "pool away")
+        if not batch:
+            return True
+        keys = list(batch)
+        values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
+        stored = self._store.put(keys, values)
+        self._finish(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
+        # A call that was given up may still read from the arena; nothing may be written there meanwhile.
+        while batch and not self._store.settle(_SETTLE_S):
+            if self._gave_up:
+                return True
+        if is_last:
+            self._finish(batch, set(batch), "refused")
+        return not batch
+
+    def _finish(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
+        """Take blocks that were written, or dropped for a reason, out of the batch and of the arena."""
+        for key in keys:
+            del batch[key]
+        with self._changed:
+            if dropped_because:
+                self._drop(keys, dropped_because)
+            else:
+                self._take_out(keys)
+
+    def _drop(self, keys: set[str], reason: str) -> None:
+        if lost := len(self._blocks.keys() & keys):
+            self.dropped[reason] += lost
+            logger.warning("%d blocks were not written to the pool (%s)", lost, reason)
+        self._take_out(keys)
+
+    def _take_out(self, keys: set[str]) -> None:
+        for key in keys:
+            self._blocks.pop(key, None)  # close() may have been quicker
+        self._changed.notify_all()
+
+
+def _filled(statuses: Sequence[Status | None], answers: Sequence[Status]) -> list[Status]:
+    """The statuses with each ``None`` replaced by the next answer."""
+    rest = iter(answers)
+    return [next(rest) if status is None else status for status in statuses]

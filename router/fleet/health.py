@@ -1,0 +1,108 @@
+"""Health: asks every instance in parallel whether it works, and forgets those that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from router.fleet.registration import Registration, RegistrationError
+from router.fleet.registry import Instance, Registry
+from router.fleet.tasks import Tasks
+from router.http.errors import ConnectRefused, NoRoom, UpstreamError
+from router.http.message import Address
+from router.http.pool import Upstream
+from router.settings import RouterSettings
+
+__all__ = ["HealthMonitor"]
+
+_log = logging.getLogger("router.fleet.health")
+
+
+class HealthMonitor:
+    """Probes instances when they register, periodically, and when live traffic makes one suspect."""
+
+    def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream, tasks: Tasks) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._upstream = upstream
+        self._tasks = tasks
+        self._suspects: set[str] = set()
+
+    async def run(self) -> None:
+        """Probe all instances, now and every ``health_check_interval_secs``, until cancelled."""
+        while True:
+            try:
+                await self.check_all()
+                self._registry.forget_silent(time.monotonic(), self._settings.heartbeat_expiry_secs)
+            except Exception:
+                _log.exception("a round of probes failed; the next one follows")
+            await asyncio.sleep(self._settings.health_check_interval_secs)
+
+    async def register(self, registration: Registration) -> Instance:
+        """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.
+
+        Raises:
+            RegistrationError: the router's mode does not take its role, or it does not answer its probe.
+        """
+        self._registry.check_role(registration.role)
+        known = self._registry.get(registration.key)
+        if known is None or not known.healthy:
+            try:
+                await self._probe(registration.address)
+            except UpstreamError as exc:
+                raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
+        return self._registry.register(registration, time.monotonic())
+
+    async def check_all(self) -> None:
+        """Probe all instances at once, and note what comes of it."""
+        await asyncio.gather(*map(self._check, self._registry))
+
+    async def troubles(self) -> dict[str, str]:
+        """Probe all instances at once; return what is wrong with each, ``""`` where nothing is. Nothing is noted."""
+
+        async def trouble(instance: Instance) -> str:
+            try:
+                await self._probe(instance.address)
+            except UpstreamError as exc:
+                return str(exc)
+            return ""
+
+        instances = list(self._registry)
+        found = await asyncio.gather(*map(trouble, instances))
+        return {instance.key: each for instance, each in zip(instances, found, strict=True)}
+
+    def suspect(self, instance: Instance) -> None:
+        """Probe ``instance`` soon, because a connection to it broke."""
+        if instance.key not in self._suspects:
+            self._suspects.add(instance.key)
+            self._tasks.start(self._recheck(instance))
+
+    async def _recheck(self, instance: Instance) -> None:
+        try:
+            await self._check(instance)
+        finally:
+            self._suspects.discard(instance.key)
+
+    async def _check(self, instance: Instance) -> None:
+        try:
+            await self._probe(instance.address)
+        except NoRoom as exc:
+            _log.error("%s was not probed: %s", instance.key, exc)
+        except UpstreamError as exc:
+            threshold = self._settings.health_failure_threshold
+            instance.probe_failed(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
+        else:
+            instance.probe_passed(time.monotonic(), self._settings.health_success_threshold)
+
+    async def _probe(self, address: Address) -> None:
+        """Ask whether all is well at ``address``.
+
+        Raises:
+            UpstreamError: it is not, in one sentence.
+        """
+        endpoint = self._settings.health_check_endpoint
+        timeout = self._settings.health_check_timeout_secs
+        answer = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
+        if answer.status != 200:
+            raise UpstreamError(f"{address} answered GET {endpoint} with {answer.status}")

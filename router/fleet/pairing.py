@@ -1,0 +1,47 @@
+"""Pairing: which prefill and decode instance may work together, and what each is told of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from router.fleet.registration import Registration
+
+__all__ = ["can_decode_for", "disaggregate_info", "may_pair"]
+
+
+def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
+    """Whether a decode instance of one of these tensor-parallel sizes can take over from such a prefill instance."""
+    return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
+
+
+def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
+    """What a pair's two engines must know of each other, in FastDeploy's form."""
+    one_host = prefill.address.host == decode.address.host
+    shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
+    use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size
+    # FastDeploy knows "ipc" and "rdma", and rdma is what it falls back to; tcp is said only where both said only that.
+    network = "tcp" if shared == {"tcp"} else "rdma"
+    return {
+        "prefill_ip": prefill.address.host,
+        "decode_ip": decode.address.host,
+        "prefill_connector_port": prefill.connector_port,
+        "decode_connector_port": decode.connector_port,
+        "decode_device_ids": list(decode.device_ids),
+        "decode_rdma_ports": list(decode.rdma_ports),
+        "transfer_protocol": "ipc" if use_ipc else network,
+        "decode_tp_size": decode.tp_size,
+    }
+
+
+def may_pair(prefill: Registration, decode: Registration) -> bool:
+    """Whether what ``prefill`` computes can be handed over to ``decode``.
+
+    KV blocks of two versions of a model must never meet. A prefill instance that connects to decode instances ahead
+    (FastDeploy's FD_ENABLE_PD_RDMA_EAGER_CONNECT) hands over to those it names, once it names any.
+    """
+    return (
+        prefill.version == decode.version
+        and can_decode_for(prefill.tp_size, {decode.tp_size})
+        and (not prefill.connected_decodes or decode.key in prefill.connected_decodes)
+    )

@@ -1,0 +1,91 @@
+"""The register file: instances that the router knows from its start on, in the form of FastDeploy's Go router::
+
+    instances:
+      - {role: prefill, host_ip: 127.0.0.1, port: 8097, connector_port: 8001, rdma_ports: [7100, "7101"],
+         device_ids: [0, "1"], transfer_protocol: [ipc, rdma], metrics_port: 8003}
+
+``role``, ``host_ip`` and ``port`` are needed. Numbers may be text; lists may be text with commas.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from router.fleet.registration import Registration, RegistrationError
+from router.fleet.registry import Registry
+from router.settings import SettingsError
+from router.settings.yaml_file import YamlFileError, read_yaml
+
+__all__ = ["expect_registered", "read_register_file"]
+
+_FIELDS = (
+    *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
+    *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
+)
+
+
+def read_register_file(path: Path) -> list[Registration]:
+    """The instances that the file names.
+
+    Raises:
+        SettingsError: the file cannot be read, or an entry makes no sense; it names the entry and the field.
+    """
+    where = f"manager.register-path {path}"
+    try:
+        document = read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"{where}: {exc}") from exc
+    if not isinstance(document, dict) or set(document) != {"instances"}:
+        raise SettingsError(f"{where} must have 'instances:' and nothing beside it, with a list of instances under it")
+    entries = document["instances"]
+    if not isinstance(entries, list | None):
+        raise SettingsError(f"{where}: instances is {entries!r}; it must be a list")
+    registrations = [_entry(entry, f"{where}: instances[{i}]") for i, entry in enumerate(entries or [])]
+    _check_unique(registrations, where)
+    return registrations
+
+
+def expect_registered(registry: Registry, path: Path, now: float) -> None:
+    """Add the file's instances to ``registry``: probed like others, and never forgotten.
+
+    Raises:
+        SettingsError: as ``read_register_file``; or the router's mode does not take the role of an entry.
+    """
+    for i, registration in enumerate(read_register_file(path)):
+        try:
+            registry.check_role(registration.role)
+        except RegistrationError as exc:
+            raise SettingsError(f"manager.register-path {path}: instances[{i}]: {exc}") from exc
+        registry.expect(registration, now, permanent=True)
+
+
+def _entry(entry: Any, where: str) -> Registration:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{where} is {entry!r}; it must have role, host_ip and port")
+    for name in entry:
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(str(name), _FIELDS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_FIELDS)}"
+            raise SettingsError(f"{where}: {name!r} is no field of an instance; {hint}")
+    try:
+        registration = Registration.parse(entry)
+        if "tp_size" in entry or not registration.device_ids:
+            return registration
+        # The Go router's file has no tp_size: it takes the number of devices.
+        return Registration.parse({**entry, "tp_size": len(registration.device_ids)})
+    except RegistrationError as exc:
+        raise SettingsError(f"{where}: {exc}") from exc
+
+
+def _check_unique(registrations: Sequence[Registration], where: str) -> None:
+    first: dict[str, int] = {}
+    for i, registration in enumerate(registrations):
+        if registration.key in first:
+            raise SettingsError(
+                f"{where}: instances[{i}] has the host_ip and port of instances[{first[registration.key]}], "
+                f"{registration.key}; an instance is named once"
+            )
+        first[registration.key] = i

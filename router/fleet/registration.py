@@ -1,0 +1,180 @@
+"""Registrations: what instances say of themselves, in FastDeploy's form."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from router.http.message import Address
+
+__all__ = ["Registration", "RegistrationError", "Role"]
+
+# A name or an address of either kind, an IPv6 one perhaps with its zone.
+_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
+
+_PROTOCOLS = ("ipc", "rdma", "tcp")
+
+
+class Role(str, enum.Enum):
+    """What an instance does: everything, or one half of a pair."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class RegistrationError(ValueError):
+    """A registration that cannot be accepted: one sentence, naming the field and what would be right."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What an instance says of itself, as FastDeploy's instances do; ports and ids as strings.
+
+    ``fields`` keeps everything it sent, including what this router does not know.
+    """
+
+    role: Role
+    address: Address
+    connector_port: str | None
+    rdma_ports: tuple[str, ...]
+    device_ids: tuple[str, ...]
+    transfer_protocol: tuple[str, ...]
+    tp_size: int
+    is_paused: bool
+    version: str | None
+    """The model's version; instances that name none are of one version too."""
+    connected_decodes: frozenset[str]
+    """Keys of the decode instances that a prefill instance has connected to ahead; empty where it does not do that."""
+    metrics_port: int
+    fields: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Its identity: ``host_ip:port``."""
+        return str(self.address)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What stays as it is while the instance's process lives."""
+        return (
+            *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
+            *(self.version, self.metrics_port, self.fields.get("engine_worker_queue_port")),
+        )
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Registration:
+        """Read the body of ``POST /register``.
+
+        Raises:
+            RegistrationError: a field is missing or makes no sense.
+        """
+        _check_encodable(fields)
+        address = _address(fields)
+        protocols = _strings(fields, "transfer_protocol")
+        for protocol in protocols:
+            if protocol not in _PROTOCOLS:
+                raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc', 'rdma' and 'tcp'")
+        return cls(
+            role=_role(fields.get("role")),
+            address=address,
+            connector_port=_optional_port(fields, "connector_port"),
+            rdma_ports=_strings(fields, "rdma_ports"),
+            device_ids=_strings(fields, "device_ids"),
+            transfer_protocol=protocols,
+            tp_size=_tp_size(fields.get("tp_size")),
+            is_paused=bool(fields.get("is_paused")),
+            version=str(fields["version"]) if fields.get("version") is not None else None,
+            connected_decodes=_keys(fields, "connected_decodes"),
+            metrics_port=int(_optional_port(fields, "metrics_port") or address.port),
+            fields=dict(fields),
+        )
+
+
+def _check_encodable(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        try:
+            orjson.dumps({"instances": [{"registration": {name: value}}]})  # the deepest that the router writes it
+        except orjson.JSONEncodeError as exc:
+            raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
+
+
+def _role(value: Any) -> Role:
+    # FastDeploy's own enumeration numbers them in this order, and its Go router takes the number too.
+    names = [role.value for role in Role]
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return Role(names[value])
+    if isinstance(value, str) and value.lower() in names:
+        return Role(value.lower())
+    raise RegistrationError(f"role is {value!r}; it must be one of 'mixed', 'prefill', 'decode'")
+
+
+def _address(fields: Mapping[str, Any]) -> Address:
+    # Both of FastDeploy's routers take an address that says its scheme.
+    host = fields.get("host_ip")
+    stripped = host.removeprefix("http://") if isinstance(host, str) else ""
+    if not _HOST.fullmatch(stripped):
+        raise RegistrationError(f"host_ip is {host!r}; it must be the address the instance listens at")
+    return Address(stripped, int(_port(fields, "port")))
+
+
+def _keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
+    # FastDeploy's prefill instances send back the objects that GET /decode_instances gave them.
+    value = fields.get(name)
+    keys = set()
+    for entry in [] if value is None else value if isinstance(value, list) else [value]:
+        if isinstance(entry, str):
+            host, _, port = entry.rpartition(":")
+            entry = {"host_ip": host.strip("[]"), "port": port}
+        try:
+            keys.add(str(_address(entry)))
+        except (RegistrationError, AttributeError):
+            raise RegistrationError(
+                f"{name} has {entry!r}; an entry must be 'host:port', or an object with host_ip and port"
+            ) from None
+    return frozenset(keys)
+
+
+def _optional_port(fields: Mapping[str, Any], name: str) -> str | None:
+    # FastDeploy says 0 and null for a port that it does not use, and turns both into text here and there.
+    return None if fields.get(name) in (None, 0, "", "0", "None") else _port(fields, name)
+
+
+def _port(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    number = _whole_number(value)
+    if 0 < number < 65536:
+        return str(number)
+    raise RegistrationError(f"{name} is {value!r}; it must be a port, 1 to 65535")
+
+
+def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = fields.get(name)
+    if value is None:
+        return ()
+    if isinstance(value, (int, str)):
+        value = [part.strip() for part in str(value).split(",") if part.strip()]
+    if not isinstance(value, list) or not all(isinstance(part, (int, str)) for part in value):
+        raise RegistrationError(f"{name} is {value!r}; it must be a list")
+    return tuple(str(part) for part in value)
+
+
+def _tp_size(value: Any) -> int:
+    if value is None:
+        return 1
+    if number := _whole_number(value):
+        return number
+    raise RegistrationError(f"tp_size is {value!r}; it must be a positive integer")
+
+
+def _whole_number(value: Any) -> int:
+    """The number that ``value`` or its text is; 0 for what is none, and for one of absurdly many digits."""
+    text = str(value) if isinstance(value, (int, str)) else ""
+    return int(text) if text.isdecimal() and len(text) < 20 else 0

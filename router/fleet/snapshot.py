@@ -1,0 +1,211 @@
+"""The snapshot: what a router that starts again would otherwise have to wait for or learn anew.
+
+It keeps the registrations, so that a restarted router probes its instances at once instead of waiting for their
+heartbeats, and what policies know of instances' caches. It is a help, never a condition: one that cannot be used is
+left aside with a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import orjson
+
+from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registry import Registry
+from router.settings import SettingsError
+
+__all__ = ["STALE_SECONDS", "Remembering", "Snapshot"]
+
+_log = logging.getLogger("router.fleet.snapshot")
+
+_FORMAT = "kvrouter snapshot 1"
+# The document without its policies, and of each role the policy's name and what encodes its memory.
+_Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
+# By then, caches have turned over, and ports may have been given to others.
+STALE_SECONDS = 600.0
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """What a policy may have beside ``Policy``, if what it has learned is worth keeping over a restart."""
+
+    def remembered(self) -> Callable[[], bytes]:
+        """What it has learned by now: a function that encodes it, which may take long and is for any thread."""
+
+    def load(self, data: bytes) -> None:
+        """Take over what another router's policy of the same name remembered.
+
+        Raises:
+            ValueError: ``data`` is nothing that this policy can use; it is then as if it had not been called.
+        """
+
+
+class Snapshot:
+    """The snapshot file of one router."""
+
+    def __init__(
+        self,
+        path: Path,
+        registry: Registry,
+        policies: Mapping[Role, object],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            path: the file; a file of its name with ``.new`` behind it is written first.
+            policies: each role's policy; those that are ``Remembering`` are kept.
+            clock: seconds since the epoch, because it must outlive the process.
+
+        Raises:
+            SettingsError: there is no folder for the file, or it is a folder itself.
+        """
+        if not path.parent.is_dir():
+            raise SettingsError(f"manager.snapshot-path is {str(path)!r}, but there is no folder {path.parent}")
+        if path.is_dir():
+            raise SettingsError(f"manager.snapshot-path is {str(path)!r}, which is a folder; it must be a file")
+        self._path = path
+        self._registry = registry
+        self._policies = policies
+        self._clock = clock
+        # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
+        self._one_at_a_time = threading.Lock()
+
+    async def keep_writing(self, seconds: float) -> None:
+        """Write the file every ``seconds``, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            with self._failures_logged():
+                await asyncio.to_thread(self._write, self._contents())
+
+    def save(self) -> None:
+        """Write the file now."""
+        with self._failures_logged():
+            self._write(self._contents())
+
+    def restore(self, now: float) -> None:
+        """Take over what the file has, if there is one and it can be used.
+
+        Args:
+            now: seconds of the monotonic clock of the registry's times.
+        """
+        try:
+            document = self._read()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as exc:
+            _log.warning("the snapshot %s is left aside: %s", self._path, exc)
+            return
+        for registration, entry in document["instances"]:
+            self._restore_instance(registration, entry, now)
+        for role, state in document["policies"].items():
+            self._restore_policy(role, state)
+        _log.info("the snapshot %s gave back %d instances", self._path, len(document["instances"]))
+
+    def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:
+        known = self._registry.get(registration.key)
+        if known is None:
+            if entry["permanent"]:
+                return  # the register file named it, and names it no longer
+            known = self._registry.expect(registration, now, permanent=False)
+            known.has_heartbeat = entry["has_heartbeat"]
+        known.drain(entry["draining"])
+
+    def _restore_policy(self, role: str, state: dict[str, Any]) -> None:
+        policy = self._policies.get(Role(role))
+        if isinstance(policy, Remembering) and type(policy).__name__ == state["policy"]:
+            try:
+                policy.load(state["data"])
+            except ValueError as exc:
+                _log.warning("what the snapshot %s has of the %s policy is left aside: %s", self._path, role, exc)
+
+    def _contents(self) -> _Contents:
+        """What goes into the file; requests are relayed only once this has returned."""
+        document: dict[str, Any] = {
+            "format": _FORMAT,
+            "written_at": self._clock(),
+            "splitwise": self._registry.splitwise,
+            "instances": [
+                {
+                    "registration": dict(instance.registration.fields),
+                    "has_heartbeat": instance.has_heartbeat,
+                    "permanent": instance.permanent,
+                    "draining": instance.draining,
+                }
+                for instance in self._registry
+            ],
+        }
+        memories = {
+            role.value: (type(policy).__name__, policy.remembered())
+            for role, policy in self._policies.items()
+            if isinstance(policy, Remembering)
+        }
+        return document, memories
+
+    @contextlib.contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            _log.warning("the snapshot %s cannot be written: %s", self._path, exc.strerror)
+        except Exception:
+            _log.exception("the snapshot %s cannot be written", self._path)
+
+    def _write(self, contents: _Contents) -> None:
+        with self._one_at_a_time:
+            document, memories = contents
+            document["policies"] = {
+                role: {"policy": name, "data": base64.b64encode(encode()).decode()}
+                for role, (name, encode) in memories.items()
+            }
+            new = self._path.with_name(self._path.name + ".new")
+            try:
+                new.write_bytes(orjson.dumps(document))
+                os.replace(new, self._path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
+
+    def _read(self) -> dict[str, Any]:
+        """The file's content; registrations parsed, policies' data decoded.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it cannot be used: it is damaged, too old, or of a router of the other mode.
+        """
+        data = self._path.read_bytes()
+        try:
+            document: dict[str, Any] = orjson.loads(data)
+            if document["format"] != _FORMAT:
+                raise ValueError(f"its format is {document['format']!r}, not {_FORMAT!r}")
+            age = self._clock() - document["written_at"]
+            splitwise = document["splitwise"]
+            document["instances"] = [
+                (Registration.parse(entry["registration"]), _flags(entry)) for entry in document["instances"]
+            ]
+            document["policies"] = {
+                Role(role).value: {"policy": state["policy"], "data": base64.b64decode(state["data"], validate=True)}
+                for role, state in document["policies"].items()
+            }
+        except (orjson.JSONDecodeError, RegistrationError, KeyError, TypeError, AttributeError, binascii.Error) as exc:
+            raise ValueError(f"it is damaged: {exc or type(exc).__name__}") from exc
+        if not 0 <= age <= STALE_SECONDS:
+            raise ValueError(f"it was written {age:.0f} s ago; it is used up to {STALE_SECONDS:.0f} s")
+        if splitwise is not self._registry.splitwise:
+            raise ValueError(f"it is of a router {'with' if splitwise else 'without'} --splitwise")
+        return document
+
+
+def _flags(entry: dict[str, Any]) -> dict[str, bool]:
+    return {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}

@@ -1,0 +1,38 @@
+"""Background work that nobody awaits, kept alive until it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+__all__ = ["Tasks"]
+
+_log = logging.getLogger("router.fleet.tasks")
+
+
+class Tasks:
+    """Tasks that nobody awaits; asyncio itself keeps only weak references to them."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run ``work`` now; an exception it raises is logged."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self, patience: float) -> None:
+        """Give what still runs ``patience`` seconds to end, then cancel it."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=patience)
+        for task in self._running:
+            task.cancel()
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("background work failed", exc_info=task.exception())

@@ -1,0 +1,1 @@
+"""HTTP/1.1: the server that clients talk to, and pooled connections to instances."""

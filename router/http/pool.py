@@ -1,0 +1,163 @@
+"""Pooled connections to instances: HTTP/1.1, one exchange at a time on each."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Iterable
+
+from router.http.connection import Connection
+from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, TimedOut
+from router.http.exchange import Exchange
+from router.http.message import Address, Answer, PreparedHead, prepare_head
+
+__all__ = ["Upstream"]
+
+CONNECT_SECONDS = 3.0
+# uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
+IDLE_SECONDS = 4.0
+IDLE_CONNECTIONS = 256
+# Up to here, one copy of a body is cheaper than one more piece to write.
+JOINED_BYTES = 16 * 1024
+# An answer to a probe or a listing is not read further than this.
+FETCH_BYTES = 16 * 1024 * 1024
+# What connect() fails with when this machine, and not the instance, has run out of something.
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
+
+
+class Upstream:
+    """The pool of connections to all instances."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Address, deque[tuple[float, Connection]]] = {}
+        self._open: set[Connection] = set()
+        self._hosts: dict[Address, bytes] = {}
+        self._closing_old: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        idle = sum(map(len, self._idle.values()))
+        return f"<Upstream {len(self._open)} connections, {idle} idle>"
+
+    def exchange(
+        self,
+        address: Address,
+        method: str,
+        target: bytes,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        fresh: bool = False,
+    ) -> Exchange:
+        """A request to ``address``, sent by ``Exchange.head``.
+
+        Args:
+            target: path and query as they stand in the request line.
+            headers: without ``host``, ``connection`` and ``content-length``, which are added here.
+            fresh: use a connection of its own, closed afterwards.
+        """
+        return self.send_prepared(address, prepare_head(method, target, headers), body, fresh=fresh)
+
+    def send_prepared(self, address: Address, head: PreparedHead, body: bytes, *, fresh: bool = False) -> Exchange:
+        """As ``exchange``, with a head that several requests share."""
+        host = self._hosts.get(address)
+        if host is None:
+            host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
+        parts = [head.start, host]
+        if body or head.needs_length:
+            parts.append(b"content-length: %d\r\n" % len(body))
+        parts.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
+        parts.append(body)
+        if len(body) < JOINED_BYTES:
+            parts = [b"".join(parts)]
+        return Exchange(self, address, parts, bodiless=head.bodiless, fresh=fresh)
+
+    async def fetch(
+        self,
+        address: Address,
+        method: str,
+        target: str,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
+        timeout: float,
+    ) -> Answer:
+        """A whole small exchange on a connection of its own: probes, aborts, listings.
+
+        Args:
+            timeout: seconds from now to the end of the response.
+
+        Raises:
+            UpstreamError: it failed.
+        """
+        exchange = self.exchange(address, method, target.encode(), headers, body, fresh=True)
+        message = f"{address} did not answer {method} {target} within {timeout:g} s"
+        timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, TimedOut(message))
+        try:
+            status = await exchange.head()
+            return Answer(status, exchange.headers, await exchange.read(FETCH_BYTES))
+        finally:
+            timer.cancel()
+            exchange.close()
+
+    def close(self) -> None:
+        """Close every connection; exchanges in progress fail."""
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+        if self._closing_old is not None:
+            self._closing_old.cancel()
+
+    # What follows is called by exchanges and connections.
+
+    def take(self, address: Address) -> Connection | None:
+        """The idle connection to ``address`` that was used last, if it is fresh enough."""
+        idle = self._idle.get(address)
+        now = asyncio.get_running_loop().time()
+        while idle:
+            since, connection = idle.pop()
+            if now - since < IDLE_SECONDS and connection.usable:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self, address: Address) -> Connection:
+        loop = asyncio.get_running_loop()
+        opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port)
+        try:
+            _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
+        except asyncio.TimeoutError:
+            raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
+        except OSError as exc:
+            if exc.errno in _NO_ROOM:
+                raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
+            failed = ConnectRefused if isinstance(exc, ConnectionRefusedError) else ConnectFailed
+            raise failed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+        except UnicodeError as exc:
+            raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
+        return connection
+
+    def opened(self, connection: Connection) -> None:
+        self._open.add(connection)
+
+    def closed(self, connection: Connection) -> None:
+        self._open.discard(connection)
+
+    def give_back(self, connection: Connection) -> None:
+        idle = self._idle.setdefault(connection.address, deque(maxlen=IDLE_CONNECTIONS))
+        if len(idle) == IDLE_CONNECTIONS:
+            idle.popleft()[1].abort()
+        loop = asyncio.get_running_loop()
+        idle.append((loop.time(), connection))
+        if self._closing_old is None:
+            self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old)
+
+    def _close_old(self) -> None:
+        """Close the connections that are too old to be used, and come back when there may be more."""
+        loop = asyncio.get_running_loop()
+        for address, idle in list(self._idle.items()):
+            while idle and loop.time() - idle[0][0] >= IDLE_SECONDS:
+                idle.popleft()[1].abort()
+            if not idle:
+                del self._idle[address]
+        self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None

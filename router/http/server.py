@@ -1,0 +1,452 @@
+"""The HTTP server's face to clients: uvicorn's protocol, with a shorter way for the data plane.
+
+uvicorn reads a request's head and body for us, and runs the control plane as the ASGI application it is. A request of
+the data plane skips what ASGI would cost it: messages as dictionaries, a task that waits for the client's leaving,
+headers matched against patterns on their way out. Together with a prefill leg that needs no task, this took a P/D
+request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.http.api_error import ApiError, Refused
+from router.http.message import Headers
+
+__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
+
+
+# A head, or whatever else is no body, that goes on for longer is not read further; as in most servers.
+HEAD_BYTES = 64 * 1024
+MOST_PIPELINED = 4
+# A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
+# answer away unread.
+LINGER_SECONDS = 2.0
+# Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
+READ_SECONDS = 60.0
+
+
+class DataPlane(Protocol):
+    """What takes the requests that are not the control plane's."""
+
+    max_body_bytes: int
+
+    def takes(self, path: bytes) -> bool:
+        """Whether a request for this path (with its query) belongs to the data plane."""
+
+    def refusal(self, headers: Headers) -> Refused | None:
+        """Why whoever sent these headers may not send a body; None if it may."""
+
+    async def serve(self, request: ClientRequest) -> None:
+        """Answer a request whose body has been read."""
+
+    def refused(self, method: str, path: str, error: ApiError) -> None:
+        """Note a request that was answered with ``error`` without being read; ``""`` for what was not understood."""
+
+
+class _NobodyWaits:
+    """Stands for the event that uvicorn sets when something has come: here nobody waits for it."""
+
+    def set(self) -> None:
+        pass
+
+
+class ClientRequest:
+    """One client's request, read to its end, and the way back to the client.
+
+    It stands where uvicorn has its ``RequestResponseCycle``: the attributes without a comment are uvicorn's.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_left_to_send",
+        "_protocol",
+        "arriving",
+        "body",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "message_event",
+        "method",
+        "more_body",
+        "on_leave",
+        "path",
+        "refusal",
+        "response_complete",
+        "response_started",
+        "target",
+        "version",
+    )
+
+    def __init__(
+        self, protocol: RouterProtocol, method: str, target: bytes, headers: Headers, version: str, keep_alive: bool
+    ) -> None:
+        self._protocol = protocol
+        self.method = method
+        self.target = target
+        """Path and query as they stand in the request line."""
+        self.path = path_of(target)
+        self.headers = headers
+        self.version = version
+        self.body = b""
+        self.arriving: bytearray | None = None
+        """The body so far, if it comes in more than one piece."""
+        self.refusal: Refused | None = None
+        """Why its body is not kept."""
+        self.on_leave: Callable[[], None] | None = None
+        """Called when the client leaves before its answer is complete."""
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.more_body = True
+        self.message_event = _NOBODY_WAITS
+        self.response_started = False
+        self.response_complete = False
+        self._chunked = False
+        self._left_to_send = 0
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
+        if self.method == "HEAD":
+            head = self._head(status, headers)
+            head.append(b"\r\n")
+        else:
+            head = self._head(status, [header for header in headers if header[0] != b"content-length"])
+            if status not in _BODILESS:
+                head.append(b"content-length: %d\r\n" % len(body))
+            head += [b"\r\n", body]
+        self.response_started = True
+        self._write(b"".join(head))
+        self._complete()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer whose body comes in pieces."""
+        head = self._head(status, headers)
+        length = next((value for name, value in headers if name == b"content-length"), None)
+        if length is not None:
+            self._left_to_send = int(length)
+        elif self.method == "HEAD" or status in _BODILESS:
+            pass
+        elif self.version == "1.1":
+            self._chunked = True
+            head.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self._left_to_send = -1  # the end of the connection ends the body
+            self.keep_alive = False
+        head.append(b"\r\n")
+        self.response_started = True
+        self._write(b"".join(head))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client has taken what was sent before."""
+        return not self._protocol.flow.write_paused
+
+    async def send(self, data: bytes) -> None:
+        """Send a piece of the body, once the client has taken what was sent before."""
+        if not self.is_ready and not self.disconnected:
+            await self._protocol.flow.drain()
+        self.send_now(data)
+
+    def send_now(self, data: bytes) -> None:
+        """Send a piece of the body."""
+        if data and self.method != "HEAD":
+            self._left_to_send -= len(data)
+            self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+
+    def finish(self, data: bytes) -> None:
+        """Send the last piece of the body."""
+        if self._chunked:
+            self._write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n")
+        else:
+            self._left_to_send -= len(data)
+            if data and self.method != "HEAD":
+                self._write(data)
+            if self._left_to_send > 0 and self.method != "HEAD":
+                self.keep_alive = False  # short of its length: the client must see that it was cut
+        self._complete()
+
+    def cut(self) -> None:
+        """End an answer that cannot be completed so that the client sees it was cut."""
+        self.keep_alive = False
+        self._complete()
+
+    def unblock(self) -> None:
+        """Let ``send`` wait no longer for a client that does not read: the answer is about to end."""
+        self._protocol.flow.resume_writing()
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.disconnected = True
+        on_leave, self.on_leave = self.on_leave, None
+        if on_leave is not None and not self.response_complete:
+            on_leave()
+
+    def _head(self, status: int, headers: Headers) -> list[bytes]:
+        head = [STATUS_LINE[status]]
+        head += [b"%s: %s\r\n" % header for header in headers]
+        if not self.keep_alive:
+            head.append(b"connection: close\r\n")
+        return head
+
+    def _write(self, data: bytes) -> None:
+        if not self.disconnected and not self._protocol.transport.is_closing():
+            self._protocol.transport.write(data)
+
+    def _complete(self) -> None:
+        if self.response_complete:
+            return
+        self.response_complete = True
+        self.on_leave = None
+        self.body = b""  # an idle connection keeps its last request
+        if not self.keep_alive:
+            self._protocol.hang_up(self)
+        self._protocol.on_response_complete()
+
+
+class RouterProtocol(HttpToolsProtocol):
+    """One client's connection. The application is a ``RouterApp``; its ``proxy`` takes the data plane."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        application: Any = self.config.app
+        self._data_plane: DataPlane = application.proxy
+        self._served: ClientRequest | None = None
+        # What was received since the parser last came to something, and of the body of the request that it reads.
+        self._undigested = 0
+        self._body_bytes = 0
+        self._last_read = 0.0
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected; it must send something."""
+        super().connection_made(transport)
+        self._last_read = self.loop.time()
+        self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what the client sends."""
+        self._unset_keepalive_if_required()
+        self._undigested += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+        else:
+            if self._undigested > HEAD_BYTES:
+                message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
+                self._refuse(ApiError(431, message, "head_too_large"))
+            if self._is_reading:
+                self._last_read = self.loop.time()
+                if self._reading is None:
+                    self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
+
+    @property
+    def _is_reading(self) -> bool:
+        """Whether a request has come in part, or none at all yet."""
+        request: Any = self.cycle  # uvicorn's type has no None
+        return self._undigested > 0 or request is None or (request.more_body and not request.response_complete)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether the answer to a request that has come in whole is under way."""
+        return any(
+            not request.response_complete and (request.response_started or not request.more_body)
+            for request in self._requests
+        )
+
+    @property
+    def _requests(self) -> list[Any]:
+        """The one that is served, those that wait, and the one that was read last; some may have ended."""
+        requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
+        return [request for request in requests if request is not None]
+
+    def _check_reading(self) -> None:
+        """Give up a client that sends no more of its request, or nothing at all."""
+        self._reading = None
+        if not self._is_reading:
+            return
+        left = self._last_read + READ_SECONDS - self.loop.time()
+        if left > 0 or self._is_answering:
+            self._reading = self.loop.call_later(left if left > 0 else READ_SECONDS, self._check_reading)
+        elif cast(object, self.cycle) is None and not self._undigested:
+            self.transport.close()
+        else:
+            message = f"nothing more of the request came within {READ_SECONDS:g} s"
+            self._refuse(ApiError(408, message, "request_incomplete"))
+
+    def on_headers_complete(self) -> None:
+        """Give the request to the data plane, or to uvicorn's own way."""
+        self._undigested = self._body_bytes = 0
+        if self.parser.should_upgrade():
+            return
+        existing = self.cycle
+        if not self.url.startswith((b"/", b"*")):
+            self.url = _origin_form(self.url)
+        if not self._data_plane.takes(self.url):
+            super().on_headers_complete()
+            return
+        version = self.parser.get_http_version()
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        method = self.parser.get_method().decode("ascii")
+        request = ClientRequest(self, method, self.url, self.headers, version, keep_alive)
+        self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are no headers
+        self.cycle = request  # type: ignore[assignment]
+        if existing is not None and not existing.response_complete:
+            self.pipeline.appendleft((request, self._data_plane))  # type: ignore[arg-type]
+            if len(self.pipeline) >= MOST_PIPELINED:
+                self.flow.pause_reading()  # and then nobody notices that the client leaves
+        elif self.expect_100_continue:
+            if int(dict(request.headers).get(b"content-length", 0)) > self._data_plane.max_body_bytes:
+                self._refuse_body(request, Refused(self._too_large()))
+            else:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a piece of the body."""
+        self._undigested = 0
+        self._body_bytes += len(body)
+        is_too_large = self._body_bytes > self._data_plane.max_body_bytes
+        request: Any = self.cycle
+        if not isinstance(request, ClientRequest):
+            if not is_too_large:
+                super().on_body(body)
+            elif not request.response_complete:
+                self._refuse(self._too_large())
+        elif request.refusal is not None:
+            pass
+        elif is_too_large:
+            self._refuse_body(request, Refused(self._too_large()))
+        elif request.arriving is not None:
+            request.arriving += body
+        elif request.body:
+            if (refused := self._data_plane.refusal(request.headers)) is not None:
+                self._refuse_body(request, refused)  # or else anybody could fill the memory
+                return
+            request.arriving = bytearray(request.body)
+            request.arriving += body
+        else:
+            request.body = body
+
+    def on_message_complete(self) -> None:
+        """The request is whole: serve it."""
+        self._undigested = 0
+        request: Any = self.cycle
+        if self.parser.should_upgrade():
+            return
+        if not isinstance(request, ClientRequest):
+            super().on_message_complete()
+            return
+        request.more_body = False
+        if request.response_complete:
+            if not request.keep_alive:
+                self.transport.close()
+            return
+        if request.arriving is not None:
+            request.body, request.arriving = bytes(request.arriving), None
+        if self._has_its_turn(request):
+            self._start_asgi_task(request, self._data_plane)
+
+    def hang_up(self, request: ClientRequest) -> None:
+        """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
+        if request.more_body and not self.transport.is_closing():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request of this connection that its client is gone."""
+        requests = self._requests
+        super().connection_lost(exc)
+        # They hold us, and only the collector could free both.
+        self.cycle = self._served = None  # type: ignore[assignment]
+        if self._reading is not None:
+            self._reading.cancel()
+        for request in requests:
+            if isinstance(request, ClientRequest):
+                request.leave()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
+
+        The parser reads no body after such a head; so it is given the head again, without the question.
+        """
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
+            return
+        start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([start, *head, b"\r\n", rest]))
+
+    def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
+        """Answer with a refusal when it is the request's turn; keep nothing of its body."""
+        request.body, request.arriving = b"", None
+        request.refusal = refused
+        if not request.response_complete and self._has_its_turn(request):
+            request.keep_alive = False
+            error = refused.error
+            self._data_plane.refused(request.method, request.path, error)
+            headers = [(b"content-type", b"application/json"), *refused.headers]
+            request.respond(error.status, headers, error.body())
+
+    def _has_its_turn(self, request: Any) -> bool:
+        """Whether the request that is being read does not wait for the answer to another one before it."""
+        return not self.pipeline or self.pipeline[0][0] is not request
+
+    def _too_large(self) -> ApiError:
+        limit = self._data_plane.max_body_bytes
+        return ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is not read to its end, and close the connection."""
+        is_answering = self._is_answering
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
+        if is_answering:
+            self._data_plane.refused("", "", error)
+            self.transport.close()  # within another answer, this one could not be told from it
+        elif not self.transport.is_closing():
+            self._data_plane.refused("", "", error)
+            head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            body = error.body()
+            self.transport.write(head % (STATUS_LINE[error.status], len(body)) + body)
+            self.transport.close()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if not isinstance(cycle, ClientRequest):
+            super()._start_asgi_task(cycle, app)
+        elif cycle.refusal is not None:
+            self._refuse_body(cycle, cycle.refusal)
+        elif not cycle.more_body:
+            self._served = cycle
+            task = self.loop.create_task(self._data_plane.serve(cycle))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+
+_NOBODY_WAITS = _NobodyWaits()
+_BODILESS = frozenset({204, 304})
+_DROPPED: deque[tuple[bytes, bytes]] = deque(maxlen=0)
+
+
+def path_of(target: bytes) -> str:
+    """The path in a request's target, without query and escapes."""
+    path = target.partition(b"?")[0].decode("latin-1")
+    return urllib.parse.unquote(path) if "%" in path else path
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that names scheme and host too, as any server must take it (RFC 9112, 3.2.2)."""
+    parsed = httptools.parse_url(target)
+    path: bytes = parsed.path or b"/"
+    return path if parsed.query is None else b"%s?%s" % (path, parsed.query)

@@ -1,0 +1,230 @@
+"""bench, stats and master, on real pools."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import prometheus_client
+import pytest
+
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_store
+from kvstore_backend.stores.file import FileStore
+from tests.kvstore_backend.cli.command import doctor, kvstore
+from tests.kvstore_backend.cli.test_doctor import url
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.ports import free_ports
+from tests.support.processes import child
+
+FIRST, SECOND = (Namespace(name, "float32", 64, 1, 1, 1, "bytes") for name in ("first", "second"))
+
+
+def put(store: FileStore, keys: Sequence[str]) -> None:
+    memory = Memory(b"block")
+    assert all(store.put(keys, [memory.value] * len(keys)))
+
+
+def blocks(namespace: Namespace, count: int) -> list[str]:
+    return [namespace.key(bytes([number]) * 32) for number in range(count)]
+
+
+def test_stats_count_a_folders_blocks_by_namespace(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 1 << 20)
+    put(store, [*blocks(FIRST, 3), *blocks(SECOND, 1), "somebody/else's"])
+    store.close()
+    figures = json.loads(kvstore("stats", "--json", f"file://{tmp_path}?size=1MiB").output)
+    assert figures["keys_by_namespace"] == {FIRST.digest: 3, SECOND.digest: 1, "(not ours)": 1}
+    assert (figures["keys"], figures["used_bytes"], figures["capacity_bytes"]) == (5, 25, 1 << 20)
+
+
+@pytest.mark.parametrize("command", ["stats", "doctor"])
+def test_a_block_that_goes_while_a_folder_is_looked_through_is_passed_over(tmp_path: Path, command: str) -> None:
+    store = FileStore(tmp_path, 1 << 20)
+    put(store, blocks(FIRST, 3))
+    store.close()
+    block = next(tmp_path.glob("blocks/*/*"))
+    block.unlink()
+    block.symlink_to("nothing")  # stands in for a block that is listed, and evicted before it is looked at
+    ended = kvstore(command, "--json", f"file://{tmp_path}?size=1MiB")
+    assert ended.status == 0
+    assert '"keys": 2' in ended.output or "holds 10 bytes of" in ended.output
+
+
+def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        admin = master.metrics_url.split("/")[2]
+        store = open_store(master.config())
+        memory = Memory(b"block")
+        keys = [*blocks(FIRST, 2), *blocks(SECOND, 1)]
+        assert all(store.put(keys, [memory.value] * 3))
+        ended = kvstore("stats", "--json", url(master), "--master-metrics", admin)
+        people = kvstore("stats", url(master), "--master-metrics", admin)
+        store.close()
+    figures = json.loads(ended.output)
+    assert figures["keys_by_namespace"] == {FIRST.digest: 2, SECOND.digest: 1}
+    assert (figures["keys"], figures["used_bytes"], figures["clients"]) == (3, 15, 1)
+    assert figures["capacity_bytes"] == 64 << 20
+    assert f"{FIRST.digest}     2" in people.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["stats", "file:///nowhere/pool"], "folder /nowhere/pool does not exist"),
+        (["stats", "memory:"], "memory is each process's own"),
+        (["stats", "mooncake://127.0.0.1:1?protocol=tcp"], "no Mooncake master answers at 127.0.0.1:1"),
+        (
+            ["stats", "--instances", "h:1", "pool.json"],
+            "'pool.json', which is not HOST:PORT; a configuration comes before",
+        ),
+        (["bench", "memory:", "--block-size", "big"], "--block-size is 'big'; a size is"),
+        (["bench", "memory:", "--block-size", "100TB"], "more than this machine has room for"),
+        (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
+        (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
+        (["bench"], "no pool is configured"),
+        (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
+        (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
+        (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
+        (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a file of quotas"),
+    ],
+)
+def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: str) -> None:
+    ended = kvstore(*arguments)
+    assert ended.status == 1
+    assert ended.errors.startswith("kvstore: ")
+    assert sentence in ended.errors
+    assert ended.errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("page", ["/metrics", "/get_segments_detail"])
+def test_a_master_that_tells_less_than_expected_gets_no_traceback(tmp_path: Path, page: str) -> None:
+    with mooncake_master(tmp_path / "log") as master, _telling_less(master, page) as admin:
+        for command in ("stats", "doctor"):
+            ended = kvstore(command, url(master), "--master-metrics", admin)
+            assert "Traceback" not in ended.errors
+            assert ended.status == (1 if (command, page) == ("stats", "/metrics") else 0), ended.output
+
+
+@contextlib.contextmanager
+def _telling_less(master: MooncakeMaster, page: str) -> Iterator[str]:
+    """Where a stand-in for another version's master tells what the real one does, but for one page."""
+
+    class Told(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            real = httpx.get(f"http://{master.metrics_url.split('/')[2]}{self.path}", trust_env=False)
+            self.send_response(real.status_code)
+            self.end_headers()
+            self.wfile.write(b"{}" if self.path == page else real.content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> None:
+    FileStore(tmp_path, 1 << 20).close()
+    with prometheus_client.start_http_server(0, "127.0.0.1")[0] as server:
+        address = f"127.0.0.1:{server.server_port}"
+        ended = kvstore("stats", f"file://{tmp_path}?size=1MiB", "--instances", address)
+        server.shutdown()
+    assert ended.status == 1
+    assert ended.errors.startswith(f"kvstore: what answers at {address} is no instance with a pool")
+
+
+def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> None:
+    arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "2", "--json"]
+    ended = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments)
+    assert ended.status == 0, ended.errors
+    rows = json.loads(ended.output)["rows"]
+    assert {(row["operation"], row["through"]) for row in rows} == {
+        (operation, through) for operation in ("put", "get", "exists") for through in ("bare store", "full stack")
+    }
+    assert all(row["median_seconds"] > 0 for row in rows)
+
+
+def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        other = open_store(master.config())
+        arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2"]
+        ended = kvstore("bench", url(master, global_segment_size=0), *arguments)
+        keys = httpx.get(master.metrics_url.replace("/metrics", "/get_all_keys"), trust_env=False).text
+        other.close()
+    assert ended.status == 0, ended.errors
+    assert "full stack" in ended.output
+    assert keys.split() == []
+
+
+def test_bench_leaves_nothing_in_a_folder_that_is_too_small_for_it(tmp_path: Path) -> None:
+    ended = kvstore("bench", f"file://{tmp_path}/pool?size=1MiB", "--block-size", "64KiB", "--blocks", "8")
+    assert "the pool may be too small" in ended.errors
+    assert stored(tmp_path) == []
+
+
+def test_bench_leaves_nothing_in_a_folder_when_it_is_interrupted(tmp_path: Path) -> None:
+    arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2000"]
+    command = [sys.executable, "-m", "kvstore_backend.cli", "bench", f"file://{tmp_path}/pool?size=1GiB", *arguments]
+    with child(command, tmp_path / "log") as bench:
+        bench.wait_for(lambda: bool(stored(tmp_path)), "storing")
+        bench.signal(signal.SIGINT)
+        bench.wait()
+    assert stored(tmp_path) == []
+
+
+def stored(tmp_path: Path) -> list[Path]:
+    """The blocks in the folder of a pool."""
+    return list((tmp_path / "pool").glob("blocks/*/*.block"))
+
+
+def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
+    rpc, metadata, metrics = free_ports(3)
+    ports = ["--port", str(rpc), "--metadata-port", str(metadata), "--metrics-port", str(metrics)]
+    command = [sys.executable, "-m", "kvstore_backend.cli", "master", *ports, "--lease", "5s"]
+    with child(command, tmp_path / "log") as master:
+
+        def is_serving() -> bool:
+            try:
+                return bool(httpx.get(f"http://127.0.0.1:{metrics}/health", trust_env=False).json()["service_ready"])
+            except httpx.HTTPError:
+                return False
+
+        master.wait_for(is_serving, "serving")
+        lines = [line.removeprefix("export ") for line in master.output.splitlines() if line.startswith("export ")]
+        environment = dict(line.split("=", 1) for line in lines)
+        admin = f"127.0.0.1:{metrics}"
+        diagnosis = doctor(
+            "--master-metrics", admin, **environment, MOONCAKE_PROTOCOL="tcp", MOONCAKE_GLOBAL_SEGMENT_SIZE="32MiB"
+        )
+        assert diagnosis.status == 0, diagnosis.failures
+        busy = kvstore("master", *ports)
+    assert "default_kv_lease_ttl=5000" in master.output
+    assert (busy.status, busy.output) == (1, "")
+    assert f"port {rpc} of 127.0.0.1 cannot be had (Address already in use)" in busy.errors
+
+
+def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
+    lines = kvstore("master", "--print", "--etcd", "h1:2379;h2:2379", "--cluster-id", "prod").output.splitlines()
+    assert "'--etcd_endpoints=http://h1:2379;http://h2:2379' --cluster_id=prod" in lines[0]
+    assert lines[1:4] == [
+        "export MOONCAKE_MASTER_SERVER_ADDR='etcd://h1:2379;h2:2379'",
+        "export MC_STORE_CLUSTER_ID=prod",
+        "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE",
+    ]
+
+
+def test_a_command_that_is_not_known_is_refused() -> None:
+    ended = kvstore("docter")
+    assert ended.status == 2
+    assert "invalid choice: 'docter'" in ended.errors

@@ -1,0 +1,266 @@
+"""Doctor, over set-ups that are really broken: each must be told its cause and its remedy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.pool import open_store
+from tests.kvstore_backend.cli.command import Diagnosis, doctor, kvstore
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.peer import Peer
+from tests.support.ports import free_port, free_ports
+from tests.support.processes import child
+from tests.support.waiting import port_answers, wait_until
+
+HAS_RDMA = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
+
+
+def url(master: MooncakeMaster, **changes: object) -> str:
+    """The URL of this master's pool."""
+    settings = master.settings(**changes)
+    address = settings.pop("master_server_addr")
+    return f"mooncake://{address}?" + "&".join(f"{name}={value}" for name, value in settings.items())
+
+
+def told(diagnosis: Diagnosis, subject: str, cause: str, remedy: str) -> None:
+    """Assert that this is all that failed, and that cause and remedy are named."""
+    assert diagnosis.status == 1
+    assert list(diagnosis.failures) == [subject], diagnosis.failures
+    said = diagnosis.failures[subject]
+    assert cause in said
+    assert remedy in said
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port where somebody listens and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The configuration of a model with 8 KiB of KV per token."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return folder
+
+
+def test_a_pool_that_works_passes_in_every_respect(mooncake_master: MooncakeMaster, model: Path) -> None:
+    admin = mooncake_master.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    diagnosis = doctor(url(mooncake_master), "--model", model, "--master-metrics", admin)
+    assert diagnosis.status == 0
+    assert {each["subject"] for each in diagnosis.of("ok")} >= {
+        "configuration", "library", "memory", "master", "metadata", "master's flags", "capacity", "trial",
+    }  # fmt: skip
+
+
+def test_its_lines_read_for_people_as_well(tmp_path: Path) -> None:
+    ended = kvstore("doctor", f"file://{tmp_path}/pool?size=16MiB")
+    assert ended.status == 0
+    assert ended.errors == ""
+    assert ended.output.splitlines()[0] == f"ok    configuration  file: {tmp_path}/pool, 16 MiB"
+    assert ended.output.splitlines()[-1] == "the pool can be used"
+
+
+def test_1_a_misspelt_key(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake_config.json"
+    path.write_text('{"master_server_addr": "127.0.0.1:15001", "metadata_sever": "P2PHANDSHAKE"}')
+    cause = f'unknown key "metadata_sever" in {path}'
+    told(doctor(MOONCAKE_CONFIG_PATH=str(path)), "configuration", cause, "did you mean metadata_server?")
+
+
+def test_2_no_master_running() -> None:
+    port = free_port()
+    diagnosis = doctor(f"mooncake://127.0.0.1:{port}?protocol=tcp")
+    cause = f"no Mooncake master answers at 127.0.0.1:{port} (Connection refused)"
+    told(diagnosis, "master", cause, f"kvstore master --port {port}")
+
+
+def test_3_the_metrics_port_for_the_masters(mooncake_master: MooncakeMaster) -> None:
+    address = mooncake_master.metrics_url.split("/")[2]
+    diagnosis = doctor(f"mooncake://{address}?protocol=tcp")
+    told(diagnosis, "master", f"an HTTP server answers at {address}", "master_server_addr is the master's --rpc_port")
+
+
+def test_4_something_else_at_the_masters_port(silent_port: int) -> None:
+    diagnosis = doctor(f"mooncake://127.0.0.1:{silent_port}?protocol=tcp")
+    cause = f"what listens at 127.0.0.1:{silent_port} does not answer: it is not a Mooncake master, or one that hangs"
+    told(diagnosis, "master", cause, "ss -tlnp shows what listens there")
+
+
+def test_5_a_master_that_hangs(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        master.process.signal(signal.SIGSTOP)
+        diagnosis = doctor(url(master, metadata_server="P2PHANDSHAKE"))
+        master.process.signal(signal.SIGCONT)
+    told(diagnosis, "master", "or one that hangs", "restart the master")
+
+
+def test_6_no_metadata_server(mooncake_master: MooncakeMaster) -> None:
+    port = free_port()
+    diagnosis = doctor(url(mooncake_master, metadata_server=f"http://127.0.0.1:{port}/metadata"))
+    cause = f"no metadata server answers at http://127.0.0.1:{port}/metadata"
+    told(diagnosis, "metadata", cause, f"--enable_http_metadata_server=true --http_metadata_server_port={port}")
+
+
+def test_7_something_else_for_the_metadata_server(mooncake_master: MooncakeMaster) -> None:
+    diagnosis = doctor(url(mooncake_master, metadata_server=mooncake_master.metrics_url))
+    told(diagnosis, "metadata", "is not Mooncake's metadata server: status 200", "the path is /metadata")
+
+
+@pytest.mark.skipif(HAS_RDMA, reason="this machine has RDMA devices")
+def test_8_rdma_without_a_device(mooncake_master: MooncakeMaster) -> None:
+    diagnosis = doctor(url(mooncake_master, protocol="rdma"))
+    told(diagnosis, "configuration", "this machine has no RDMA device", "say tcp, or leave it out")
+
+
+def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
+    (tmp_path / "mooncake.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    diagnosis = doctor(url(mooncake_master), PYTHONPATH=str(tmp_path))
+    cause = "Mooncake's library cannot be loaded (libcudart.so.12: cannot open shared object file)"
+    told(diagnosis, "library", cause, "pip install mooncake-transfer-engine-non-cuda")
+
+
+def test_10_a_size_that_is_none() -> None:
+    diagnosis = doctor(MOONCAKE_MASTER_SERVER_ADDR="127.0.0.1:15001", MOONCAKE_GLOBAL_SEGMENT_SIZE="4 gigs")
+    told(diagnosis, "configuration", "MOONCAKE_GLOBAL_SEGMENT_SIZE is '4 gigs'", 'text such as "4GiB"')
+
+
+def test_11_a_segment_too_small_for_one_prompt(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 800}))
+    with mooncake_master(tmp_path / "log") as master:
+        diagnosis = doctor(url(master), "--model", model)
+    cause = "64 MiB from each process like this one, 0 bytes from those that have joined; 1000 tokens of the model take"
+    told(diagnosis, "capacity", cause, "raise global_segment_size to at least 781.2 MiB")
+
+
+def test_12_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "pool").write_text("")
+    diagnosis = doctor(f"file://{tmp_path}/pool/blocks")
+    told(diagnosis, "folder", f"{tmp_path}/pool is a file, not a folder", "name another folder, or remove the file")
+
+
+def test_13_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+        told(doctor(f"file://{folder}"), "folder", f"{folder} belongs to user 12345", f"chown 0 {folder}")
+    else:
+        folder.chmod(0o500)
+        told(doctor(f"file://{folder}"), "folder", f"{folder} cannot be written to", "make it writable")
+
+
+def test_a_folder_of_the_users_own_data_is_left_as_it_is(tmp_path: Path) -> None:
+    photos = tmp_path / "blocks" / "2024" / "photos.tar"
+    photos.parent.mkdir(parents=True)
+    photos.touch()
+    diagnosis = doctor(f"file://{tmp_path}?size=1MiB")
+    told(diagnosis, "folder", f"{tmp_path} holds blocks and no ledger, so it is not a pool's", "name a new or an empty")
+    assert photos.exists()
+
+
+def test_14_clients_that_joined_in_another_way(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        admin = master.metrics_url.split("/")[2]
+        shaking = master.config(metadata_server="P2PHANDSHAKE")
+        with Peer(functools.partial(open_store, shaking)):
+            diagnosis = doctor(url(master), "--master-metrics", admin)
+    told(diagnosis, "sharing", "1 of 1 clients (127.0.0.1:", "use one metadata_server in every client")
+    assert "joined with P2PHANDSHAKE" in diagnosis.failures["sharing"]
+
+
+def test_15_a_pool_that_nobody_gives_memory(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        diagnosis = doctor(url(master, global_segment_size=0))
+    told(diagnosis, "capacity", "nobody gives the pool memory", "set global_segment_size in some client")
+
+
+def test_16_no_etcd_behind_a_pool_with_several_masters() -> None:
+    port = free_port()
+    diagnosis = doctor(f"etcd://127.0.0.1:{port}?protocol=tcp")
+    told(diagnosis, "etcd", f"no etcd answers at etcd://127.0.0.1:{port}", "start etcd there")
+
+
+def test_17_a_cluster_of_masters_that_etcd_does_not_know(tmp_path: Path) -> None:
+    etcd = shutil.which("etcd")
+    if etcd is None:
+        pytest.skip("etcd is not installed")
+    client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+    flags = [f"--listen-client-urls={client}", f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}"]
+    flags += [f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"]
+    address = client.removeprefix("http://")
+    with child([etcd, f"--data-dir={tmp_path}/etcd", *flags], tmp_path / "etcd.log") as server:
+        server.wait_for(lambda: port_answers(int(address.rpartition(":")[2])), "answering")
+        with mooncake_master(tmp_path / "log", "--enable_ha=true", f"--etcd_endpoints={client}", "--cluster_id=prod"):
+            pool = f"etcd://{address}?protocol=tcp&metadata_server=P2PHANDSHAKE&global_segment_size=32MiB"
+            right = wait_until(lambda: _usable(doctor(f"{pool}&cluster_id=prod")), "a leader elected")
+            wrong = doctor(f"{pool}&cluster_id=test")
+    assert right is not None
+    assert "leads the cluster prod" in next(each["text"] for each in right.findings if each["subject"] == "etcd")
+    assert "the cluster 'test' has no leading master; etcd knows the clusters prod" in wrong.failures["etcd"]
+    assert "correct cluster_id" in wrong.failures["etcd"]
+
+
+def _usable(diagnosis: Diagnosis) -> Diagnosis | None:
+    return diagnosis if diagnosis.status == 0 else None
+
+
+def test_18_mindies_configuration_with_the_pool_off(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"BackendConfig": {"kvPoolConfig": {"backend": "", "configPath": ""}}}')
+    told(doctor(path), "configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
+
+
+def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeMaster) -> None:
+    diagnosis = doctor(url(mooncake_master, local_hostname="192.0.2.1"))
+    told(diagnosis, "local_hostname", "192.0.2.1 is 192.0.2.1, which is not an address of this machine", "leave local_")
+
+
+def test_nothing_configured_is_said_with_what_may_be() -> None:
+    told(doctor(), "configuration", "no pool is configured", "MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR")
+
+
+def test_memory_that_is_shared_with_nobody_is_usable_with_a_warning() -> None:
+    diagnosis = doctor("memory:?size=1MiB")
+    assert diagnosis.status == 0
+    assert [each["subject"] for each in diagnosis.of("warn")] == ["sharing"]
+
+
+def test_a_folder_larger_than_its_filesystem_is_usable_with_a_warning(tmp_path: Path) -> None:
+    diagnosis = doctor(f"file://{tmp_path}/pool?size=900TiB")
+    assert diagnosis.status == 0
+    assert [each["subject"] for each in diagnosis.of("warn")] == ["folder"]
+
+
+def test_a_folder_that_does_not_exist_is_said_and_not_made(tmp_path: Path) -> None:
+    diagnosis = doctor(f"file://{tmp_path}/misspelt/pool?size=1MiB")
+    assert diagnosis.status == 0
+    said = {each["subject"]: each["text"] for each in diagnosis.of("ok")}
+    assert said["folder"].startswith(f"{tmp_path}/misspelt/pool does not exist, is made when it is first used")
+    assert "bytes equal" in said["trial"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_none_is_named(tmp_path: Path) -> None:
+    cause = f"{tmp_path}/config.json cannot be read: No such file or directory"
+    told(doctor("memory:", "--model", tmp_path), "model", cause, "give --model the folder of a checkpoint")
+
+
+def test_only_the_sizing_is_told_where_only_that_is_asked() -> None:
+    diagnosis = doctor("--cards", 128, "--memory-factor", 0.92)
+    assert diagnosis.status == 0
+    assert [each["subject"] for each in diagnosis.findings] == ["HCCL links", "memory factor"]

@@ -1,0 +1,306 @@
+"""Configuration in the words of other engines, and as a URL."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import (
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    load_config,
+    read_config,
+)
+from kvstore_backend.config import settings as module
+
+GIB = 1 << 30
+
+VLLM = {
+    "mode": "embedded",
+    "metadata_server": "http://10.0.0.1:8080/metadata",
+    "master_server_address": "10.0.0.1:50051",
+    "global_segment_size": "30GB",
+    "local_buffer_size": "1GB",
+    "protocol": "tcp",
+    "device_name": "mlx5_0,mlx5_1",
+    "enable_offload": False,
+}
+SGLANG = {
+    "local_hostname": "node7",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "10.0.0.1:50051",
+    "master_metrics_port": 9003,
+    "check_server": False,
+    "protocol": "tcp",
+    "device_name": "",
+    "global_segment_size": "4gb",
+    "enable_ssd_offload": True,
+    "ssd_offload_path": "/data/offload",
+}
+MINDIE = {
+    "local_hostname": "10.0.0.7",
+    "metadata_server": "P2PHANDSHAKE",
+    "global_segment_size": 30_000_000_000,
+    "protocol": "ascend",
+    "device_name": "",
+    "master_server_address": "10.0.0.1:50088",
+    "use_ascend_direct": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stands in for /sys/class/infiniband, so that these tests say the same on every machine."""
+    monkeypatch.setattr(module, "_RDMA_DEVICES", tmp_path / "infiniband")
+
+
+def written(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def read(source: object, **environ: str) -> PoolConfig:
+    config = read_config(str(source), environ=environ)
+    assert config is not None
+    return config
+
+
+def mooncake(source: object, **environ: str) -> MooncakeSettings:
+    store = read(source, **environ).store
+    assert isinstance(store, MooncakeSettings)
+    return store
+
+
+def test_vllms_file(tmp_path: Path) -> None:
+    assert mooncake(written(tmp_path / "mooncake.json", VLLM)) == MooncakeSettings(
+        master_server_addr="10.0.0.1:50051",
+        metadata_server="http://10.0.0.1:8080/metadata",
+        protocol="tcp",
+        rdma_devices="mlx5_0,mlx5_1",
+        global_segment_size=30 * GIB,
+        local_buffer_size=GIB,
+    )
+
+
+def test_sglangs_file(tmp_path: Path) -> None:
+    settings = mooncake(written(tmp_path / "mooncake.json", SGLANG))
+    assert settings.local_hostname == "node7"
+    assert settings.global_segment_size == 4 * GIB
+    assert (settings.enable_ssd_offload, settings.ssd_offload_path) == (True, "/data/offload")
+
+
+def test_mindies_file_of_mooncake(tmp_path: Path) -> None:
+    settings = mooncake(written(tmp_path / "mooncake.json", MINDIE))
+    assert (settings.protocol, settings.global_segment_size) == ("ascend", 30_000_000_000)
+    assert settings.master_server_addr == "10.0.0.1:50088"
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_mindies_server_configuration_names_that_file(tmp_path: Path, nested: bool) -> None:
+    written(tmp_path / "mooncake.json", MINDIE)
+    pool = {"kvPoolConfig": {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": True}}
+    server = written(tmp_path / "config.json", {"Version": "1.0.0", **({"BackendConfig": pool} if nested else pool)})
+    config = read(server)
+    assert config.async_write
+    assert config.store == mooncake(tmp_path / "mooncake.json")
+
+
+def test_mindies_empty_backend_is_no_pool(tmp_path: Path) -> None:
+    path = written(tmp_path / "config.json", {"kvPoolConfig": {"backend": "", "configPath": ""}})
+    assert read_config(path, environ={}) is None
+    with pytest.raises(ConfigError, match=r"there is to be no pool .* but mooncake is asked for"):
+        load_config("mooncake", config_path=path, environ={})
+
+
+def test_every_dialect_may_be_named_by_mooncakes_variable(tmp_path: Path) -> None:
+    path = written(tmp_path / "mooncake.json", VLLM)
+    assert load_config("mooncake", environ={"MOONCAKE_CONFIG_PATH": str(path)}).store == mooncake(path)
+
+
+def test_writes_are_not_asynchronous_unless_somebody_says_so(tmp_path: Path) -> None:
+    assert not read(written(tmp_path / "c.json", VLLM)).async_write
+    assert read(written(tmp_path / "c.json", {**VLLM, "async_write": True})).async_write
+    assert read(tmp_path / "c.json", KVSTORE_ASYNC_WRITE="off").async_write
+    assert read("memory:", KVSTORE_ASYNC_WRITE="on").async_write
+
+
+def test_a_gigabyte_means_what_the_dialect_means_by_it(tmp_path: Path) -> None:
+    common = {"protocol": "tcp", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "1GB"}
+    fastdeploys = written(tmp_path / "f.json", {**common, "master_server_addr": "h:1"})
+    mooncakes = written(tmp_path / "m.json", {**common, "master_server_address": "h:1"})
+    assert mooncake(fastdeploys).global_segment_size == 10**9
+    assert mooncake(mooncakes).global_segment_size == GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("64m", 64 << 20),
+        ("64MB", 64 << 20),
+        ("1.5gb", GIB * 3 // 2),
+        ("2 GiB", 2 * GIB),
+        ("1TB", 1 << 40),
+        ("3e7", None),
+    ],
+)
+def test_sizes_in_mooncakes_files_are_powers_of_two(tmp_path: Path, text: str, nbytes: int | None) -> None:
+    path = written(tmp_path / "mooncake.json", {**VLLM, "global_segment_size": text})
+    if nbytes is None:
+        with pytest.raises(ConfigError, match="a size is a number of bytes"):
+            mooncake(path)
+    else:
+        assert mooncake(path).global_segment_size == nbytes
+
+
+def test_what_only_another_engine_needs_is_left_out_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = written(tmp_path / "mooncake.json", MINDIE)
+    mooncake(path)
+    assert f'"use_ascend_direct" in {path} is for MindIE and not used here' in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("url", "store"),
+    [
+        (
+            "mooncake://10.0.0.1:15001?protocol=tcp&metadata_server=P2PHANDSHAKE&global_segment_size=4GiB",
+            MooncakeSettings("10.0.0.1:15001", "P2PHANDSHAKE", protocol="tcp", global_segment_size=4 * GIB),
+        ),
+        (
+            "mooncake://h:1/?protocol=tcp&metadata_server=http://h:2/metadata&device_name=mlx5_0",
+            MooncakeSettings("h:1", "http://h:2/metadata", protocol="tcp", rdma_devices="mlx5_0"),
+        ),
+        (
+            "etcd://h1:2379;h2:2379?cluster_id=prod&protocol=tcp&metadata_server=P2PHANDSHAKE",
+            MooncakeSettings("etcd://h1:2379;h2:2379", "P2PHANDSHAKE", protocol="tcp", cluster_id="prod"),
+        ),
+        ("file:///dev/shm/kvpool?size=4GiB", FileSettings(Path("/dev/shm/kvpool"), 4 * GIB)),
+        ("file:///srv/a%20b", FileSettings(Path("/srv/a b"), GIB)),
+        ("memory:?size=2GiB", MemorySettings(2 * GIB)),
+        ("memory:", MemorySettings(GIB)),
+    ],
+)
+def test_urls(url: str, store: object) -> None:
+    assert read(url).store == store
+    assert load_config(url, environ={}).store == store
+
+
+def test_the_environment_fills_in_what_a_url_leaves_out() -> None:
+    settings = mooncake("mooncake://h:1", MOONCAKE_PROTOCOL="tcp", MOONCAKE_MASTER_SERVER_ADDR="other:2")
+    assert (settings.protocol, settings.master_server_addr) == ("tcp", "h:1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "master"),
+    [
+        ({"MOONCAKE_MASTER_SERVER_ADDR": "etcd://h:2379"}, "etcd://h:2379"),
+        ({"MOONCAKE_MASTER_SERVER_ADDR": "etcd://h:2379, i:2379"}, "etcd://h:2379;i:2379"),
+    ],
+)
+def test_etcd_for_the_masters_address(environ: dict[str, str], master: str) -> None:
+    config = read_config(environ={**environ, "MOONCAKE_PROTOCOL": "tcp", "MC_STORE_CLUSTER_ID": "prod"})
+    assert config is not None
+    assert isinstance(config.store, MooncakeSettings)
+    assert config.store.master_server_addr == master
+    assert config.store.etcd_addresses == master.removeprefix("etcd://").split(";")
+    assert config.store.cluster_id == "prod"
+
+
+def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_STORE_CLUSTER_ID", "of somebody before us")
+    module.set_native_cluster(mooncake("etcd://h:1?cluster_id=prod&protocol=tcp"))
+    assert os.environ["MC_STORE_CLUSTER_ID"] == "prod"
+
+
+def test_a_fast_tier_before_the_shared_store(tmp_path: Path) -> None:
+    config = read("mooncake://h:1?protocol=tcp&fast=memory:?size=1GiB")
+    assert config.fast == MemorySettings(GIB)
+    assert config.store.backend == "mooncake"
+    path = written(tmp_path / "c.json", {**VLLM, "fast": "file:///dev/shm/fast?size=2GiB"})
+    assert read(path).fast == FileSettings(Path("/dev/shm/fast"), 2 * GIB)
+    assert read("memory:", KVSTORE_FAST_TIER="memory:?size=1MiB").fast == MemorySettings(1 << 20)
+    assert read("memory:").fast is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "backend"),
+    [
+        ({"MOONCAKE_MASTER_SERVER_ADDR": "h:1", "MOONCAKE_PROTOCOL": "tcp"}, "mooncake"),
+        ({"KVSTORE_FILE_PATH": "/dev/shm/x"}, "file"),
+        ({"KVSTORE_MEMORY_SIZE": "1MiB"}, "memory"),
+    ],
+)
+def test_where_nothing_is_named_the_environment_decides(environ: dict[str, str], backend: str) -> None:
+    config = read_config(environ=environ)
+    assert config is not None
+    assert config.backend == backend
+
+
+def test_a_file_of_ours_is_recognised_by_its_keys(tmp_path: Path) -> None:
+    assert read(written(tmp_path / "a.json", {"path": "/dev/shm/x", "size": "1GiB"})).backend == "file"
+    assert read(written(tmp_path / "b.json", {"size": "1GiB"})).backend == "memory"
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("moncake://h:1", "'moncake://h:1' has the scheme 'moncake'; did you mean mooncake?"),
+        ("redis://h:1", "'redis://h:1' has the scheme 'redis'; valid: mooncake, etcd, file, memory"),
+        ("mooncake://h", "its address is 'h'; it must be host:port, such as 127.0.0.1:15001"),
+        ("mooncake:?protocol=tcp", "must name the master as mooncake://host:port"),
+        ("mooncake://h:1/pool", "and nothing after it but ?"),
+        ("mooncake://h:1?protocl=tcp", 'unknown key "protocl" in mooncake://h:1?protocl=tcp; did you mean protocol?'),
+        ("mooncake://h:1?protocol=tpc", "is 'tpc'; it must be tcp or rdma, or ascend"),
+        ("mooncake://h:1?master_server_address=g:2", "says master_server_addr twice"),
+        ("mooncake://h:1?protocol", "is not a URL of a pool"),
+        ("file:///pool?size=4GiB&size=8GiB", "is not a URL of a pool: it says size twice"),
+        ("file:///pool#1?size=4GiB", "in a path, write %23 for #"),
+        ("etcd://h1:2379;h2", "after etcd:// it must be host:port, or several of them with ; between"),
+        ("file://dev/shm/kvpool", "must name a whole path after three slashes"),
+        ("file:dev/shm/kvpool", "must name a whole path after three slashes"),
+        ("memory://x", "must be memory:, or memory:?size=1GiB"),
+        ("memory:?size=0", "is '0'; it must be more than 0 bytes"),
+        ("memory:?fast=mooncake://h:1", "it must be a URL such as memory:?size=1GiB"),
+        ("memory:?fast=memory:?sze=1", 'unknown key "sze" in memory:?sze=1; did you mean size?'),
+        ("memory:?async_write=perhaps", "is 'perhaps'; it must be true or false"),
+    ],
+)
+def test_a_wrong_url_gets_one_sentence(source: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(source)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({**VLLM, "device_nam": ""}, 'unknown key "device_nam" in {}; did you mean device_name?'),
+        ({**VLLM, "master_server_addr": "h:1"}, "say the same twice; remove one"),
+        ({**VLLM, "device_name": '{"0": "mlx5_0"}'}, "it must be names separated by commas"),
+        ({**VLLM, "global_segment_size": "many GB"}, "\"global_segment_size\" in {} is 'many GB'; a size is"),
+        ({**VLLM, "enable_ssd_offload": "maybe"}, "is 'maybe'; it must be true or false"),
+        ({"kvPoolConfig": []}, '"kvPoolConfig" in {} is []; it must be an object with the keys backend, configPath'),
+        ({"kvPoolConfig": {"backnd": ""}}, 'unknown key "backnd" in "kvPoolConfig" in {}; did you mean backend?'),
+        ({"kvPoolConfig": {"backend": "unifiedcache"}}, 'it must be mooncake, file, memory, or "" for no pool'),
+        ({"kvPoolConfig": {"backend": "mooncake"}}, 'names no file in "configPath"'),
+        ({"kvPoolConfig": {"backend": "mooncake", "configPath": "no.json"}}, 'no.json\' (named by "kvPoolConfig" in'),
+        ({"kvPoolConfig": {"backend": "memory", "asyncWrite": "often"}}, "asyncWrite of"),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any], sentence: str) -> None:
+    path = written(tmp_path / "config.json", content)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert sentence.replace("{}", str(path)) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import (
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    load_config,
+    parse_size,
+    read_config,
+)
+from kvstore_backend.config import settings as module
+
+GIB = 1 << 30
+MASTER = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:15001", "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE"}
+
+
+@pytest.fixture(autouse=True)
+def rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Stands in for /sys/class/infiniband, so that these tests say the same on every machine; empty at first."""
+    folder = tmp_path / "infiniband"
+    monkeypatch.setattr(module, "_RDMA_DEVICES", folder)
+    return folder
+
+
+def mooncake(environ: dict[str, str], **kwargs: Any) -> MooncakeSettings:
+    settings = load_config("mooncake", environ=environ, **kwargs).store
+    assert isinstance(settings, MooncakeSettings)
+    return settings
+
+
+def json_file(folder: Path, content: object) -> Path:
+    path = folder / "mooncake_config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_fastdeploys_environment_is_read_variable_by_variable() -> None:
+    environ = {
+        "MOONCAKE_MASTER_SERVER_ADDR": "master.example:15001",
+        "MOONCAKE_METADATA_SERVER": "http://master.example:15002/metadata",
+        "MOONCAKE_LOCAL_HOSTNAME": "node7",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "1000000000",
+        "MOONCAKE_LOCAL_BUFFER_SIZE": "134217728",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_RDMA_DEVICES": "mlx5_0,mlx5_1",
+    }
+    assert mooncake(environ) == MooncakeSettings(
+        master_server_addr="master.example:15001",
+        metadata_server="http://master.example:15002/metadata",
+        local_hostname="node7",
+        protocol="tcp",
+        rdma_devices="mlx5_0,mlx5_1",
+        global_segment_size=1_000_000_000,
+        local_buffer_size=134_217_728,
+    )
+
+
+def test_fastdeploys_file_is_read_key_by_key(tmp_path: Path) -> None:
+    values = {
+        "local_hostname": "localhost",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": 1_000_000_000,
+        "local_buffer_size": "128MiB",
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": "0.0.0.0:15001",
+    }
+    path = json_file(tmp_path, values)
+    expected = MooncakeSettings(**{**values, "local_buffer_size": 128 << 20})  # type: ignore[arg-type]
+    assert mooncake({"MOONCAKE_CONFIG_PATH": str(path)}) == mooncake({}, config_path=path) == expected
+
+
+def test_what_is_not_given_has_fastdeploys_defaults() -> None:
+    settings = mooncake(MASTER)
+    assert settings.global_segment_size == GIB
+    assert settings.local_buffer_size == GIB // 8
+    assert settings.local_hostname == settings.rdma_devices == ""
+
+
+def test_explicit_comes_before_file_before_environment_before_default(tmp_path: Path) -> None:
+    environ = {
+        "MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"global_segment_size": 64 << 20, "local_hostname": "file"})),
+        "MOONCAKE_MASTER_SERVER_ADDR": "environment:1",
+        "MOONCAKE_LOCAL_HOSTNAME": "environment",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "32MiB",
+    }
+    settings = mooncake(environ, explicit={"global_segment_size": 16 << 20})
+    assert settings.global_segment_size == 16 << 20
+    assert settings.local_hostname == "file"
+    assert settings.master_server_addr == "environment:1"
+    assert settings.local_buffer_size == 128 << 20
+
+
+def test_a_config_path_comes_before_the_one_in_the_environment(tmp_path: Path) -> None:
+    path = json_file(tmp_path, {"local_hostname": "file"})
+    assert mooncake({**MASTER, "MOONCAKE_CONFIG_PATH": "/nowhere"}, config_path=path).local_hostname == "file"
+
+
+def test_none_and_the_empty_variable_count_as_not_given() -> None:
+    settings = mooncake({**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": ""}, explicit={"local_buffer_size": None})
+    assert (settings.global_segment_size, settings.local_buffer_size) == (GIB, GIB // 8)
+
+
+def test_the_process_environment_is_read_where_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_MEMORY_SIZE", "3MiB")
+    assert load_config("memory").store == MemorySettings(size=3 << 20)
+
+
+def test_protocol_not_given_is_tcp_without_an_rdma_device_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert mooncake(MASTER).protocol == "tcp"
+    assert caplog.messages == ["protocol is not given: using tcp, as this machine has no RDMA device"]
+
+
+def test_protocol_not_given_is_rdma_with_a_device(rdma_devices: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (rdma_devices / "mlx5_0").mkdir(parents=True)
+    caplog.set_level(logging.INFO)
+    assert mooncake(MASTER).protocol == "rdma"
+    assert caplog.messages == ["protocol is not given: using rdma, as this machine has an RDMA device"]
+
+
+def test_without_a_metadata_server_clients_shake_hands_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    environ = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:15001", "MOONCAKE_PROTOCOL": "tcp"}
+    assert mooncake(environ).metadata_server == "P2PHANDSHAKE"
+    assert caplog.messages == [
+        "metadata_server is not given: using P2PHANDSHAKE, as every other client of the pool must"
+    ]
+
+
+def test_a_protocol_that_is_given_is_not_remarked_upon(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert mooncake({**MASTER, "MOONCAKE_PROTOCOL": "TCP"}).protocol == "tcp"
+    assert not caplog.messages
+
+
+def test_rdma_is_accepted_with_a_device(rdma_devices: Path) -> None:
+    (rdma_devices / "mlx5_0").mkdir(parents=True)
+    assert mooncake({**MASTER, "MOONCAKE_PROTOCOL": "rdma"}).protocol == "rdma"
+
+
+def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
+    others = ["MOONCAKE_MASTER", "MOONCAKE_TE_META_DATA_SERVER", "MOONCAKE_DEVICE", "MOONCAKE_STORE_CHECKSUM"]
+    assert mooncake({**MASTER, **dict.fromkeys(others, "x")}) == mooncake(MASTER)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        (
+            {},
+            "master_server_addr is not given: set MOONCAKE_MASTER_SERVER_ADDR, "
+            'or "master_server_addr" in the file that MOONCAKE_CONFIG_PATH names',
+        ),
+        (
+            {"MOONCAKE_MASTER_SERVER_ADDRESS": "h:1"},
+            "environment variable MOONCAKE_MASTER_SERVER_ADDRESS is not known; "
+            "did you mean MOONCAKE_MASTER_SERVER_ADDR?",
+        ),
+        (
+            {**MASTER, "MOONCAKE_PROTOCL": "tcp"},
+            "environment variable MOONCAKE_PROTOCL is not known; did you mean MOONCAKE_PROTOCOL?",
+        ),
+        (
+            {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1"},
+            "MOONCAKE_MASTER_SERVER_ADDR is '10.0.0.1'; it must be host:port, such as 127.0.0.1:15001",
+        ),
+        (
+            {**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
+            'MOONCAKE_GLOBAL_SEGMENT_SIZE is \'lots\'; a size is a number of bytes, or text such as "4GiB" or "512MB"',
+        ),
+        (
+            {**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "1MiB"},
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE is '1MiB'; "
+            "Mooncake needs at least 16MiB, or 0 to contribute no memory to the pool",
+        ),
+        (
+            {**MASTER, "MOONCAKE_METADATA_SERVER": "127.0.0.1:15002"},
+            "MOONCAKE_METADATA_SERVER is '127.0.0.1:15002'; "
+            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata",
+        ),
+        (
+            {**MASTER, "MOONCAKE_PROTOCOL": "tpc"},
+            "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma, or ascend where Mooncake was built for it",
+        ),
+        (
+            {**MASTER, "MOONCAKE_PROTOCOL": "rdma"},
+            "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device: say tcp, or leave it out",
+        ),
+        (
+            {"MOONCAKE_CONFIG_PATH": "/nowhere/c.json"},
+            "configuration file '/nowhere/c.json' (named by MOONCAKE_CONFIG_PATH) does not exist",
+        ),
+        (
+            {"MOONCAKE_CONFIG_PATH": "/tmp"},
+            "configuration file '/tmp' (named by MOONCAKE_CONFIG_PATH) cannot be read: Is a directory",
+        ),
+    ],
+)
+def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mooncake(environ)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"master_server_adr": "h:1"}, 'unknown key "master_server_adr" in {}; did you mean master_server_addr?'),
+        (
+            {"colour": "red"},
+            'unknown key "colour" in {}; valid: master_server_addr, metadata_server, local_hostname, protocol, '
+            "rdma_devices, global_segment_size, local_buffer_size",
+        ),
+        ({"master_server_addr": 15001}, '"master_server_addr" in {} is 15001; it must be host:port, such as'),
+        ({"master_server_addr": "http://h:1"}, "it must be host:port"),
+        ({"master_server_addr": "h:70000"}, "it must be host:port"),
+        ({"master_server_addr": "::1:15001"}, "it must be host:port"),
+        ({"local_hostname": None}, '"local_hostname" in {} is None; it must be text'),
+        ({"rdma_devices": ["mlx5_0"]}, "\"rdma_devices\" in {} is ['mlx5_0']; it must be text"),
+        ({"global_segment_size": True}, '"global_segment_size" in {} is True; a size is a number of bytes'),
+        ({"global_segment_size": -1}, '"global_segment_size" in {} is -1; a size is a number of bytes'),
+        ({"local_buffer_size": 1.5e9}, '"local_buffer_size" in {} is 1500000000.0; a size is a number of bytes'),
+        ({"local_buffer_size": "4G"}, "\"local_buffer_size\" in {} is '4G'; a size is a number of bytes"),
+        ({"metadata_server": "p2phandshake"}, "it must be P2PHANDSHAKE, or a URL"),
+        ({"metadata_server": "http://h:port/metadata"}, "it must be P2PHANDSHAKE, or a URL"),
+        ({"protocol": "rdma"}, "\"protocol\" in {} is 'rdma'; this machine has no RDMA device"),
+        ({"protocol": "rdma"}, "say tcp, or leave it out"),
+        ("{", "configuration file '{}' is not JSON: "),
+        (
+            '{"protocol": "tcp", "protocol": "rdma"}',
+            "configuration file '{}' cannot be meant so: it says protocol twice",
+        ),
+        ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
+        ("\xff", "configuration file '{}' is not JSON: "),
+        ("[]", "configuration file '{}' must hold one JSON object"),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: object, sentence: str) -> None:
+    path = json_file(tmp_path, content)
+    with pytest.raises(ConfigError) as caught:
+        mooncake(MASTER, config_path=path)
+    assert sentence.replace("{}", str(path)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_explicit_value_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^global_segment_size is 'x'; a size is"):
+        mooncake(MASTER, explicit={"global_segment_size": "x"})
+    with pytest.raises(ConfigError, match=r'^unknown key "siz"; did you mean size\?$'):
+        load_config("memory", explicit={"siz": 1}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("backend", "sentence"),
+    [
+        ("moncake", "storage backend 'moncake' is not known; did you mean mooncake?"),
+        ("", "storage backend '' is not known; valid: mooncake, file, memory"),
+    ],
+)
+def test_an_unknown_backend_gets_the_nearest_name(backend: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(backend, environ={})
+    assert str(caught.value) == sentence
+
+
+def test_addresses_may_be_names_ipv4_and_bracketed_ipv6() -> None:
+    for address in ("localhost:1", "10.0.0.1:65535", "[::1]:15001", "node-7.cluster.local:15001"):
+        assert mooncake({"MOONCAKE_MASTER_SERVER_ADDR": address}).master_server_addr == address
+
+
+def test_file_takes_its_folder_and_size_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    environ = {"KVSTORE_FILE_PATH": str(tmp_path), "KVSTORE_FILE_SIZE": "2GiB"}
+    assert load_config("file", environ=environ).store == FileSettings(path=tmp_path, size=2 * GIB)
+    path = json_file(tmp_path, {"path": "/data/blocks", "size": 5_000_000})
+    assert load_config("file", config_path=path, environ=environ).store == FileSettings(
+        path=Path("/data/blocks"), size=5_000_000
+    )
+
+
+def test_file_reads_the_file_that_the_environment_names_if_it_describes_a_folder(tmp_path: Path) -> None:
+    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"path": "/data/blocks", "async_write": True}))}
+    config = load_config("file", environ=environ)
+    assert config == PoolConfig(FileSettings(Path("/data/blocks")), async_write=True) == read_config(environ=environ)
+
+
+def test_file_does_not_read_mooncakes_file(tmp_path: Path) -> None:
+    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"master_server_addr": "h:1"}))}
+    assert load_config("file", environ=environ) == load_config("file", environ={})
+
+
+@pytest.mark.parametrize("name", ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT", "KVSTORE_PORT_8000_TCP_ADDR"])
+def test_what_kubernetes_makes_of_a_service_named_kvstore_is_let_alone(name: str) -> None:
+    assert load_config("file", environ={name: "10.0.0.1"}) == load_config("file", environ={})
+
+
+def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+
+
+def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+
+
+@pytest.mark.parametrize(
+    ("backend", "environ", "sentence"),
+    [
+        ("file", {"KVSTORE_FILE_SIZE": "0"}, "KVSTORE_FILE_SIZE is '0'; it must be more than 0 bytes"),
+        ("file", {"KVSTORE_FILE_SIZ": "1GB"}, "KVSTORE_FILE_SIZ is not known; did you mean KVSTORE_FILE_SIZE?"),
+        ("file", {"KVSTORE_SIZE": "1GB"}, "KVSTORE_SIZE is not known; did you mean KVSTORE_FILE_SIZE?"),
+        ("file", {"KVSTORE_PATH": "/ssd"}, "KVSTORE_PATH is not known; did you mean KVSTORE_FILE_PATH?"),
+        ("file", {"KVSTORE_FILE_PATH": "~nosuchuser/x"}, "it must be the path of a folder: "),
+        ("file", {"KVSTORE_FILE_PATH": "/tmp/" + "x" * 300}, "it must be the path of a folder: File name too long"),
+        ("file", {"KVSTORE_FILE_PATH": "/tmp/a\0b"}, "it must be the path of a folder: embedded null byte"),
+        ("file", {"KVSTORE_FILE_PATH": __file__}, "it must be the path of a folder, and this is a file"),
+        ("file", {"KVSTORE_FILE_PATH": " "}, "KVSTORE_FILE_PATH is ' '; it must be the path of a folder"),
+        ("memory", {"KVSTORE_MEMORY_SIZE": "much"}, "KVSTORE_MEMORY_SIZE is 'much'; a size is"),
+    ],
+)
+def test_a_wrong_variable_of_file_and_memory_gets_one_sentence(
+    backend: str, environ: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(backend, environ=environ)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("1073741824", GIB),
+        ("7B", 7),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("512 MB", 512_000_000),
+        ("1GB", 10**9),
+        ("4GiB", 4 * GIB),
+        ("4gib", 4 * GIB),
+        (" 1.5GiB ", GIB * 3 // 2),
+        ("1.1GB", 1_100_000_000),
+        ("2TiB", 2048 * GIB),
+    ],
+)
+def test_sizes_read_as_written(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4G", "1e9", "-1", "4 Gi B", "½GB", "1,5GB", "0x10", None, 1.0, True, -1])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="a size is a number of bytes"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**63), st.sampled_from(["", "B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
+@example(2**63 - 1, "TiB")
+def test_whole_sizes_are_exact(number: int, unit: str) -> None:
+    powers = {"K": 1, "M": 2, "G": 3, "T": 4}
+    factor = (1024 if "i" in unit else 1000) ** powers.get(unit[:1], 0)
+    assert parse_size(f"{number}{unit}") == number * factor
+
+
+def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
+    module.set_native_defaults()
+    assert os.environ["MC_LOG_LEVEL"] == "INFO"
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "2000"

@@ -1,0 +1,34 @@
+"""The real client on a real master. Closing a client takes seconds: tests share one until one of them closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore_backend.backend import StorageBackend
+from kvstore_backend.pool import open_store
+from tests.kvstore_backend.conformance.suite import StorageBackendContract, got
+from tests.support.mooncake import MooncakeMaster
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[list[StorageBackend]]:
+    opened: list[StorageBackend] = []
+    yield opened
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda store: store.close(), opened))
+
+
+class TestMooncakeStore(StorageBackendContract):
+    @pytest.fixture
+    def backend(self, mooncake_master: MooncakeMaster, clients: list[StorageBackend]) -> StorageBackend:
+        if not clients or not clients[-1].health().ok:
+            clients.append(open_store(mooncake_master.config()))
+        return clients[-1]
+
+    def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
+        """A put is answered 0 when another writer has only begun with the same key: it is there in a moment."""
+        wait_until(lambda: got(backend, key, len(content)) == content, f"{key} to be readable")

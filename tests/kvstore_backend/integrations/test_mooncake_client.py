@@ -1,0 +1,58 @@
+"""What engines may rely on beyond Mooncake's own client: memory is theirs again when a call returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from kvstore_backend.integrations.mooncake_client import PooledClient
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+GIVEN_UP = -800
+
+
+@dataclass
+class Client:
+    """A client whose store does as it is told, behind short deadlines."""
+
+    client: PooledClient
+    store: FaultInjector
+    guarded: GuardedBackend
+
+
+@pytest.fixture
+def one() -> Iterator[Client]:
+    store = FaultInjector(MemoryStore(1 << 20))
+    guarded = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.2, 0.05, 1e9))
+    client = PooledClient()
+    client._backend = guarded  # setup() would join a pool
+    wait_until(lambda: guarded.is_ready, "the store")
+    with contextlib.closing(client):
+        yield Client(client, store, guarded)
+        store.go_on()
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
+    one: Client, call: Literal["put", "get"]
+) -> None:
+    memory = Memory(1000)
+    [span] = memory.value
+    ask = one.client.batch_put_from if call == "put" else one.client.batch_get_into
+    one.store.faults = [Fault.HANGS]
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, ["a"], [span.address], [span.nbytes])
+        wait_until(lambda: one.guarded.late_calls == 1, "the deadline")
+        assert not wait([asked], timeout=0.3).done
+        one.store.go_on()
+        assert asked.result(10) == [GIVEN_UP]

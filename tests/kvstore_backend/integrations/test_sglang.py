@@ -1,0 +1,287 @@
+"""SGLang's storage contract, on its own abstract class where SGLang is installed, else on a double of it.
+
+Host memory is a double of SGLang's ``MHATokenToKVPoolHost``: its layouts, and the addresses it tells of its pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.kvstore_backend.integrations.sglang_module import NAME, is_installed, sglang_module
+from tests.support.waiting import wait_until
+
+PAGE, LAYERS, HEADS, DIM, TOKENS = 4, 3, 2, 8, 32
+Attach = Callable[..., Any]
+
+
+class HostMemory:
+    """Host memory of multi-head attention: [k/v, layer, token, head, dim] or [k/v, token, layer, head, dim]."""
+
+    def __init__(self, layout: str = "page_first", seed: int = 0) -> None:
+        self.layout, self.page_size, self.layer_num, self.head_num, self.head_dim = layout, PAGE, LAYERS, HEADS, DIM
+        self.dtype = torch.bfloat16
+        tokens_and_layers = (LAYERS, TOKENS) if layout == "layer_first" else (TOKENS, LAYERS)
+        generator = torch.Generator().manual_seed(seed)
+        self.kv_buffer = torch.randn((2, *tokens_and_layers, HEADS, DIM), generator=generator).to(self.dtype)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = [self.pieces(index) for index in indices.tolist()[::PAGE]]
+        pieces = [piece for page in pages for piece in page]
+        return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
+
+    def pieces(self, index: int) -> list[torch.Tensor]:
+        k, v = self.kv_buffer
+        tokens = slice(index, index + PAGE)
+        if self.layout == "layer_first":
+            return [each[layer, tokens] for layer in range(LAYERS) for each in (k, v)]
+        return [k[tokens], v[tokens]]
+
+    def content(self, index: int) -> torch.Tensor:
+        return torch.stack([piece.flatten() for piece in self.pieces(index)])
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "double",
+        pytest.param("real", marks=pytest.mark.skipif(not is_installed(), reason="SGLang is not installed here")),
+    ],
+)
+def integration(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with sglang_module(real=request.param == "real") as module:
+        yield module
+
+
+@pytest.fixture
+def sglang(integration: Any) -> Any:
+    import sys
+
+    return sys.modules[NAME]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.bin").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def attach(integration: Any, model: Path, tmp_path: Path) -> Iterator[Attach]:
+    """Makes a backend as SGLang's factory does, over one folder for all of a test."""
+    opened: list[Any] = []
+
+    def make(host: HostMemory, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+        said: dict[str, Any] = {"interface_v1": 1, "pool": f"file://{tmp_path}/pool?size=64MiB", **(extra or {})}
+        config = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+        storage_config = SimpleNamespace(
+            **{**config, "is_mla_model": False, "model_name": str(model), "extra_config": said, **changes}
+        )
+        backend = integration.KvstoreHiCache(storage_config, {})
+        backend.register_mem_pool_host(host)
+        backend.on_host_pools_registered()
+        opened.append(backend)
+        wait_until(lambda: all(pool.is_ready for pool in backend._pools.values()), "the pool")
+        return backend
+
+    yield make
+    for backend in opened:
+        backend.close()
+
+
+def test_sglangs_factory_makes_it_from_its_dynamic_configuration(
+    integration: Any, sglang: Any, model: Path, request: pytest.FixtureRequest
+) -> None:
+    if "real" not in request.node.callspec.params.values():
+        pytest.skip("the factory is SGLang's own")
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    extra = {
+        "backend_name": "kvstore",
+        "module_path": "kvstore_backend.integrations.sglang",
+        "class_name": "KvstoreHiCache",
+        "interface_v1": 1,
+        "pool": "memory:?size=1MiB",
+    }
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    config = sglang.HiCacheStorageConfig(
+        **ranks,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=str(model),
+        extra_config=extra,
+    )
+    made = StorageBackendFactory.create_backend("dynamic", config, HostMemory())
+    assert isinstance(made, integration.KvstoreHiCache)
+
+
+def test_it_is_a_storage_of_sglangs(integration: Any, sglang: Any) -> None:
+    assert issubclass(integration.KvstoreHiCache, sglang.HiCacheStorage)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(attach: Attach, layout: str) -> None:
+    ours, theirs = HostMemory(layout), HostMemory(layout, seed=1)
+    assert attach(ours).batch_set_v1(["a", "b"], indices(2, 5)) == [True, True]
+    other = attach(theirs)
+    assert other.batch_exists(["a", "b", "c"]) == 2
+    assert other.batch_get_v1(["a", "b"], indices(0, 7)) == [True, True]
+    assert torch.equal(theirs.content(0), ours.content(2 * PAGE))
+    assert torch.equal(theirs.content(7 * PAGE), ours.content(5 * PAGE))
+
+
+@pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
+def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(attach: Attach, call: str) -> None:
+    backend, store = attach(HostMemory()), FaultInjector(MemoryStore(1 << 20))
+    guarded = GuardedBackend(lambda: store, Deadlines(5.0, 0.05, 1e9))
+    wait_until(lambda: guarded.is_ready, "the store")
+    [pool] = backend._pools.values()
+    pool.close()
+    pool._backend = guarded
+    store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(getattr(backend, call), ["a"], indices(0))
+        wait_until(lambda: guarded.late_calls == 1, "the deadline")
+        assert not wait([asked], timeout=0.3).done
+        store.go_on()
+        assert asked.result(10) == [False]
+
+
+def test_from_the_first_page_that_is_missing_on_none_is_read(attach: Attach) -> None:
+    backend = attach(HostMemory())
+    backend.batch_set_v1(["a", "c"], indices(0, 2))
+    assert backend.batch_exists(["a", "b", "c"]) == 1
+    assert backend.batch_get_v1(["a", "b", "c"], indices(3, 4, 5)) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "layout"),
+    [
+        ({}, {}, "layer_first"),
+        ({}, {"tp_size": 2}, "page_first"),
+        ({}, {"tp_size": 2, "tp_rank": 1}, "page_first"),
+        ({}, {"pp_size": 2}, "page_first"),
+        ({"interface_v1": 0}, {}, "page_first"),
+        ({"weights_version": "2"}, {}, "page_first"),
+    ],
+    ids=["layout", "tp size", "tp rank", "pp size", "flat", "weights"],
+)
+def test_instances_that_lay_pages_out_otherwise_share_none(
+    attach: Attach, extra: dict[str, Any], changes: dict[str, Any], layout: str
+) -> None:
+    attach(HostMemory()).batch_set_v1(["a"], indices(0))
+    assert attach(HostMemory(layout), extra, **changes).batch_exists(["a"]) == 0
+
+
+def test_ranks_of_a_model_whose_kv_they_hold_alike_share_pages(attach: Attach) -> None:
+    attach(HostMemory(), is_mla_model=True, tp_size=2).batch_set_v1(["a"], indices(0))
+    assert attach(HostMemory(), is_mla_model=True, tp_size=2, tp_rank=1).batch_exists(["a"]) == 1
+
+
+def test_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "model.bin").write_bytes(b"finetun")
+    attach(HostMemory()).batch_set_v1(["a"], indices(0))
+    assert attach(HostMemory(), {"model_path": str(other)}).batch_exists(["a"]) == 0
+
+
+def test_pages_may_come_as_flat_tensors(attach: Attach) -> None:
+    backend = attach(HostMemory(), {"interface_v1": 0})
+    pages = [torch.arange(100.0), torch.arange(100.0) + 1]
+    assert backend.batch_set(["a", "b"], pages) is True
+    got = backend.batch_get(["a", "b", "c"], [torch.zeros(100) for _ in range(3)])
+    assert [None if page is None else page.tolist() for page in got] == [*(page.tolist() for page in pages), None]
+    assert (backend.exists("a"), backend.exists("c"), backend.get("c", torch.zeros(100))) == (True, False, None)
+
+
+def test_other_state_than_kv_goes_by_version_2(attach: Attach, sglang: Any) -> None:
+    kv, indexer = HostMemory(), HostMemory(seed=2)
+    backend = attach(kv)
+    backend.register_mem_host_pool_v2(indexer, sglang.PoolName.INDEXER)
+    want = indexer.content(0).clone()
+    transfer = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(0, 1), keys=["a", "b"])
+    assert backend.batch_set_v2([transfer]) == {"indexer": [True, True]}
+    back = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(4, 5, 6), keys=["a", "b", "c"])
+    assert backend.batch_get_v2([back]) == {"indexer": [True, True, False]}
+    assert torch.equal(indexer.content(4 * PAGE), want)
+    assert backend.batch_exists(["a"]) == 0  # of KV there is none
+
+
+def test_a_prefix_is_as_long_as_every_pool_allows(attach: Attach, sglang: Any) -> None:
+    backend = attach(HostMemory())
+    for name in (sglang.PoolName.INDEXER, sglang.PoolName.MAMBA):
+        backend.register_mem_host_pool_v2(HostMemory(), name)
+    keys = ["a", "b", "c", "d"]
+    backend.batch_set_v1(keys[:3], indices(0, 1, 2))
+    stored = {sglang.PoolName.INDEXER: keys[:3], sglang.PoolName.MAMBA: ["b"]}
+    for name, pages in stored.items():
+        backend.batch_set_v2([sglang.PoolTransfer(name=name, host_indices=indices(*range(len(pages))), keys=pages)])
+    asked = [
+        sglang.PoolTransfer(name=sglang.PoolName.INDEXER),
+        sglang.PoolTransfer(name=sglang.PoolName.MAMBA, keys=["d"], hit_policy=sglang.PoolHitPolicy.TRAILING_PAGES),
+    ]
+    found = backend.batch_exists_v2(keys, asked)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
+    assert found.extra_pool_hit_pages == {"kv": 3, "indexer": 3, "mamba": 2}
+
+
+def test_clearing_removes_this_models_pages(attach: Attach) -> None:
+    backend, other = attach(HostMemory()), attach(HostMemory(), tp_size=2)
+    for each in (backend, other):
+        each.batch_set_v1(["a"], indices(0))
+    backend.clear()
+    assert (backend.batch_exists(["a"]), other.batch_exists(["a"])) == (0, 1)
+
+
+def test_a_closed_backend_misses(attach: Attach) -> None:
+    backend = attach(HostMemory())
+    backend.batch_set_v1(["a"], indices(0))
+    backend.close()
+    assert backend.batch_get_v1(["a"], indices(0)) == backend.batch_set_v1(["b"], indices(0)) == [False]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"model_path": "Qwen/Qwen2.5"}, 'no folder here; say "model_path"'),
+        ({"pool": "ftp://x"}, "scheme"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(attach: Attach, extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attach(HostMemory(), extra)
+
+
+def test_memory_that_holds_no_kv_is_refused(attach: Attach) -> None:
+    host = HostMemory()
+    host.kv_buffer = None  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="only logical"):
+        attach(host)
+
+
+def test_a_configuration_without_a_pool_is_refused(attach: Attach, tmp_path: Path) -> None:
+    file = tmp_path / "off.json"
+    file.write_text(json.dumps({"kvPoolConfig": {"backend": "", "configPath": ""}}))
+    with pytest.raises(ConfigError, match="no pool"):
+        attach(HostMemory(), {"pool": str(file)})

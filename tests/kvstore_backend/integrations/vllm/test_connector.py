@@ -1,0 +1,152 @@
+"""The vLLM connector as the installed vLLM sees it; skipped where none is, as in CI, for which vLLM is too large."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvstore_backend import ConfigError
+from kvstore_backend.integrations.vllm.connector import KVStoreConnector, KVStoreMetrics, KVStoreStats, _settings
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="KVStoreConnector",
+        kv_connector_module_path="kvstore_backend.integrations.vllm",
+        kv_role=role,
+        kv_connector_extra_config=extra,
+    )
+
+
+def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
+    """What vLLM gives a connector, as far as this one looks at it."""
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=transfer(**extra),
+        parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
+        cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    return vllm_config, SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
+
+
+@pytest.fixture
+def spec() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+
+
+def test_vllm_finds_the_connector_by_its_module() -> None:
+    assert KVConnectorFactory.get_connector_class(transfer()) is KVStoreConnector
+
+
+def test_nothing_abstract_is_left() -> None:
+    assert not KVStoreConnector.__abstractmethods__
+
+
+def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path: Any) -> None:
+    vllm_config, kv_cache_config = config(spec, {"pool": f"file://{tmp_path}/pool"})
+    connector = KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+    try:
+        assert vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        assert not connector.requires_kv_delivery
+    finally:
+        connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rope", "changed", "is_another"),
+    [
+        ("longrope", {"max_model_len": 8192}, True),
+        ("yarn", {"max_model_len": 8192}, False),
+        ("yarn", {"load_format": "dummy"}, True),
+        ("yarn", {"load_format": "safetensors"}, False),
+    ],
+)
+def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dict[str, Any], is_another: bool) -> None:
+    def settings(max_model_len: int = 4096, load_format: str = "auto") -> dict[str, object]:
+        model = SimpleNamespace(
+            dtype="float16",
+            quantization=None,
+            hf_overrides={},
+            hf_text_config=SimpleNamespace(rope_parameters={"rope_type": rope}),
+            max_model_len=max_model_len,
+        )
+        load = SimpleNamespace(load_format=load_format)
+        return _settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
+
+    assert (settings(**changed) != settings()) is is_another
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "sentence"),
+    [
+        ({"pol": "file:///tmp/pool"}, {}, 'unknown key "pol" in kv_connector_extra_config; did you mean pool'),
+        ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
+        ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
+        ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
+        ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
+        ({}, {"calculate_kv_scales": True}, "scales of its own"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    spec: Any, extra: dict[str, object], changes: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        KVStoreConnector(*_ordered(config(spec, extra, **changes)))
+
+
+def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
+    vllm_config, kv_cache_config = config(spec, {})
+    vllm_config.kv_transfer_config = transfer("kv_producer", pool="file:///tmp/pool", prefill_wait_s=1)
+    with pytest.raises(ConfigError, match="kv_role is kv_producer, which loads nothing"):
+        KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+
+
+def test_models_without_full_attention_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keeps its KV as SimpleNamespace"):
+        KVStoreConnector(*_ordered(config(SimpleNamespace(), {})))
+
+
+def test_statistics_add_up_and_appear_in_vllms_metrics() -> None:
+    stats = KVStoreStats({"abc": {"load ok": 2, "load bytes": 10}}).aggregate(
+        KVStoreStats({"abc": {"load ok": 1}, "def": {"lookup absent": 4}})
+    )
+    assert stats.reduce() == {"abc load bytes": 10, "abc load ok": 3, "def lookup absent": 4}
+    registry = CollectorRegistry()
+
+    def counter(**arguments: Any) -> Counter:
+        return Counter(**arguments, registry=registry)
+
+    metrics = KVStoreMetrics(
+        SimpleNamespace(kv_transfer_config=transfer()), {Counter: counter, **_others()}, ["engine"], {0: ["0"]}
+    )
+    metrics.observe(stats.to_dict(), 0)
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvstore_blocks_total{engine="0",namespace="abc",operation="load",outcome="ok"} 3.0' in text, text
+    assert 'vllm:kvstore_bytes_total{engine="0",namespace="abc",operation="load"} 10.0' in text
+
+
+def _ordered(configs: tuple[Any, Any]) -> tuple[Any, KVConnectorRole, Any]:
+    return configs[0], KVConnectorRole.SCHEDULER, configs[1]
+
+
+def _others() -> dict[Any, Any]:
+    from prometheus_client import Gauge, Histogram
+
+    return {Gauge: Gauge, Histogram: Histogram}

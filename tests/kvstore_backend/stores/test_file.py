@@ -1,0 +1,577 @@
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
+from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.file import ledger as file_ledger
+from tests.support.memory import Memory
+from tests.support.peer import Peer
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+BLOCK = 1000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[FileStore]:
+    opened = FileStore(folder, 100 * BLOCK)
+    yield opened
+    opened.close()
+
+
+def put(store: StorageBackend, *keys: str, nbytes: int = BLOCK) -> list[Status]:
+    source = Memory(nbytes)
+    return store.put(keys, [source.value] * len(keys))
+
+
+def get(store: StorageBackend, key: str, nbytes: int = BLOCK) -> Status:
+    target = Memory(nbytes)
+    return store.get([key], [target.value])[0]
+
+
+def files(folder: Path) -> list[Path]:
+    """Every stored value and every draft."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "ledger"]
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def numbered(count: int, start: int = 0) -> list[str]:
+    return [f"key{i}" for i in range(start, start + count)]
+
+
+class TestSharing:
+    def test_what_one_process_puts_another_gets_sees_and_removes(self, store: FileStore, folder: Path) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            assert peer.put("theirs", b"from there") is OK
+            assert get(store, "theirs", 10) is OK
+            put(store, "ours")
+            assert peer.exists("ours") is OK
+            assert peer.get("ours", BLOCK) == b"\xee" * BLOCK
+            assert peer.remove("ours") is OK
+            assert store.exists(["ours"]) == [ABSENT]
+
+    def test_values_outlive_the_process_that_put_them(self, folder: Path) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            peer.put("key", b"value")
+        store = FileStore(folder, 100 * BLOCK)
+        assert get(store, "key", 5) is OK
+        store.close()
+
+    def test_processes_keep_one_limit_together(self, store: FileStore, folder: Path) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            for key in numbered(120):
+                assert peer.put(f"theirs-{key}", bytes(BLOCK)) is OK
+                assert put(store, f"ours-{key}") == [OK]
+                assert bytes_in(folder) <= 100 * BLOCK
+        assert store.stats().used_bytes == bytes_in(folder)
+        assert store.stats().keys == len(files(folder))
+
+    def test_two_writers_of_one_key_leave_one_whole_value(self, folder: Path) -> None:
+        stores = [FileStore(folder, 10**8) for _ in range(4)]
+        sources = [Memory(bytes([number]) * 300_000) for number in range(4)]
+        for key in numbered(20):
+            with ThreadPoolExecutor(4) as threads:
+                answers = threads.map(lambda i, key=key: stores[i].put([key], [sources[i].value]), range(4))
+            assert list(answers) == [[OK]] * 4
+            target = Memory(300_000)
+            assert stores[0].get([key], [target.value]) == [OK]
+            assert target.content in [source.content for source in sources]
+        assert stores[0].stats().used_bytes == bytes_in(folder) == 20 * 300_000
+        for store in stores:
+            store.close()
+
+
+class TestEviction:
+    def test_the_least_recently_used_go_first(self, store: FileStore) -> None:
+        put(store, *numbered(100))
+        for key in numbered(90):
+            assert get(store, key) is OK
+        put(store, "one more")
+        present = store.exists([*numbered(100), "one more"])
+        assert present[:90] == [OK] * 90
+        assert present[-1] is OK
+        assert ABSENT in present[90:100]
+
+    def test_use_by_another_process_counts(self, store: FileStore, folder: Path) -> None:
+        put(store, *numbered(100))
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            assert isinstance(peer.get("key0", BLOCK), bytes)
+            put(store, "one more")
+        assert store.exists(["key0", "key1"]) == [OK, ABSENT]
+
+    def test_after_the_clock_was_set_back_the_new_stay_and_the_old_go(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            ahead = time.time_ns() + 10**18
+            patch.setattr(time, "time_ns", lambda: ahead)
+            put(store, *numbered(50))
+        put(store, *numbered(50, start=50))
+        put(store, "one more")
+        assert store.exists(numbered(50, start=50)) == [OK] * 50
+        assert ABSENT in store.exists(numbered(50))
+
+    def test_an_eviction_looks_at_some_of_many_values_and_takes_the_oldest_of_those(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(store, *numbered(100))
+        monkeypatch.setattr(file_ledger, "_SAMPLE", 30, raising=False)
+        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+        assert put(store, "key100") == [OK]
+        assert 0 < len(looked_at) <= 30
+        assert put(store, *numbered(9, start=101)) == [OK] * 9
+        assert store.exists(numbered(30, start=80)) == [OK] * 30
+        assert store.stats().used_bytes == bytes_in(folder) <= 100 * BLOCK
+
+    def test_opening_looks_at_no_value(self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        put(store, *numbered(50))
+        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+        another = FileStore(folder, 100 * BLOCK)
+        assert looked_at == []
+        assert another.stats() == store.stats()
+        another.close()
+
+    def test_values_that_somebody_removed_by_hand_are_evicted_from_the_count(
+        self, store: FileStore, folder: Path
+    ) -> None:
+        put(store, *numbered(100))
+        for path in files(folder)[:90]:
+            path.unlink()
+        assert put(store, "one more") == [OK]
+        assert store.stats().used_bytes == bytes_in(folder) == 11 * BLOCK
+
+    def test_asking_whether_a_key_is_there_does_not_use_it(self, store: FileStore) -> None:
+        put(store, *numbered(100))
+        store.exists(["key0"])
+        put(store, "one more")
+        assert store.exists(["key0"]) == [ABSENT]
+
+    def test_a_value_larger_than_the_store_fails_and_evicts_nothing(self, store: FileStore) -> None:
+        put(store, *numbered(100))
+        assert put(store, "huge", nbytes=100 * BLOCK + 1) == [FAILED]
+        assert store.exists(numbered(100)) == [OK] * 100
+
+    def test_a_value_as_large_as_the_store_fits(self, store: FileStore) -> None:
+        put(store, *numbered(3))
+        assert put(store, "whole", nbytes=100 * BLOCK) == [OK]
+        assert store.exists([*numbered(3), "whole"]) == [ABSENT, ABSENT, ABSENT, OK]
+
+    def test_a_value_evicted_while_it_is_read_arrives_whole(
+        self, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, target = Memory(secrets.token_bytes(BLOCK)), Memory(BLOCK)
+        store.put(["key"], [source.value])
+
+        def evict_then_read(file: int, buffers: list[memoryview], offset: int) -> int:
+            assert store.remove(["key"]) == [OK]
+            return preadv(file, buffers, offset)
+
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", evict_then_read)
+        assert store.get(["key"], [target.value]) == [OK]
+        assert target.content == source.content
+
+    def test_the_capacity_is_what_the_filesystem_has_room_for(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        statvfs = os.statvfs_result((4096, 4096, 100, 25, 25, 9, 9, 9, 0, 255))  # stands in for a small filesystem
+        monkeypatch.setattr(os, "statvfs", lambda _: statvfs)
+        store = FileStore(folder, 10**9)
+        assert store.stats().capacity_bytes == int(25 * 4096 * 0.95)
+        assert f"{folder} has room for 97280 of the 1000000000 bytes asked for" in caplog.text
+        store.close()
+
+    @given(st.lists(st.tuples(st.sampled_from("pgr"), st.sampled_from("abcdefgh"), st.integers(1, 40))))
+    def test_whatever_is_done_the_limit_holds_and_the_count_is_right(
+        self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int]]
+    ) -> None:
+        folder = tmp_path_factory.getbasetemp() / "accounts"
+        shutil.rmtree(folder, ignore_errors=True)
+        store = FileStore(folder, 100)
+        for action, key, nbytes in steps:
+            if action == "p":
+                put(store, key, nbytes=nbytes)
+            elif action == "g":
+                get(store, key, nbytes)
+            else:
+                store.remove([key])
+            stats = store.stats()
+            assert stats.used_bytes == bytes_in(folder) <= 100
+            assert stats.keys == len(files(folder))
+        store.close()
+
+
+class TestCrashes:
+    @pytest.mark.parametrize("moment", ["in the middle of the bytes", "before it has its name"])
+    def test_a_writer_killed_in_a_put_leaves_nothing_readable_and_nothing_behind(
+        self, folder: Path, moment: str
+    ) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            peer.begin(_put_and_die, "key", moment)
+            assert peer.wait() == -signal.SIGKILL
+        assert len(files(folder)) == 1
+        store = FileStore(folder, 100 * BLOCK)
+        assert store.exists(["key"]) == [ABSENT]
+        assert get(store, "key") is ABSENT
+        assert files(folder) == []
+        assert store.stats().used_bytes == 0
+        assert put(store, "key") == [OK]
+        store.close()
+
+    def test_an_eviction_cleans_up_after_a_killed_writer(self, store: FileStore, folder: Path) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            peer.begin(_put_and_die, "key", "before it has its name")
+            peer.wait()
+        put(store, *numbered(100))
+        assert store.stats().used_bytes == bytes_in(folder)
+        assert all(path.name.endswith(".block") for path in files(folder))
+
+    @pytest.mark.parametrize("change", ["put", "remove", "clear", "evict"])
+    def test_a_process_killed_in_the_middle_of_a_change_leaves_no_wrong_count(
+        self, store: FileStore, folder: Path, change: str
+    ) -> None:
+        put(store, *numbered(100 if change == "evict" else 90))
+        with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
+            peer.begin(_change_and_die, change)
+            assert peer.wait() == -signal.SIGKILL
+        assert store.stats().used_bytes == bytes_in(folder)
+        assert store.stats().keys == len(files(folder))
+
+    def test_a_store_closed_while_it_puts_gives_back_what_was_reserved(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closing = FileStore(folder, 100 * BLOCK)
+
+        def close_first(*_: object) -> int:
+            closing.close()
+            raise OSError(5, os.strerror(5))
+
+        monkeypatch.setattr(os, "pwritev", close_first)
+        assert put(closing, "key") == [FAILED]
+        assert store.stats().used_bytes == bytes_in(folder) == 0
+
+    def test_whenever_a_writer_is_killed_every_readable_value_is_whole(self, folder: Path) -> None:
+        nbytes = 1 << 20
+        for death in range(3):
+            with Peer(partial(FileStore, folder, 64 << 20)) as peer:
+                peer.begin(_put_for_ever, f"{death}-", nbytes)
+                wait_until(partial(_has_more, folder, f"{death}-*", 5 + death), "a few values")
+                peer.kill()
+        store = FileStore(folder, 64 << 20)
+        names = [path.name.removesuffix(".block") for path in (folder / "blocks").rglob("*.block")]
+        assert len(names) > 15
+        for name in names:
+            target = Memory(nbytes)
+            assert store.get([name], [target.value]) == [OK]
+            assert target.content == _content(name, nbytes)
+        assert store.stats().used_bytes == bytes_in(folder)
+        store.close()
+
+    def test_what_was_stored_before_the_machine_last_started_is_dropped(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = FileStore(folder, 100 * BLOCK)
+        put(before, "key")
+        before.close()
+        next_boot = tmp_path / "boot_id"  # stands in for the kernel's, which only a restart changes
+        next_boot.write_text("00000000-1111-2222-3333-444444444444\n")
+        monkeypatch.setattr(file_ledger, "_BOOT_ID", next_boot)
+        after = FileStore(folder, 100 * BLOCK)
+        assert after.exists(["key"]) == [ABSENT]
+        assert after.stats().used_bytes == 0
+        after.close()
+
+
+class TestTheFolder:
+    def test_a_closed_store_leaves_values_and_no_draft_folder(self, folder: Path) -> None:
+        store = FileStore(folder, 100 * BLOCK)
+        put(store, "key")
+        store.close()
+        assert list((folder / "writers").iterdir()) == []
+        assert len(files(folder)) == 1
+
+    def test_a_value_lies_under_a_name_that_people_can_read(self, store: FileStore, folder: Path) -> None:
+        put(store, "kv1-abc-def")
+        assert [path.name for path in files(folder)] == ["kv1-abc-def.block"]
+
+    def test_others_may_not_read_it(self, store: FileStore, folder: Path) -> None:
+        assert folder.stat().st_mode & 0o077 == 0
+
+    def test_a_folder_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(PoolUnavailable, match=f"folder {tmp_path}/file/pool cannot be used as a store: Not a dir"):
+            FileStore(tmp_path / "file" / "pool", BLOCK)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+    def test_a_folder_of_another_user_is_refused(self, folder: Path) -> None:
+        folder.mkdir()
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(PoolUnavailable, match="it belongs to user 12345"):
+            FileStore(folder, BLOCK)
+
+    @pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
+    def test_a_folder_that_others_may_write_to_is_refused_and_left_as_it_is(self, folder: Path, mode: int) -> None:
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(
+            PoolUnavailable, match=f"it may be written to by others .mode {mode:o}.* chmod go-w {folder}"
+        ):
+            FileStore(folder, BLOCK)
+        assert list(folder.iterdir()) == []
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+    @pytest.mark.parametrize("part", ["ledger", "blocks", "writers"])
+    def test_a_folder_in_which_another_user_made_a_part_is_refused(self, folder: Path, part: str) -> None:
+        FileStore(folder, BLOCK).close()
+        os.chown(folder / part, 12345, 12345)
+        with pytest.raises(PoolUnavailable, match=f"it has a part, {part}, that belongs to user 12345"):
+            FileStore(folder, BLOCK)
+
+    def test_whatever_the_umask_others_may_write_to_no_part_of_it(self, folder: Path) -> None:
+        before = os.umask(0)
+        try:
+            store = FileStore(folder, 100 * BLOCK)
+            put(store, "key")
+        finally:
+            os.umask(before)
+        assert [path for path in folder.rglob("*") if path.stat().st_mode & 0o077] == []
+        store.close()
+
+    @pytest.mark.parametrize(
+        "contents", [["blocks/2024/photos.tar", "writers/alice/novel"], ["blocks/2024/photos.tar", "ledger"]]
+    )
+    def test_a_folder_that_holds_other_things_is_refused_and_left_as_it_is(
+        self, folder: Path, contents: list[str]
+    ) -> None:
+        for name in contents:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("somebody's own" * 100)
+        with pytest.raises(PoolUnavailable, match=f"it holds blocks.* a pool's; name a new .* such as {folder}/kvpool"):
+            FileStore(folder, BLOCK)
+        assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == contents
+
+    def test_an_opener_killed_before_it_had_made_the_whole_folder_does_no_harm(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "ledger").touch()
+        store = FileStore(folder, 100 * BLOCK)
+        assert put(store, "key") == [OK]
+        store.close()
+
+    def test_whoever_opens_a_new_folder_at_the_same_moment_is_let_in(self, folder: Path) -> None:
+        for number in range(20):
+            with ThreadPoolExecutor(4) as threads:
+                opened = threads.map(lambda _, path=folder / str(number): FileStore(path, BLOCK), range(4))
+            for store in opened:
+                store.close()
+
+    def test_what_somebody_put_among_the_blocks_is_never_dropped(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        FileStore(folder, BLOCK).close()
+        (folder / "blocks" / "2024").mkdir()
+        (folder / "blocks" / "2024" / "photos.tar").write_text("somebody's own" * 100)
+        monkeypatch.setattr(file_ledger, "_BOOT_ID", tmp_path / "boot_id")
+        (tmp_path / "boot_id").write_text("00000000-1111-2222-3333-444444444444\n")
+        store = FileStore(folder, BLOCK)
+        assert put(store, "one") == put(store, "two") == [OK]
+        assert (folder / "blocks" / "2024" / "photos.tar").exists()
+        store.close()
+
+    def test_a_failed_opening_leaves_no_descriptor_and_no_folder_of_a_writer(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: object) -> None:
+            raise OSError(5, os.strerror(5))
+
+        before = os.listdir("/proc/self/fd"), os.listdir(folder / "writers")
+        monkeypatch.setattr(os, "statvfs", refuse)
+        with pytest.raises(PoolUnavailable, match="Input/output error"):
+            FileStore(folder, BLOCK)
+        assert (os.listdir("/proc/self/fd"), os.listdir(folder / "writers")) == before
+
+    def test_a_stray_file_among_its_folders_keeps_nobody_out(self, store: FileStore, folder: Path) -> None:
+        put(store, "key")
+        (folder / "blocks" / "README").touch()
+        (folder / "writers" / "README").touch()
+        another = FileStore(folder, 100 * BLOCK)
+        assert another.exists(["key"]) == [OK]
+        assert another.stats().keys == 1
+        another.close()
+
+    def test_a_folder_removed_by_somebody_is_a_miss_and_a_failure_never_an_error(
+        self, store: FileStore, folder: Path
+    ) -> None:
+        put(store, "key")
+        shutil.rmtree(folder)
+        assert store.exists(["key"]) == [ABSENT]
+        assert get(store, "key") is ABSENT
+        assert store.remove(["key"]) == [FAILED]
+        assert not store.health().ok
+        assert store.stats().keys is None
+
+    @pytest.mark.parametrize("part", [".", "blocks", "writers"])
+    def test_a_folder_removed_by_somebody_is_made_anew_by_the_next_put(
+        self, store: FileStore, folder: Path, part: str
+    ) -> None:
+        put(store, "before")
+        shutil.rmtree(folder / part)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        assert put(store, "one", "two") == [OK, OK]
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert store.health().ok
+        assert store.stats().used_bytes == bytes_in(folder) == (3000 if part == "writers" else 2000)
+        assert len(list((folder / "writers").iterdir())) == 1
+
+    def test_a_folder_that_another_process_made_anew_is_shared_with_it(self, store: FileStore, folder: Path) -> None:
+        shutil.rmtree(folder)
+        another = FileStore(folder, 100 * BLOCK)
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(lambda key: put(store, key), numbered(20))) == [[OK]] * 20
+        assert another.exists(numbered(20)) == [OK] * 20
+        assert another.stats().used_bytes == bytes_in(folder)
+        another.close()
+
+    def test_a_closed_store_makes_no_folder_anew(self, store: FileStore, folder: Path) -> None:
+        shutil.rmtree(folder)
+        store.close()
+        assert put(store, "key") == [FAILED]
+        assert not folder.exists()
+
+    @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "cut short"])
+    def test_without_its_ledger_it_only_reads(
+        self, store: FileStore, folder: Path, harm: Callable[[Path], None]
+    ) -> None:
+        put(store, "key")
+        harm(folder / "ledger")
+        assert put(store, "other") == store.remove(["key"]) == [FAILED]
+        assert not store.health().ok
+        assert get(store, "key") is OK
+
+    def test_a_ledger_cut_short_is_made_good_when_it_is_opened_anew(self, store: FileStore, folder: Path) -> None:
+        put(store, "key")
+        os.truncate(folder / "ledger", 7)
+        anew = FileStore(folder, 100 * BLOCK)
+        assert put(anew, "other") == [OK]
+        assert anew.stats().used_bytes == bytes_in(folder)
+        anew.close()
+
+    def test_a_value_cut_short_by_somebody_fails(self, store: FileStore, folder: Path) -> None:
+        put(store, "key")
+        os.truncate(files(folder)[0], BLOCK - 1)
+        assert get(store, "key") is FAILED
+
+    def test_a_filesystem_that_moves_few_bytes_a_call_is_asked_again(
+        self, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        preadv, pwritev = os.preadv, os.pwritev
+        monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:7]], at))
+        monkeypatch.setattr(os, "pwritev", lambda file, buffers, at: pwritev(file, [buffers[0][:5]], at))
+        source, target = Memory(secrets.token_bytes(100)), Memory(100)
+        assert store.put(["key"], [source.spans(33, 60, 7)]) == [OK]
+        assert store.get(["key"], [target.spans(10, 90)]) == [OK]
+        assert target.content == source.content
+
+    @pytest.mark.parametrize("error", [28, 5], ids=["no space left", "input/output error"])
+    def test_a_disk_that_refuses_is_a_failure_and_leaves_nothing(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    ) -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "pwritev", refuse)
+        assert put(store, "key") == [FAILED]
+        assert files(folder) == []
+        assert store.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_capacity_is_positive(folder: Path, capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity_bytes is {capacity}"):
+        FileStore(folder, capacity)
+
+
+def _content(key: str, nbytes: int) -> bytes:
+    """Bytes that only this key's value has, to the end."""
+    return (key.encode().ljust(16, b".") * (nbytes // 16 + 1))[:nbytes]
+
+
+def _folders_looked_at(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by every folder of values whose contents are asked for."""
+    looked_at: list[str] = []
+    scandir = os.scandir
+
+    def noting(path: Any) -> object:
+        if not isinstance(path, int) and Path(path).parent == blocks:
+            looked_at.append(os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", noting)
+    return looked_at
+
+
+def _has_more(folder: Path, pattern: str, count: int) -> bool:
+    return len(list(folder.rglob(pattern))) > count
+
+
+def _put_for_ever(store: StorageBackend, prefix: str, nbytes: int) -> None:
+    number = 0
+    while True:
+        key = f"{prefix}{number}"
+        source = Memory(_content(key, nbytes))
+        store.put([key], [source.value])
+        number += 1
+
+
+def _put_and_die(store: FileStore, key: str, moment: str) -> None:
+    """Put, and be killed by a signal at the given moment: what only luck would hit from outside."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_half_and_die(file: int, buffers: list[memoryview], offset: int) -> int:
+        os.pwrite(file, buffers[0][: BLOCK // 2], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("not reached")
+
+    if moment == "in the middle of the bytes":
+        os.pwritev = write_half_and_die  # type: ignore[assignment]
+    else:
+        store._ledger.publish = die  # type: ignore[method-assign, assignment]
+    put(store, key)
+
+
+def _change_and_die(store: FileStore, change: str) -> None:
+    """Be killed by a signal when a change was made and is not entered yet."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    file_ledger._write = die  # type: ignore[assignment]
+    if change == "remove":
+        store.remove(["key0"])
+    elif change == "clear":
+        store.clear("key")
+    else:
+        put(store, "another")

@@ -1,0 +1,326 @@
+"""What only Mooncake does, on real masters and clients; ``..conformance`` has the contract of all stores."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
+from kvstore_backend.config import MooncakeSettings, PoolConfig, load_config
+from kvstore_backend.pool import open_store
+from kvstore_backend.stores.mooncake import MooncakeStore
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster
+from tests.support.mooncake import mooncake_master as running_mooncake_master
+from tests.support.peer import Peer
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+MIB = 1 << 20
+
+
+@pytest.fixture
+def doomed_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """A master of this test's own, to kill or stop."""
+    with running_mooncake_master(tmp_path / "master.log") as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def store(mooncake_master: MooncakeMaster) -> Iterator[StorageBackend]:
+    opened = open_store(mooncake_master.config())
+    yield opened
+    opened.close()
+
+
+def new_key() -> str:
+    return f"mooncake-{secrets.token_hex(8)}"
+
+
+def opening(config: PoolConfig) -> str:
+    """The sentence that opening fails with."""
+    with pytest.raises(PoolUnavailable) as caught:
+        open_store(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestTwoProcesses:
+    def test_what_one_puts_the_other_sees_gets_and_removes(
+        self, store: StorageBackend, mooncake_master: MooncakeMaster
+    ) -> None:
+        config = mooncake_master.config(global_segment_size=0, local_buffer_size=0)
+        key, content = new_key(), secrets.token_bytes(3 * MIB)
+        source = Memory(content)
+        with Peer(partial(open_store, config)) as peer:
+            assert peer.exists(key) is ABSENT
+            assert store.put([key], [source.spans(MIB, 2 * MIB)]) == [OK]
+            assert peer.exists(key) is OK
+            assert peer.get(key, 3 * MIB) == content
+            assert peer.get(key, 3 * MIB - 1) is FAILED
+            assert peer.get(key, 3 * MIB + 1) is FAILED
+            wait_until(lambda: peer.remove(key) is OK, "the end of the reader's lease")
+            assert store.exists([key]) == [ABSENT]
+            assert peer.put(key, content[:MIB]) is OK
+            target = Memory(MIB)
+            assert store.get([key], [target.value]) == [OK]
+            assert target.content == content[:MIB]
+
+    def test_the_death_of_who_held_the_bytes_is_a_failure_never_a_wrong_byte(
+        self, doomed_master: MooncakeMaster
+    ) -> None:
+        # The peer's memory is all there is, so it holds what is put.
+        config = doomed_master.config(global_segment_size=0)
+        with Peer(partial(open_store, config)) as reader:
+            with Peer(partial(open_store, doomed_master.config())) as owner:
+                assert reader.put("key", b"value" * 1000) is OK
+                owner.kill()
+            assert reader.get("key", 5000) in (FAILED, ABSENT)
+
+
+class TestLeases:
+    def test_what_is_being_read_is_not_removed(self, doomed_master: MooncakeMaster) -> None:
+        with Peer(partial(open_store, doomed_master.config())) as peer:
+            peer.put("key", b"value")
+            assert peer.exists("key") is OK
+            assert peer.remove("key") is FAILED
+            assert peer.get("key", 5) == b"value"
+
+
+class TestFullPool:
+    def test_what_does_not_fit_fails(self, store: StorageBackend) -> None:
+        source = Memory(65 * MIB)
+        assert store.put([new_key()], [source.value]) == [FAILED]
+
+    def test_a_pool_without_memory_stores_nothing(self, doomed_master: MooncakeMaster) -> None:
+        with Peer(partial(open_store, doomed_master.config(global_segment_size=0))) as peer:
+            assert peer.put("key", b"value") is FAILED
+            assert peer.exists("key") is ABSENT
+
+
+class TestDeadMaster:
+    def test_no_answer_is_ok_and_nothing_raises(self, doomed_master: MooncakeMaster) -> None:
+        with Peer(partial(open_store, doomed_master.config())) as peer:
+            assert peer.put("key", b"value") is OK
+            doomed_master.kill()
+            answers = peer.call(_every_call_at_once, "key")
+            assert answers.pop("health") is False
+            assert set(answers.values()) <= {FAILED, ABSENT}
+            assert answers["exists"] is FAILED
+
+    def test_a_master_that_hangs_is_a_failure_within_seconds(self, doomed_master: MooncakeMaster) -> None:
+        with Peer(partial(open_store, doomed_master.config())) as peer:
+            assert peer.put("key", b"value") is OK
+            doomed_master.process.signal(signal.SIGSTOP)
+            answers = peer.call(_every_call_at_once, "key")
+            assert answers.pop("health") is False
+            assert set(answers.values()) == {FAILED}
+            doomed_master.process.signal(signal.SIGCONT)
+            wait_until(lambda: peer.put("new key", b"value") is OK, "the master's return")
+
+
+class TestOpening:
+    def test_an_unreachable_master_is_said_at_once(self) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        config = load_config("mooncake", explicit={"master_server_addr": address, "protocol": "tcp"}, environ={})
+        assert opening(config) == (
+            f"no Mooncake master answers at {address} (Connection refused): "
+            "start mooncake_master there, or correct the address"
+        )
+
+    def test_a_host_that_does_not_exist_is_said(self) -> None:
+        config = load_config(
+            "mooncake", explicit={"master_server_addr": "no-such-host.invalid:1", "protocol": "tcp"}, environ={}
+        )
+        assert opening(config).startswith("no Mooncake master answers at no-such-host.invalid:1 (")
+
+    def test_an_unreachable_metadata_server_is_said(self, mooncake_master: MooncakeMaster) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        assert opening(mooncake_master.config(metadata_server=f"http://{address}/metadata")) == (
+            f"no Mooncake metadata server answers at {address} (Connection refused): start mooncake_master with "
+            "--enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere, or correct the address"
+        )
+
+    def test_something_else_at_the_masters_address_is_said(self, mooncake_master: MooncakeMaster) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            sentence = opening(mooncake_master.config(master_server_addr=address))
+        assert sentence == (
+            f"what listens at {address} does not answer: it is not a Mooncake master, or one that hangs: restart it, "
+            "or correct the address"
+        )
+
+    def test_a_master_that_hangs_is_said_before_the_native_client_would_stop_the_process_for_it(
+        self, doomed_master: MooncakeMaster
+    ) -> None:
+        doomed_master.process.signal(signal.SIGSTOP)
+        assert "or one that hangs" in opening(doomed_master.config())
+        doomed_master.process.signal(signal.SIGCONT)
+
+    def test_a_metadata_server_that_hangs_is_said(self, mooncake_master: MooncakeMaster) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            sentence = opening(mooncake_master.config(metadata_server=f"http://{address}/metadata"))
+        assert sentence.startswith(f"what listens at {address} does not answer as a metadata server: ")
+
+    def test_joining_what_is_no_master_is_not_tried_again_soon_as_it_stops_the_process(
+        self, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def setup(_: object, *arguments: object) -> int:  # what the real one does takes 6 s
+            time.sleep(0.01)
+            return -1
+
+        native = type("Native", (), {"setup": setup})
+        monkeypatch.setattr("kvstore_backend.stores.mooncake._library", lambda: native)
+        with pytest.raises(PoolUnavailable, match="failed with code -1") as caught:
+            open_store(mooncake_master.config())
+        assert caught.value.pause_seconds >= 10 * 0.01
+
+    def test_a_machine_with_no_network_but_loopback_is_told_what_mooncake_needs(self, tmp_path: Path) -> None:
+        alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]
+        try:
+            subprocess.run([*alone, "true"], capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as exc:
+            pytest.skip(f"no network namespace can be made here: {exc}")
+        code = (
+            "from pathlib import Path\n"
+            "from tests.support.mooncake import mooncake_master\n"
+            "from kvstore_backend.pool import open_store\n"
+            f"with mooncake_master(Path({str(tmp_path / 'log')!r})) as master:\n"
+            "    open_store(master.config())\n"
+        )
+        said = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+        assert "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1" in said
+
+    def test_clients_find_each_other_without_hostnames_and_without_a_metadata_server(
+        self, doomed_master: MooncakeMaster
+    ) -> None:
+        config = doomed_master.config(local_hostname=None, metadata_server=None)
+        with Peer(partial(open_store, config)) as one, Peer(partial(open_store, config)) as other:
+            assert one.put("key", b"value") is OK
+            assert other.get("key", 5) == b"value"
+
+    def test_the_native_library_is_not_chatty(self, mooncake_master: MooncakeMaster) -> None:
+        code = (
+            "from tests.support.memory import Memory\n"
+            "from kvstore_backend.config import load_config\n"
+            "from kvstore_backend.pool import open_store\n"
+            f"store = open_store(load_config('mooncake', explicit={mooncake_master.settings()!r}))\n"
+            "memory = Memory(10)\n"
+            f"store.put([{new_key()!r}], [memory.value])\n"
+            "store.close()\n"
+        )
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+        assert [line for line in shown.splitlines() if line.startswith(("I", "W1", "W0"))] == []
+
+
+class TestCodes:
+    """Answers of the native client that cannot be provoked at will, from a stand-in for it."""
+
+    class Native:
+        """Stands in for ``MooncakeDistributedStore``: answers what a test wants."""
+
+        def __init__(self, answer: Any) -> None:
+            self._answer = answer
+            self.closed = 0
+
+        def _reply(self, *_: object) -> Any:
+            if isinstance(self._answer, Exception):
+                raise self._answer
+            return self._answer
+
+        batch_put_from_multi_buffers = batch_get_into_multi_buffers = batch_is_exist = batch_remove = _reply
+        register_buffer = unregister_buffer = _reply
+
+        def close(self) -> int:
+            self.closed += 1
+            return 0
+
+    @pytest.fixture
+    def answering(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        def store_that_answers(answer: Any, address: str = "127.0.0.1:1") -> MooncakeStore:
+            monkeypatch.setattr("kvstore_backend.stores.mooncake._joined", lambda _: self.Native(answer))
+            return MooncakeStore(MooncakeSettings(address, protocol="tcp"))
+
+        return store_that_answers
+
+    CODES = (-1, -200, -600, -601, -703, -706, -707, -800, -900, -901, -1000)
+
+    @pytest.mark.parametrize("code", CODES)
+    def test_no_negative_code_is_ok_or_absent(self, answering: Any, code: int) -> None:
+        store, memory = answering([code]), Memory(8)
+        assert store.put(["k"], [memory.value]) == [FAILED]
+        assert store.get(["k"], [memory.value]) == [FAILED]
+        assert store.exists(["k"]) == store.remove(["k"]) == [FAILED]
+
+    def test_not_found_is_absent_where_it_says_so_of_the_key(self, answering: Any) -> None:
+        store, memory = answering([-704]), Memory(8)
+        assert store.get(["k"], [memory.value]) == store.remove(["k"]) == [ABSENT]
+        assert store.put(["k"], [memory.value]) == store.exists(["k"]) == [FAILED]
+
+    @pytest.mark.parametrize("code", [0, 1, 7, 9, 2**40])
+    def test_a_get_of_another_size_than_the_target_fails(self, answering: Any, code: int) -> None:
+        memory = Memory(8)
+        assert answering([code]).get(["k"], [memory.value]) == [FAILED]
+
+    @pytest.mark.parametrize("code", [2, 8, 100])
+    def test_exists_is_ok_for_one_only(self, answering: Any, code: int) -> None:
+        assert answering([code]).exists(["k"]) == [FAILED]
+
+    def test_fewer_answers_than_keys_fail_for_the_rest(self, answering: Any) -> None:
+        memory = Memory(8)
+        assert answering([0]).put(["a", "b", "c"], [memory.value] * 3) == [OK, FAILED, FAILED]
+        assert answering([]).exists(["a", "b"]) == [FAILED, FAILED]
+
+    @pytest.mark.parametrize("error", [RuntimeError("from C++"), TypeError("no such overload")])
+    def test_an_exception_of_the_library_is_a_failure(self, answering: Any, error: Exception) -> None:
+        store, memory = answering(error), Memory(8)
+        assert store.put(["k"], [memory.value]) == store.get(["k"], [memory.value]) == [FAILED]
+        assert store.exists(["k"]) == store.remove(["k"]) == [FAILED]
+
+    def test_memory_that_cannot_be_registered_is_logged(self, answering: Any, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.WARNING)
+        answering(-600).register(0x1000, 64)
+        assert caplog.messages == ["Mooncake refused to register 64 bytes at 0x1000: code -600"]
+
+    def test_the_native_client_is_closed_once(self, answering: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as master:
+            store = answering([0], f"127.0.0.1:{master.getsockname()[1]}")
+            for _ in range(3):
+                store.close()
+        assert store._native.closed == 1
+
+    def test_the_native_client_of_a_dead_master_is_left_alone(self, answering: Any) -> None:
+        store = answering([-900])
+        store.close()
+        assert store._native.closed == 0
+        assert store.exists(["k"]) == [FAILED]
+
+
+def _every_call_at_once(store: StorageBackend, key: str) -> dict[str, object]:
+    """All kinds of calls in parallel, as each may wait seconds for a dead master."""
+    source, target = Memory(b"value"), Memory(5)
+    calls = {
+        "exists": lambda: store.exists([key])[0],
+        "get": lambda: store.get([key], [target.value])[0],
+        "put": lambda: store.put(["other"], [source.value])[0],
+        "put again": lambda: store.put([key], [source.value])[0],
+        "remove": lambda: store.remove([key])[0],
+        "health": lambda: store.health().ok,
+    }
+    with ThreadPoolExecutor(len(calls)) as threads:
+        answers = {name: threads.submit(call) for name, call in calls.items()}
+    return {name: answer.result() for name, answer in answers.items()}

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, Value
+from kvstore_backend.namespace import FORMAT_VERSION
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import HEADER_BYTES, CheckedBackend
+from tests.faults.blocks import NAMESPACE, conversation
+from tests.support.memory import Memory
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+HASHES = conversation(0, 4)
+KEY, OTHER_KEY = (NAMESPACE.key(block_hash) for block_hash in HASHES[:2])
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(1 << 24)
+
+
+@pytest.fixture
+def checked(store: MemoryStore) -> CheckedBackend:
+    return CheckedBackend(store)
+
+
+def stored_object(store: MemoryStore, key: str, payload_bytes: int) -> bytes:
+    memory = Memory(HEADER_BYTES + payload_bytes)
+    assert store.get([key], [memory.value]) == [OK]
+    return memory.content
+
+
+def replace(store: MemoryStore, key: str, content: bytes) -> None:
+    memory = Memory(content)
+    store.remove([key])
+    assert store.put([key], [memory.value]) == [OK]
+
+
+def test_a_stored_object_is_the_documented_header_and_the_payload(store: MemoryStore, checked: CheckedBackend) -> None:
+    payload = Memory(b"payload")
+    checked.put([KEY], [payload.value])
+    stored = stored_object(store, KEY, 7)
+    magic, version, zero, size, _, digest, block_hash = struct.unpack("<4sHHQQ16s32s", stored[:72])
+    assert (magic, version, zero, size) == (b"KVBK", FORMAT_VERSION, 0, 7)
+    assert (digest.hex(), block_hash) == (NAMESPACE.digest, HASHES[0])
+    assert stored[72:128] == bytes(56)
+    assert stored[128:] == b"payload"
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(0), st.integers(0, 7))
+def test_no_flipped_bit_anywhere_in_an_object_is_delivered(payload: bytes, place: int, bit: int) -> None:
+    store = MemoryStore(1 << 20)
+    checked = CheckedBackend(store)
+    source, target = Memory(payload), Memory(len(payload))
+    checked.put([KEY], [source.value])
+    damaged = bytearray(stored_object(store, KEY, len(payload)))
+    damaged[place % len(damaged)] ^= 1 << bit
+    replace(store, KEY, bytes(damaged))
+    assert checked.get([KEY], [target.value]) == [ABSENT]
+    assert sum(checked.rejected.values()) == 1
+    assert store.exists([KEY]) == [ABSENT]
+
+
+@pytest.mark.parametrize(
+    ("offset", "reason"),
+    [(0, "magic"), (4, "version"), (6, "reserved"), (8, "size"), (16, "checksum"), (24, "namespace"), (40, "hash")],
+)
+def test_what_does_not_verify_is_counted_by_the_field_that_was_wrong(
+    store: MemoryStore, checked: CheckedBackend, offset: int, reason: str
+) -> None:
+    source = Memory(b"payload")
+    checked.put([KEY], [source.value])
+    damaged = bytearray(stored_object(store, KEY, 7))
+    damaged[offset] ^= 1
+    replace(store, KEY, bytes(damaged))
+    assert checked.get([KEY], [source.value]) == [ABSENT]
+    assert checked.rejected == Counter([reason])
+
+
+def test_another_blocks_object_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
+    one, other, target = Memory(b"one"), Memory(b"two"), Memory(3)
+    checked.put([KEY, OTHER_KEY], [one.value, other.value])
+    replace(store, KEY, stored_object(store, OTHER_KEY, 3))
+    assert checked.get([KEY, OTHER_KEY], [target.value, other.value]) == [ABSENT, OK]
+    assert checked.rejected == Counter(["hash"])
+
+
+def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
+    key = KEY.replace(NAMESPACE.digest, "0" * 32)
+    memory = Memory(b"one")
+    checked.put([KEY], [memory.value])
+    replace(store, key, stored_object(store, KEY, 3))
+    assert checked.get([key], [memory.value]) == [ABSENT]
+    assert checked.rejected == Counter(["namespace"])
+
+
+def test_a_store_that_delivers_nothing_is_found_out(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryStore, "get", lambda self, keys, targets: [OK] * len(keys))
+    target = Memory(100)
+    assert checked.get([KEY], [target.value]) == [ABSENT]
+
+
+def test_an_object_without_a_header_fails(store: MemoryStore, checked: CheckedBackend) -> None:
+    memory = Memory(b"payload")
+    store.put([KEY], [memory.value])
+    assert checked.get([KEY], [memory.value]) == [FAILED]
+
+
+def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
+    checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[int] = []
+    put = MemoryStore.put
+
+    def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        pieces.extend(map(len, values))
+        return put(store, keys, values)
+
+    monkeypatch.setattr(MemoryStore, "put", counting)
+    memory = Memory(2 * (HEADROOM_BYTES + 100))
+    values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
+    checked.register(memory.address, memory.nbytes, headroom=True)
+    outside = Memory(100)
+    assert checked.put([KEY, OTHER_KEY, "third"], [*values, outside.value]) == [OK, OK, OK]
+    assert pieces == [1, 1, 2]
+    checked.unregister(memory.address, memory.nbytes)
+    assert checked.get([KEY, OTHER_KEY, "third"], [*values, outside.value]) == [OK, OK, OK]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), st.booleans())
+def test_what_was_put_is_read_back_with_and_without_headroom(sizes: list[int], headroom: bool) -> None:
+    checked = CheckedBackend(MemoryStore(1 << 20))
+    content = secrets.token_bytes(sum(sizes))
+    source = Memory(bytes(HEADROOM_BYTES) + content)
+    starts = [source.address + HEADROOM_BYTES + sum(sizes[:i]) for i in range(len(sizes))]
+    if headroom:
+        checked.register(source.address, source.nbytes, headroom=True)
+    target = Memory(len(content))
+    assert checked.put([KEY], [[Span(*span) for span in zip(starts, sizes, strict=True)]]) == [OK]
+    assert checked.get([KEY], [target.value]) == [OK]
+    assert target.content == content
+    assert source.content[HEADROOM_BYTES:] == content
+
+
+def test_memory_for_headers_is_registered_and_used_again(
+    checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[int] = []
+    monkeypatch.setattr(MemoryStore, "register", lambda self, address, nbytes, **_: registered.append(nbytes))
+    memory = Memory(b"x")
+    for i in range(10):
+        checked.put([f"key {i}"], [memory.value])
+    assert len(registered) == 1
+    checked.put([f"many {i}" for i in range(1000)], [memory.value] * 1000)
+    assert len(registered) == 2
+    assert registered[1] >= 1000 * HEADER_BYTES

@@ -1,0 +1,311 @@
+"""The guard over a store that hangs and fails on demand; a call that "hangs" does so until the test lets it go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers import guarded as module
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+DEADLINES = Deadlines(lookup_seconds=0.2, transfer_seconds=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def store() -> Iterator[FaultInjector]:
+    injector = FaultInjector(MemoryStore(1 << 20))
+    yield injector
+    injector.go_on()
+
+
+@pytest.fixture
+def guard(store: FaultInjector) -> Iterator[GuardedBackend]:
+    backend = GuardedBackend(lambda: store, DEADLINES)
+    assert backend.wait_ready(30)
+    yield backend
+    store.go_on()
+    backend.close()
+
+
+class TestLateCalls:
+    def test_a_call_that_hangs_is_given_up_and_opens_the_breaker(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
+        store.faults = [Fault.HANGS]
+        assert guard.exists(["a", "b"]) == [FAILED, FAILED]
+        assert not guard.is_ready
+        assert guard.late_calls == guard.times_opened == 1
+        assert "exists of 2 keys took more than 0.2 s" in guard.health().detail
+
+    def test_no_call_is_made_while_a_late_one_runs(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.HANGS]
+        guard.exists(["a"])
+        memory = Memory(8)
+        for _ in range(10):
+            assert guard.exists(["a"]) == guard.remove(["a"]) == [FAILED]
+            assert guard.put(["a"], [memory.value]) == guard.get(["a"], [memory.value]) == [FAILED]
+        assert store.calls == ["exists"]
+
+    def test_the_breaker_closes_by_itself_when_the_late_call_has_ended(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
+        store.faults = [Fault.HANGS]
+        guard.exists(["a"])
+        assert not guard.wait_ready(0)
+        store.go_on()
+        assert guard.wait_ready(30)
+        assert guard.exists(["a"]) == [ABSENT]
+
+    def test_a_late_read_may_write_into_its_target_until_it_settles(self) -> None:
+        class Writes(MemoryStore):
+            """Stands in for a native read that arrives late."""
+
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+                hanging.set()
+                go.wait()
+                return super().get(keys, targets)
+
+        hanging, go = threading.Event(), threading.Event()
+        slow = Writes(1 << 20)
+        source, target = Memory(b"late"), Memory(4)
+        slow.put(["a"], [source.value])
+        guard = GuardedBackend(lambda: slow, DEADLINES)
+        assert guard.wait_ready(30)
+        assert guard.get(["a"], [target.value]) == [FAILED]
+        assert not guard.settle(0)
+        assert target.content == b"\xee" * 4
+        go.set()
+        assert guard.settle(30)
+        assert target.content == b"late"
+        guard.close()
+
+    def test_a_probe_that_answers_does_not_close_the_breaker_while_a_call_is_late(self) -> None:
+        class Held(MemoryStore):
+            """Reads and look-ups wait, each for an event of its own."""
+
+            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+                read_go.wait()
+                return [OK] * len(keys)
+
+            def exists(self, keys: Sequence[str]) -> list[Status]:
+                if keys == ["a"]:
+                    return [FAILED]
+                probing.set()
+                probe_go.wait()
+                probed.set()
+                return [ABSENT]
+
+        read_go, probing, probe_go, probed = (threading.Event() for _ in range(4))
+        guard = GuardedBackend(lambda: Held(1), Deadlines(lookup_seconds=60, transfer_seconds=0.2))
+        assert guard.wait_ready(30)
+        target = Memory(8)
+        reader = threading.Thread(target=guard.get, args=(["b"], [target.value]))
+        reader.start()
+        for _ in range(3):
+            guard.exists(["a"])
+        assert probing.wait(30)
+        reader.join()
+        assert guard.late_calls == 1
+        probe_go.set()
+        assert probed.wait(30)
+        assert not guard.wait_ready(0.2)
+        read_go.set()
+        assert guard.wait_ready(30)
+        guard.close()
+
+    def test_a_call_for_which_no_worker_was_free_is_never_made_and_opens_nothing(
+        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_WORKERS", 1)
+        guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.05, transfer_seconds=60))
+        assert guard.wait_ready(30)
+        store.faults = [Fault.HANGS]
+        memory = Memory(8)
+        transfer = threading.Thread(target=guard.put, args=(["a"], [memory.value]))
+        transfer.start()
+        assert store.hanging.acquire(timeout=30)
+        assert guard.exists(["a"]) == [FAILED]
+        assert guard.is_ready
+        assert guard.settle(0)
+        store.go_on()
+        transfer.join()
+        assert guard.remove(["b"]) == [ABSENT]
+        assert store.calls == ["put", "remove"]
+        guard.close()
+
+    def test_transfers_have_time_for_their_bytes(self) -> None:
+        deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000)
+        one, other = Memory(3000), Memory(500)
+        assert deadlines.transfer([one.spans(1000, 2000), other.value]) == 1 + 3.5
+
+
+class TestFailures:
+    def test_look_ups_that_fail_in_a_row_open_the_breaker(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.FAILED] * 3
+        for _ in range(3):
+            assert guard.exists(["a"]) == [FAILED]
+        assert guard.times_opened == 1
+
+    def test_one_answer_between_failures_keeps_it_closed(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.FAILED, Fault.FAILED, Fault.NOTHING, Fault.FAILED, Fault.FAILED]
+        for _ in range(5):
+            guard.exists(["a"])
+        assert guard.times_opened == 0
+
+    def test_a_full_pool_that_refuses_writes_is_not_a_broken_one(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
+        store.faults = [Fault.FAILED] * 20
+        memory = Memory(8)
+        for _ in range(10):
+            assert guard.put(["a"], [memory.value]) == guard.remove(["a"]) == [FAILED]
+        assert guard.is_ready
+
+    @pytest.mark.parametrize("fault", [Fault.RAISES, Fault.FEWER_ANSWERS])
+    def test_a_store_that_breaks_its_word_has_failed(
+        self, guard: GuardedBackend, store: FaultInjector, fault: Fault
+    ) -> None:
+        store.faults = [fault]
+        assert guard.exists(["a", "b"]) == [FAILED, FAILED]
+
+    def test_a_probe_that_fails_keeps_the_breaker_open(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.FAILED] * 6
+        for _ in range(3):
+            guard.exists(["a"])
+        assert guard.wait_ready(30)
+        assert store.calls == ["exists"] * 7
+
+
+class TestOpening:
+    def test_until_the_store_can_be_opened_everything_is_a_failure_that_asks_nobody(self) -> None:
+        memory = Memory(8)
+        tried = threading.Semaphore(0)
+
+        def refuse() -> StorageBackend:
+            tried.release()
+            raise PoolUnavailable("no master answers")
+
+        guard = GuardedBackend(refuse, DEADLINES)
+        for _ in range(3):
+            assert tried.acquire(timeout=30)
+        assert guard.exists(["a"]) == guard.remove(["a"]) == [FAILED]
+        assert guard.put(["a"], [memory.value]) == guard.get(["a"], [memory.value]) == [FAILED]
+        wait_until(lambda: "no master answers" in guard.health().detail, "the reason")
+        assert guard.stats() == StoreStats("unopened")
+        guard.close()
+
+    @pytest.mark.parametrize("trouble", [PoolUnavailable("no master"), RuntimeError("a broken library")])
+    def test_a_store_that_cannot_be_had_at_first_is_joined_later_and_told_once(
+        self, caplog: pytest.LogCaptureFixture, trouble: Exception
+    ) -> None:
+        attempts = iter([trouble] * 5)
+
+        def open_store() -> StorageBackend:
+            if (error := next(attempts, None)) is not None:
+                raise error
+            return MemoryStore(1 << 20)
+
+        guard = GuardedBackend(open_store, DEADLINES)
+        assert guard.wait_ready(30)
+        assert len(caplog.messages) == 1
+        assert str(trouble) in caplog.text
+        assert guard.exists(["a"]) == [ABSENT]
+        guard.close()
+
+    def test_a_store_that_asks_for_a_pause_is_not_opened_before(self) -> None:
+        tried_at: list[float] = []
+
+        def open_store() -> StorageBackend:
+            tried_at.append(time.monotonic())
+            raise PoolUnavailable("this stopped the process", pause_seconds=1.0)
+
+        guard = GuardedBackend(open_store, DEADLINES)
+        wait_until(lambda: len(tried_at) > 1, "another try")
+        guard.close()
+        assert tried_at[1] - tried_at[0] >= 1.0
+
+    def test_memory_registered_before_the_store_was_open_is_registered_with_it(self) -> None:
+        known: dict[int, tuple[int, bool]] = {}
+
+        class Registering(MemoryStore):
+            def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+                known[address] = (nbytes, headroom)
+
+        go = threading.Event()
+        guard = GuardedBackend(lambda: (go.wait(), Registering(1 << 20))[1], DEADLINES)
+        guard.register(4096, 10, headroom=True)
+        guard.register(8192, 20)
+        guard.unregister(8192, 20)
+        go.set()
+        assert guard.wait_ready(30)
+        assert known == {4096: (10, True)}
+        guard.register(12288, 30)
+        assert known[12288] == (30, False)
+        guard.close()
+
+
+class TestClosing:
+    def test_closing_while_the_store_is_being_opened_closes_it_when_it_is_open(self) -> None:
+        opening, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+        class Late(MemoryStore):
+            def close(self) -> None:
+                closed.set()
+
+        def open_late() -> StorageBackend:
+            opening.set()
+            go.wait()
+            return Late(1 << 20)
+
+        guard = GuardedBackend(open_late, DEADLINES)
+        assert opening.wait(30)
+        guard.close()
+        go.set()
+        assert closed.wait(30)
+        assert not guard.is_ready
+
+    def test_closing_does_not_wait_for_a_call_that_hangs(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.HANGS]
+        guard.exists(["a"])
+        guard.close()
+        assert not guard.settle(0)
+        assert guard.exists(["a"]) == [FAILED]
+
+    def test_closing_does_not_wait_for_a_store_that_does_not_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        go = threading.Event()
+
+        class Stuck(MemoryStore):
+            def close(self) -> None:
+                go.wait()
+
+        monkeypatch.setattr(module, "_LEAVE_S", 0.01)
+        guard = GuardedBackend(lambda: Stuck(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        guard.close()
+        go.set()
+
+
+def test_repr_and_health_say_how_it_is(guard: GuardedBackend, store: FaultInjector) -> None:
+    assert guard.health().ok
+    assert guard.stats().kind == "memory"
+    assert "breaker closed, 0 late" in repr(guard)
+    store.faults = [Fault.HANGS]
+    guard.exists(["a"])
+    assert "1 late" in repr(guard)
+    assert not guard.health().ok
+    assert guard.stats() == StoreStats("memory")

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import Status
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.tiered import TieredBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.kvstore_backend.wrappers.test_write_behind import put, read
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+NBYTES = 10
+
+
+@pytest.fixture
+def fast() -> FaultInjector:
+    return FaultInjector(MemoryStore(3 * NBYTES))
+
+
+@pytest.fixture
+def large() -> FaultInjector:
+    return FaultInjector(MemoryStore(1 << 20))
+
+
+@pytest.fixture
+def through(fast: FaultInjector, large: FaultInjector) -> TieredBackend:
+    return TieredBackend(fast, large)
+
+
+@pytest.fixture
+def back(fast: FaultInjector, large: FaultInjector) -> Iterator[TieredBackend]:
+    backend = TieredBackend(fast, large, "back")
+    yield backend
+    backend.close()
+
+
+def test_writing_through_puts_a_value_into_both(
+    through: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    assert put(through, "a", nbytes=NBYTES) == [OK]
+    assert fast.exists(["a"]) == large.exists(["a"]) == [OK]
+    assert through.drain(0)
+
+
+def test_writing_through_fails_where_the_large_tier_does(
+    through: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    large.faults = [Fault.FAILED]
+    assert put(through, "a", nbytes=NBYTES) == [FAILED]
+    assert fast.exists(["a"]) == [ABSENT]
+
+
+def test_a_fast_tier_that_fails_keeps_nothing_from_being_written(through: TieredBackend, fast: FaultInjector) -> None:
+    fast.faults = [Fault.FAILED]
+    assert put(through, "a", nbytes=NBYTES) == [OK]
+    assert read(through, "a", NBYTES) == b"a" * NBYTES
+
+
+def test_writing_back_answers_before_the_large_tier_has_it(
+    back: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    large.faults = [Fault.NOTHING, Fault.HANGS]
+    put(back, "first", nbytes=NBYTES)
+    assert large.hanging.acquire(timeout=30)
+    assert put(back, "a", nbytes=NBYTES) == [OK]
+    assert read(back, "a", NBYTES) == b"a" * NBYTES
+    assert not back.drain(0)
+    large.go_on()
+    assert back.drain(30)
+    assert large.exists(["a"]) == [OK]
+
+
+def test_what_the_fast_tier_evicted_is_read_from_the_large_one_and_copied_back(
+    through: TieredBackend, fast: FaultInjector
+) -> None:
+    put(through, *"abcd", nbytes=NBYTES)
+    assert fast.exists(["a"]) == [ABSENT]
+    assert read(through, "a", NBYTES) == b"a" * NBYTES
+    assert fast.exists(["a"]) == [OK]
+
+
+def test_what_the_fast_tier_has_is_not_asked_of_the_large_one(through: TieredBackend, large: FaultInjector) -> None:
+    put(through, "a", nbytes=NBYTES)
+    large.calls.clear()
+    assert through.exists(["a"]) == [OK]
+    assert read(through, "a", NBYTES) == b"a" * NBYTES
+    assert large.calls == []
+
+
+def test_a_fast_tier_that_fails_hides_nothing_and_concludes_nothing(
+    through: TieredBackend, fast: FaultInjector
+) -> None:
+    put(through, "a", nbytes=NBYTES)
+    fast.faults = [Fault.FAILED, Fault.FAILED]
+    assert through.exists(["a", "b"]) == [OK, FAILED]
+    assert read(through, "a", NBYTES) == b"a" * NBYTES
+
+
+def test_a_large_tier_that_fails_is_a_failure_not_an_absence(through: TieredBackend, large: FaultInjector) -> None:
+    large.faults = [Fault.FAILED, Fault.FAILED]
+    assert through.exists(["a"]) == [FAILED]
+    assert read(through, "a", NBYTES) is FAILED
+
+
+def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
+    through: TieredBackend, fast: FaultInjector, large: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(through, "a", nbytes=NBYTES)
+    fast.faults = [Fault.FAILED_HALF_WAY]
+    monkeypatch.setattr(FaultInjector, "settle", lambda self, seconds: self is not fast)
+    large.calls.clear()
+    assert read(through, "a", NBYTES) is FAILED
+    assert large.calls == []
+
+
+@pytest.mark.parametrize(
+    ("fault_fast", "fault_large", "answer"),
+    [
+        (Fault.NOTHING, Fault.NOTHING, OK),
+        (Fault.FALSE_ABSENT, Fault.NOTHING, OK),
+        (Fault.FALSE_ABSENT, Fault.FALSE_ABSENT, ABSENT),
+        (Fault.FAILED, Fault.NOTHING, FAILED),
+        (Fault.NOTHING, Fault.FAILED, FAILED),
+    ],
+)
+def test_a_value_is_removed_when_both_are_rid_of_it(
+    through: TieredBackend,
+    fast: FaultInjector,
+    large: FaultInjector,
+    fault_fast: Fault,
+    fault_large: Fault,
+    answer: Status,
+) -> None:
+    put(through, "a", nbytes=NBYTES)
+    fast.faults, large.faults = [fault_fast], [fault_large]
+    assert through.remove(["a"]) == [answer]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "get", "remove"]), st.sampled_from("abcdef")), max_size=40))
+def test_two_tiers_answer_like_one_large_store(steps: Sequence[tuple[str, str]]) -> None:
+    tiers, one = TieredBackend(MemoryStore(2 * NBYTES), MemoryStore(1 << 20)), MemoryStore(1 << 20)
+    for step, key in steps:
+        if step == "put":
+            assert put(tiers, key, nbytes=NBYTES) == put(one, key, nbytes=NBYTES)
+        elif step == "get":
+            assert read(tiers, key, NBYTES) == read(one, key, NBYTES)
+            assert tiers.exists([key]) == one.exists([key])
+        else:
+            assert tiers.remove([key]) == one.remove([key])
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_it_is_left_out(
+    fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
+) -> None:
+    hasty = GuardedBackend(lambda: fast, Deadlines(0.2, 0.05, 1e9))
+    wait_until(lambda: hasty.is_ready, "the fast tier")
+    with contextlib.closing(TieredBackend(hasty, large, policy)) as tiers:
+        fast.faults = [Fault.HANGS]
+        assert put(tiers, "a", nbytes=NBYTES) == [FAILED]
+        assert not tiers.settle(0)
+        assert put(tiers, "b", nbytes=NBYTES) == [OK]
+        assert tiers.drain(10)
+        assert read(tiers, "b", NBYTES) == read(large, "b", NBYTES)
+        fast.go_on()
+        assert tiers.settle(10)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_another_instance_would_be_told_what_the_large_tier_has(
+    fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
+) -> None:
+    with contextlib.closing(TieredBackend(fast, large, policy)) as tiers:
+        put(tiers, "a", nbytes=NBYTES)
+        assert tiers.drain(10)
+        large.remove(["a"])
+        assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="policy is 'around'; it must be through or back"):
+        TieredBackend(MemoryStore(1), MemoryStore(1), "around")  # type: ignore[arg-type]
+
+
+def test_health_and_stats_tell_of_both(through: TieredBackend) -> None:
+    memory = Memory(NBYTES)
+    through.put(["a"], [memory.value])
+    assert through.health().detail.count("1 keys") == 2
+    assert through.stats().kind == "memory before memory"
+    assert through.stats().keys == 1

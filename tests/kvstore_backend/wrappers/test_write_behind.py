@@ -1,0 +1,279 @@
+"""Asynchronous writes over a store that refuses, fails and hangs on demand."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_backend.backend import HEADROOM_BYTES, Status, StorageBackend, Value
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
+from tests.faults.injector import Fault, FaultInjector
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+ROOM = 1024
+"""What a block of up to 896 bytes takes in the arena."""
+
+
+@pytest.fixture
+def sound() -> MemoryStore:
+    return MemoryStore(1 << 20)
+
+
+@pytest.fixture
+def store(sound: MemoryStore) -> Iterator[FaultInjector]:
+    injector = FaultInjector(sound)
+    yield injector
+    injector.go_on()
+
+
+@pytest.fixture
+def behind(store: FaultInjector) -> Iterator[WriteBehindBackend]:
+    backend = WriteBehindBackend(store, arena_bytes=4 * ROOM, retry_seconds=0.3, flush_seconds=0.1)
+    yield backend
+    store.go_on()
+    backend.close()
+
+
+def put(backend: StorageBackend, *keys: str, nbytes: int = ROOM - HEADROOM_BYTES) -> list[Status]:
+    sources = [Memory(content_of(key, nbytes)) for key in keys]
+    return backend.put(keys, [source.value for source in sources])
+
+
+def content_of(key: str, nbytes: int = ROOM - HEADROOM_BYTES) -> bytes:
+    return (key.encode() * nbytes)[:nbytes]
+
+
+def read(backend: StorageBackend, key: str, nbytes: int = ROOM - HEADROOM_BYTES) -> bytes | Status:
+    target = Memory(nbytes)
+    (status,) = backend.get([key], [target.value])
+    return target.content if status else status
+
+
+def hang(store: FaultInjector, behind: WriteBehindBackend) -> None:
+    """Make the sender hang in its put of a first block."""
+    store.faults = [Fault.NOTHING, Fault.HANGS]
+    assert put(behind, "first") == [OK]
+    assert store.hanging.acquire(timeout=30)
+
+
+class TestWriting:
+    def test_what_was_accepted_gets_to_the_store(self, behind: WriteBehindBackend, sound: MemoryStore) -> None:
+        assert put(behind, "a", "b") == [OK, OK]
+        assert behind.drain(30)
+        assert read(sound, "a") == content_of("a")
+        assert behind.queued_blocks == behind.queued_bytes == 0
+        assert behind.dropped == Counter()
+
+    def test_the_callers_memory_is_free_at_once(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        hang(store, behind)
+        source = Memory(b"before")
+        behind.put(["a"], [source.value])
+        other = Memory(b"after!")
+        source._buffer.raw = other._buffer.raw
+        store.go_on()
+        assert behind.drain(30)
+        assert read(sound, "a", 6) == b"before"
+
+    def test_a_block_on_its_way_is_there_for_this_client(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
+        hang(store, behind)
+        put(behind, "a")
+        assert behind.exists(["a", "first", "b"]) == [OK, OK, ABSENT]
+        assert read(behind, "a") == content_of("a")
+        assert read(behind, "a", 5) is FAILED
+
+    def test_blocks_go_out_in_batches_by_bytes(self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes: list[int] = []
+        put_batch = MemoryStore.put
+
+        def counted(self: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+            sizes.append(len(keys))
+            return put_batch(self, keys, values)
+
+        monkeypatch.setattr(MemoryStore, "put", counted)
+        behind = WriteBehindBackend(store, arena_bytes=20 * ROOM, batch_bytes=300)
+        hang(store, behind)
+        put(behind, *"abcdefg", nbytes=100)
+        store.go_on()
+        assert behind.drain(30)
+        assert sizes == [3, 3, 1]
+        behind.close()
+
+    @given(st.lists(st.integers(1, 2000), max_size=60), st.integers(1000, 5000))
+    def test_every_block_is_written_whole_or_dropped_and_said_so(self, sizes: list[int], arena_bytes: int) -> None:
+        sound = MemoryStore(1 << 20)
+        behind = WriteBehindBackend(sound, arena_bytes=arena_bytes, batch_bytes=1500)
+        contents = {f"key {i}": secrets.token_bytes(size) for i, size in enumerate(sizes)}
+        sources = {key: Memory(content) for key, content in contents.items()}
+        accepted = [key for key, source in sources.items() if behind.put([key], [source.value]) == [OK]]
+        assert behind.drain(30)
+        for key, content in contents.items():
+            assert read(sound, key, len(content)) == (content if key in accepted else ABSENT)
+        assert behind.dropped["arena full"] == len(sizes) - len(accepted)
+        behind.close()
+
+
+class Gate(MemoryStore):
+    """A store that lets one put through for each permit."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.permits = threading.Semaphore(0)
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self.permits.acquire()
+        return super().put(keys, values)
+
+
+def _has_left(behind: WriteBehindBackend, waiting: int) -> bool:
+    return behind.queued_blocks == waiting - 1
+
+
+@given(st.lists(st.one_of(st.integers(1, 1500), st.none()), max_size=40))
+def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) -> None:
+    """Steps are the sizes of blocks that are put, and None for one that is let out."""
+    gate = Gate()
+    behind = WriteBehindBackend(gate, arena_bytes=5000, batch_bytes=1)
+    accepted: dict[str, Memory] = {}
+    for number, nbytes in enumerate(steps):
+        if nbytes is not None:
+            source = Memory(secrets.token_bytes(nbytes))
+            if behind.put([f"key {number}"], [source.value]) == [OK]:
+                accepted[f"key {number}"] = source
+        elif waiting := behind.queued_blocks:
+            gate.permits.release()
+            wait_until(partial(_has_left, behind, waiting), "a block to leave", pause_s=0.001)
+    gate.permits.release(len(steps) + 1)
+    assert behind.drain(30)
+    for key, source in accepted.items():
+        assert read(gate, key, source.nbytes) == source.content
+    behind.close()
+
+
+class TestSingleFlight:
+    def test_a_block_on_its_way_is_not_taken_again(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        hang(store, behind)
+        assert put(behind, "a", "a") == put(behind, "a", "first") == [OK, OK]
+        assert behind.queued_blocks == 2
+        store.go_on()
+        assert behind.drain(30)
+
+    def test_a_block_that_is_in_the_pool_is_not_sent(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        put(sound, "a")
+        put(behind, "a")
+        assert behind.drain(30)
+        assert store.calls == ["exists"]
+
+
+class TestDropping:
+    def test_a_full_arena_drops_and_counts(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        hang(store, behind)
+        assert put(behind, "a", "b", "c", "d", "e") == [OK, OK, OK, FAILED, FAILED]
+        assert behind.dropped == Counter({"arena full": 2})
+
+    def test_a_block_larger_than_the_arena_is_dropped(self, behind: WriteBehindBackend) -> None:
+        assert put(behind, "a", nbytes=5 * ROOM) == [FAILED]
+
+    def test_a_pool_that_is_full_for_a_moment_is_tried_again(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        store.faults = [Fault.NOTHING, Fault.FAILED, Fault.NOTHING, Fault.FAILED]
+        put(behind, "a")
+        assert behind.drain(30)
+        assert read(sound, "a") == content_of("a")
+        assert behind.dropped == Counter()
+
+    def test_a_pool_that_stays_full_loses_the_block_when_the_budget_is_over(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
+        store.faults = [Fault.NOTHING, Fault.FAILED] * 100
+        put(behind, "a")
+        assert behind.drain(30)
+        assert behind.dropped == Counter({"refused": 1})
+        assert behind.exists(["b"])
+
+    def test_a_pool_that_is_away_is_not_waited_for(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.FAILED]
+        put(behind, "a")
+        assert behind.drain(30)
+        assert behind.dropped == Counter({"pool away": 1})
+        assert store.calls == ["exists"]
+
+    def test_nothing_is_accepted_while_the_pool_is_known_to_be_away(
+        self, behind: WriteBehindBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FaultInjector, "is_ready", False)
+        assert put(behind, "a") == [FAILED]
+        assert behind.dropped == Counter({"pool away": 1})
+
+    def test_memory_that_a_late_write_may_still_read_is_not_written_to(self, store: FaultInjector) -> None:
+        guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=30, transfer_seconds=0.05))
+        assert guard.wait_ready(30)
+        behind = WriteBehindBackend(guard, arena_bytes=ROOM, flush_seconds=0.1)
+        store.faults = [Fault.NOTHING, Fault.HANGS]
+        put(behind, "a")
+        assert store.hanging.acquire(timeout=30)
+        wait_until(lambda: not guard.is_ready, "the write to be given up")
+        assert not behind.drain(0.5)  # many times as long as it takes to give a block up
+        assert put(behind, "b") == [FAILED]
+        store.go_on()
+        assert behind.drain(30)
+        behind.close()
+
+
+class TestRemoving:
+    def test_a_block_in_the_queue_is_withdrawn(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        hang(store, behind)
+        put(behind, "a")
+        assert behind.remove(["a", "b"]) == [OK, ABSENT]
+        store.go_on()
+        assert behind.drain(30)
+        assert sound.exists(["a"]) == [ABSENT]
+
+    def test_a_block_that_is_being_sent_is_not(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        hang(store, behind)
+        assert behind.remove(["first"]) == [FAILED]
+
+
+class TestClosing:
+    def test_close_writes_what_was_accepted(self, sound: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(MemoryStore, "close", lambda _: None)
+        behind = WriteBehindBackend(sound, batch_bytes=1)
+        put(behind, *"abcdef")
+        behind.close()
+        assert all(sound.exists(list("abcdef")))
+
+    def test_close_gives_up_on_a_store_that_hangs(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        hang(store, behind)
+        put(behind, "a")
+        behind.close()
+        assert behind.dropped == Counter({"closed": 2})
+        assert put(behind, "a") == behind.exists(["a"]) == behind.remove(["a"]) == [FAILED]
+
+    def test_a_drain_that_takes_too_long_says_so(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+        hang(store, behind)
+        assert not behind.drain(0.01)
+
+
+@pytest.mark.parametrize("sizes", [{"arena_bytes": 0}, {"batch_bytes": -1}])
+def test_sizes_must_be_positive(sound: MemoryStore, sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="both must be positive"):
+        WriteBehindBackend(sound, **sizes)

@@ -1,0 +1,231 @@
+"""Admission: limits on what runs at once, and a line in which clients take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.access.admission import Admission
+from router.http.api_error import Refused
+from router.settings import RouterSettings
+
+
+def admission(**settings: Any) -> Admission:
+    return Admission(RouterSettings(api_keys_file="unread", **settings))
+
+
+class Guests:
+    """Requests that ask to be let in, on an event loop that runs only when told."""
+
+    def __init__(self, gate: Admission) -> None:
+        self.gate = gate
+        self.order: list[str] = []
+        self.loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> Guests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.close()
+
+    def ask(self, client: str, name: str = "") -> asyncio.Task[None]:
+        """A request of ``client`` asks; ``order`` gets its name when it is let in."""
+
+        async def enter() -> None:
+            await self.gate.enter(client)
+            self.order.append(name or client)
+
+        task = self.loop.create_task(enter())
+        self.settle()
+        return task
+
+    def leave(self, client: str) -> None:
+        self.gate.leave(client)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let everybody act who can."""
+        for _ in range(4):
+            self.run(asyncio.sleep(0))
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(work)
+
+
+def refusal(task: asyncio.Task[None]) -> Refused:
+    error = task.exception()
+    assert isinstance(error, Refused)
+    return error
+
+
+def test_without_limits_everybody_enters() -> None:
+    gate = admission()
+    assert all(gate.try_enter("a") for _ in range(10_000))
+
+
+def test_no_more_enter_than_the_limit() -> None:
+    gate = admission(max_concurrent_requests=2)
+    assert [gate.try_enter(client) for client in "abc"] == [True, True, False]
+    gate.leave("a")
+    assert gate.try_enter("c")
+
+
+def test_no_more_of_one_client_enter_than_its_limit() -> None:
+    gate = admission(max_concurrent_requests_per_key=1)
+    assert [gate.try_enter(client) for client in "aab"] == [True, False, True]
+
+
+def test_clients_take_turns_and_each_ones_requests_keep_their_order() -> None:
+    with Guests(admission(max_concurrent_requests=1)) as guests:
+        guests.ask("x")
+        for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
+            guests.ask(name[0], name)
+        for client in "xabcab":
+            guests.leave(client)
+        assert guests.order == ["x", "a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_who_waits_for_its_own_client_keeps_nobody_else_out() -> None:
+    with Guests(admission(max_concurrent_requests=3, max_concurrent_requests_per_key=1)) as guests:
+        for client in ("a", "a", "b"):
+            guests.ask(client)
+        assert (guests.order, guests.gate.waiting) == (["a", "b"], 1)
+        guests.leave("a")
+        assert guests.order == ["a", "b", "a"]
+
+
+def test_one_too_many_in_line_is_told_when_to_come_back() -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=1)) as guests:
+        guests.ask("a")
+        guests.ask("a")
+        refused = refusal(guests.ask("a"))
+        assert (refused.error.status, refused.error.code, refused.headers) == (
+            429,
+            "queue_full",
+            [(b"retry-after", b"1")],
+        )
+        assert guests.gate.refused == {"queue_full": 1, "queue_timeout": 0}
+
+
+def test_a_client_cannot_keep_the_line_to_itself() -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=3)) as guests:
+        guests.ask("a")
+        waiting = [guests.ask("a", f"a{number}") for number in range(3)]
+        guests.ask("b")
+        assert refusal(waiting[2]).error.code == "queue_full"
+        guests.leave("a")
+        guests.leave("a")
+        assert guests.order == ["a", "a0", "b"]
+
+
+def test_who_waits_too_long_is_refused_and_leaves_the_line() -> None:
+    with Guests(admission(max_concurrent_requests=1, queue_timeout_secs=0.01)) as guests:
+        guests.ask("a")
+        waiting = guests.ask("b")
+        guests.run(_ended(waiting))
+        assert (refusal(waiting).error.code, guests.gate.waiting) == ("queue_timeout", 0)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
+
+
+def test_who_is_cancelled_just_as_it_is_let_in_takes_no_place() -> None:
+    with Guests(admission(max_concurrent_requests=1)) as guests:
+        guests.ask("a")
+        waiting = guests.ask("b")
+        guests.gate.leave("a")
+        waiting.cancel()
+        guests.settle()
+        assert (guests.gate.running, guests.gate.waiting) == (0, 0)
+
+
+class AnyOrderOfEvents(RuleBasedStateMachine):
+    """Requests come, end and give up in any order."""
+
+    LIMIT, PER_CLIENT, LINE = 3, 2, 4
+    clients = st.sampled_from("abc")
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = admission(
+            max_concurrent_requests=self.LIMIT,
+            max_concurrent_requests_per_key=self.PER_CLIENT,
+            max_queued_requests=self.LINE,
+        )
+        self.guests = Guests(gate)
+        self.inside: list[str] = []
+        self.line: list[tuple[str, asyncio.Task[None]]] = []
+
+    @property
+    def gate(self) -> Admission:
+        return self.guests.gate
+
+    @rule(client=clients)
+    def comes(self, client: str) -> None:
+        self.line.append((client, self.guests.ask(client)))
+        self._look()
+
+    @rule(client=clients)
+    def comes_in_a_hurry(self, client: str) -> None:
+        if self.gate.try_enter(client):
+            self.inside.append(client)
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def ends(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.inside))
+        events: list[Callable[[], object]] = [lambda: self.gate.leave(client)]
+        if data.draw(st.booleans()) and self.line:  # at the same moment another gives up, perhaps whose turn it is
+            events.append(data.draw(st.sampled_from(self.line))[1].cancel)
+        events = data.draw(st.permutations(events))
+        self.inside.remove(client)
+        for event in events:
+            event()
+        self.guests.settle()
+        self._look()
+
+    @precondition(lambda self: self.line)
+    @rule(data=st.data())
+    def gives_up(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.line))[1].cancel()
+        self.guests.settle()
+        self._look()
+
+    def _look(self) -> None:
+        """Note who has come in, and who has gone."""
+        self.inside += [client for client, task in self.line if _entered(task)]
+        self.line = [(client, task) for client, task in self.line if not task.done()]
+
+    @invariant()
+    def limits_hold_and_the_counts_are_right(self) -> None:
+        assert self.gate.running == len(self.inside) <= self.LIMIT
+        assert self.gate.waiting == len(self.line) <= self.LINE
+        assert all(self.inside.count(client) <= self.PER_CLIENT for client in "abc")
+
+    @invariant()
+    def nobody_waits_without_need(self) -> None:
+        if len(self.inside) < self.LIMIT:
+            assert all(self.inside.count(client) == self.PER_CLIENT for client, _ in self.line)
+
+    def teardown(self) -> None:
+        """When all have gone, nothing is left."""
+        with self.guests:
+            while self.inside:
+                self.guests.leave(self.inside.pop())
+                self._look()
+            assert repr(self.gate) == "<Admission 0 running, 0 waiting of 0 clients>"
+            assert not self.line
+
+
+def _entered(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
+TestAnyOrderOfEvents.settings = hypothesis_settings(max_examples=100, stateful_step_count=30, deadline=None)

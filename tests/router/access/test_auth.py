@@ -1,0 +1,151 @@
+"""API keys of clients, and the token of those who may change the router's instances."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.access.auth import Auth
+from router.http.api_error import Refused
+from router.settings import RouterSettings, SettingsError
+from tests.router.test_app import MakeRouter, MakeStandIn
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def bearer(secret: str) -> list[tuple[bytes, bytes]]:
+    return [(b"host", b"h"), (b"authorization", f"Bearer {secret}".encode())]
+
+
+def keyed(tmp_path: Path, text: str) -> Auth:
+    return Auth(RouterSettings(api_keys_file=written(tmp_path / "keys", text)))
+
+
+def test_without_keys_everybody_is_the_same_client() -> None:
+    assert Auth(RouterSettings()).client(bearer("anything")) == ""
+
+
+def test_a_key_names_its_holder(tmp_path: Path) -> None:
+    auth = keyed(tmp_path, "# two of ours\nalice: sk-1\nbob: 'sk-2'\n")
+    assert (auth.client(bearer("sk-1")), auth.client(bearer("sk-2"))) == ("alice", "bob")
+
+
+def test_keys_may_stand_alone_one_a_line(tmp_path: Path) -> None:
+    auth = keyed(tmp_path, "sk-1\n\n sk-2 \n")
+    assert (auth.client(bearer("sk-1")), auth.client(bearer("sk-2"))) == ("key1", "key2")
+
+
+def test_a_key_that_looks_like_a_number_is_taken_as_it_stands(tmp_path: Path) -> None:
+    assert keyed(tmp_path, "alice: 0123").client(bearer("0123")) == "alice"
+
+
+def test_the_scheme_may_be_written_in_any_case(tmp_path: Path) -> None:
+    assert keyed(tmp_path, "alice: sk-1").client([(b"authorization", b"bearer sk-1")]) == "alice"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ([], "missing_api_key"),
+        ([(b"authorization", b"Basic c2stMQ==")], "missing_api_key"),
+        (bearer("sk-3"), "invalid_api_key"),
+        (bearer(""), "invalid_api_key"),
+    ],
+)
+def test_without_a_right_key_it_is_a_401_that_says_how(
+    tmp_path: Path, headers: list[tuple[bytes, bytes]], code: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        keyed(tmp_path, "alice: sk-1").client(headers)
+    assert (refused.value.error.status, refused.value.error.code) == (401, code)
+    assert refused.value.headers == [(b"www-authenticate", b"Bearer")]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("# nothing\n\n", "is empty"),
+        ("a: k1\na: k2", "the name 'a' stands there twice"),
+        ("a: k1\nb: k1", "'a' and 'b' have the same key"),
+        ("k1\nk1", "'key1' and 'key2' have the same key"),
+        ("a: 'k 1'", "the key of 'a' is empty or has a space in it"),
+        ("a:", "the key of 'a' is empty or has a space in it"),
+        ("a: [k1]", "must have lines 'name: key'"),
+        ("a: k1\nk2", "must have lines 'name: key'"),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_one_sentence_without_the_key(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        keyed(tmp_path, text)
+    assert said in str(refused.value)
+    assert "server.api-keys-file" in str(refused.value)
+    assert not {"k1", "k2"} & set(str(refused.value).split())
+
+
+@pytest.mark.parametrize("named", [{"api_keys_file": "/no/such/file"}, {"admin_token_file": "/no/such/file"}])
+def test_a_file_that_cannot_be_read_is_one_sentence(named: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"/no/such/file: No such file or directory"):
+        Auth(RouterSettings(**named))
+
+
+@pytest.mark.parametrize("text", ["a\nb\n", "a b\n"])
+def test_a_token_file_has_one_token(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match="must have the token as its only line"):
+        Auth(RouterSettings(admin_token_file=written(tmp_path / "token", text)))
+
+
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
+def test_an_open_registration_is_warned_of_where_others_reach_it(
+    caplog: pytest.LogCaptureFixture, host: str, warns: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        Auth(RouterSettings(host=host))
+    assert ("--admin-token-file" in caplog.text) is warns
+
+
+def test_with_a_token_only_its_holder_registers_and_looks_around(
+    tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(admin_token_file=written(tmp_path / "token", "s3cret\n"))
+    right = {"authorization": "Bearer s3cret"}
+    registration = stand_in().registration()
+    assert router.client.post("/register", json=registration).json()["error"]["code"] == "missing_admin_token"
+    wrong = router.client.post("/register", json=registration, headers={"authorization": "Bearer s3cre"})
+    assert (wrong.status_code, wrong.headers["www-authenticate"]) == (401, "Bearer")
+    assert router.client.post("/register", json=registration, headers=right).json() == {"status": "success"}
+    assert router.client.get("/registered").status_code == 401
+    assert router.client.get("/registered", headers=right).status_code == 200
+    assert router.client.get("/admin/explain/1").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/registered_number"])
+def test_probes_and_figures_stay_open(tmp_path: Path, make_router: MakeRouter, path: str) -> None:
+    files = {name: written(tmp_path / name, "s3cret") for name in ("admin_token_file", "api_keys_file")}
+    assert make_router(**files).client.get(path).status_code == 200
+
+
+def test_with_keys_only_their_holders_list_models_and_abort(tmp_path: Path, make_router: MakeRouter) -> None:
+    client = make_router(api_keys_file=written(tmp_path / "keys", "alice: sk-1")).client
+    assert client.get("/v1/models").status_code == 401
+    assert client.post("/v1/abort_requests", json={"abort_all": True}).status_code == 401
+    assert client.get("/v1/models", headers={"authorization": "Bearer sk-1"}).status_code == 200
+
+
+def test_only_the_admin_aborts_everybodys_requests(tmp_path: Path, make_router: MakeRouter) -> None:
+    files = {"admin_token_file": written(tmp_path / "token", "s3cret")}
+    client = make_router(**files, api_keys_file=written(tmp_path / "keys", "alice: sk-1")).client
+
+    def abort(secret: str, **body: object) -> int:
+        headers = {"authorization": f"Bearer {secret}"}
+        return client.post("/v1/abort_requests", json=body, headers=headers).status_code
+
+    assert abort("sk-1", req_ids=["chatcmpl-1_0"]) == 200
+    assert abort("sk-1", abort_all=True) == 401
+    assert abort("s3cret", abort_all=True) == 200

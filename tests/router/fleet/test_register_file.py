@@ -1,0 +1,139 @@
+"""The register file: FastDeploy's Go router's form, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.fleet.register_file import read_register_file
+from router.fleet.registration import Role
+from router.settings import SettingsError
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import LoopThread, StandIn
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+# As in FastDeploy's golang_router/examples, with the lists of the second entry as text.
+EXAMPLE = """
+instances:
+  - role: "prefill"
+    host_ip: 127.0.0.1
+    port: 8097
+    connector_port: 8001
+    engine_worker_queue_port: 8002
+    transfer_protocol:
+      - ipc
+      - rdma
+    rdma_ports: [7100, "7101"]
+    device_ids: [0, "1"]
+    metrics_port: 8003
+  - {role: decode, host_ip: 127.0.0.1, port: "8098", transfer_protocol: "ipc,rdma", rdma_ports: "7100, 7101"}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "register.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_go_routers_example_is_read(tmp_path: Path) -> None:
+    prefill, decode = read_register_file(write(tmp_path, EXAMPLE))
+    assert (prefill.role, prefill.key, prefill.connector_port) == (Role.PREFILL, "127.0.0.1:8097", "8001")
+    assert (prefill.rdma_ports, prefill.device_ids, prefill.metrics_port) == (("7100", "7101"), ("0", "1"), 8003)
+    assert (decode.role, decode.key, decode.metrics_port) == (Role.DECODE, "127.0.0.1:8098", 8098)
+    assert (decode.transfer_protocol, decode.rdma_ports) == (("ipc", "rdma"), ("7100", "7101"))
+
+
+def test_tp_size_is_the_number_of_devices_as_the_go_router_takes_it(tmp_path: Path) -> None:
+    assert [entry.tp_size for entry in read_register_file(write(tmp_path, EXAMPLE))] == [2, 1]
+
+
+@pytest.mark.parametrize("text", ["instances:", "instances: []"])
+def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
+    assert read_register_file(write(tmp_path, text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "must have 'instances:'"),
+        ("[1]", "must have 'instances:'"),
+        ("instances: 5", "instances is 5; it must be a list"),
+        ("instances: [5]", "instances[0] is 5; it must have role, host_ip and port"),
+        ("instances: [{role: mixed, port: 1}]", "instances[0]: host_ip is None"),
+        ("instances: [{role: mixed, host_ip: a}]", "instances[0]: port is None; it must be a port"),
+        ("instances: [{role: mixd, host_ip: a, port: 1}]", "instances[0]: role is 'mixd'; it must be one of"),
+        (
+            "instances: [{role: mixed, host_ip: a, port: 1, conector_port: 5}]",
+            "instances[0]: 'conector_port' is no field of an instance; did you mean connector_port?",
+        ),
+        (
+            "instances: [{role: mixed, host_ip: a, port: 1}, {role: mixed, host_ip: a, port: '1'}]",
+            "instances[1] has the host_ip and port of instances[0], a:1",
+        ),
+        ("instances: [", "is not YAML"),
+        ("instances:\n- {role: mixed, host_ip: a, port: 1, port: 2}", "line 2: 'port' is given a second time"),
+        ("instances: [{role: mixed, host_ip: a, port: %s}]" % ("1" * 5000), "a whole number of 5000 digits"),
+        ("instances: " + "[" * 10_000, "it is nested too deep"),
+        ("instances: [{role: mixed, host_ip: a, port: 1, version: !!binary AAAA}]", "instances[0]: 'version' cannot"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_entry_and_the_field(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(SettingsError) as refused:
+        read_register_file(path)
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"register\.yaml: No such file or directory"):
+        read_register_file(tmp_path / "register.yaml")
+
+
+def test_an_entry_whose_role_the_mode_does_not_take_is_a_mistake(tmp_path: Path, make_router: MakeRouter) -> None:
+    path = write(tmp_path, "instances: [{role: decode, host_ip: a, port: 1}]")
+    with pytest.raises(SettingsError, match=r"instances\[0\]: role is 'decode', but this router runs without"):
+        make_router(register_path=str(path))
+
+
+def names(*instances: StandIn) -> str:
+    entries = (f"{{role: {i.role}, host_ip: 127.0.0.1, port: {i.port}}}" for i in instances)
+    return f"instances: [{', '.join(entries)}]"
+
+
+def test_instances_of_the_file_serve_without_registering(
+    tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(register_path=str(write(tmp_path, names(stand_in()))))
+    wait_until(lambda: router.chat().status_code == 200, "an answer")
+
+
+def test_an_instance_of_the_file_is_there_when_it_comes_and_never_forgotten(
+    tmp_path: Path, make_router: MakeRouter, thread: LoopThread
+) -> None:
+    late = StandIn("mixed", thread, port=free_port())
+    settings = {"health_check_interval_secs": 0.05, "heartbeat_expiry_secs": 0.1}
+    router = make_router(register_path=str(write(tmp_path, names(late))), **settings)
+
+    def state() -> object:
+        return [entry["state"] for entry in router.client.get("/registered").json()["mixed"]]
+
+    wait_until(lambda: "Connection refused" in router.chat().text, "a probe that fails")
+    try:
+        late.start()
+        wait_until(lambda: state() == ["healthy"], "the instance to be taken")
+    finally:
+        late.stop()
+    wait_until(lambda: state() == ["unhealthy"], "the probes to fail")
+    rounds = router.app.health
+    for _ in range(3):
+        thread.run(rounds.check_all())
+    assert state() == ["unhealthy"]

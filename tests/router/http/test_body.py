@@ -1,0 +1,188 @@
+"""The body of a request: parsed once, extended without changing a byte that the client wrote."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http.body import BadBody, encode_member, parse_inference, parse_object, splice, whole_number
+
+ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
+ENCODED = {name: encode_member(name, value) for name, value in ADDED.items()}
+
+_json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+_names = st.text() | st.sampled_from(["request_id", "disaggregate_info", "messages", 'a"b', "a\\", "{", "}", ","])
+_space = st.sampled_from(["", " ", "\n", "\t ", "\r\n"])
+
+
+@st.composite
+def _written_objects(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
+    """An object as some client might write it, and its members as they were written; names may repeat."""
+    members = []
+    for name in draw(st.lists(_names, max_size=6)):
+        value = draw(_json_values if name != "request_id" else st.text("abc-é"))
+        ascii_only = draw(st.booleans())
+        written = f"{json.dumps(name, ensure_ascii=ascii_only)}{draw(_space)}:{draw(_space)}"
+        written += json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 2])))
+        members.append((name, written))
+    separator = f"{draw(_space)},{draw(_space)}"
+    text = draw(_space) + "{" + draw(_space) + separator.join(w for _, w in members) + draw(_space) + "}" + draw(_space)
+    return text.encode("utf-8", "surrogatepass"), members
+
+
+@given(_written_objects())
+def test_splicing_sets_the_added_members_and_keeps_all_others(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    data, _ = written
+    spliced = json.loads(splice(parse_inference(data), ENCODED).decode("utf-8", "surrogatepass"))
+    assert spliced == {**json.loads(data.decode("utf-8", "surrogatepass")), **ADDED}
+
+
+@given(_written_objects())
+def test_splicing_keeps_every_byte_of_the_other_members(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    data, members = written
+    spliced = splice(parse_inference(data), ENCODED)
+    position = 0
+    for name, text in members:
+        if name not in ADDED:
+            position = spliced.index(text.encode("utf-8", "surrogatepass"), position)
+
+
+@given(_written_objects())
+def test_an_added_name_stands_once_in_the_result(written: tuple[bytes, list[tuple[str, str]]]) -> None:
+    spliced = splice(parse_inference(written[0]), ENCODED)
+    pairs = json.loads(spliced.decode("utf-8", "surrogatepass"), object_pairs_hook=list)
+    names = [name for name, _ in pairs]
+    assert [names.count(name) for name in ADDED] == [1, 1]
+
+
+@given(st.lists(st.sampled_from([b"\\\\", rb"\"", rb"\n", rb"\u005c", b"{", b"]", b",", b"a", "é".encode()])))
+def test_splicing_reads_escapes_as_json_does(characters: list[bytes]) -> None:
+    text = b'"%s"' % b"".join(characters)
+    spliced = splice(parse_inference(b'{"x":%s, %s: [%s], "request_id": "theirs"}' % (text, text, text)), ENCODED)
+    assert spliced.endswith(b',"x":%s, %s: [%s]}' % (text, text, text))
+    assert json.loads(spliced) == {"x": json.loads(text), json.loads(text): [json.loads(text)], **ADDED}
+
+
+@pytest.mark.parametrize("escape", [rb"\n", rb"\"", rb"\\"])
+def test_escapes_cost_no_memory_beyond_copies_of_the_body(escape: bytes) -> None:
+    body = parse_inference(b'{"request_id": "theirs", "prompt": "%s"}' % (escape * 500_000))
+    tracemalloc.start()
+    try:
+        splice(body, ENCODED)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * len(body.data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1.0",
+        "1e2",
+        "-0",
+        "123456789012345678901234567890",
+        "0.1000",
+        r'"\u00e9\/"',
+        '"é"',
+        "[ 1 , 2 ]",
+        "NaN",
+        r'"\ud83d"',
+    ],
+)
+def test_odd_ways_to_write_a_value_survive(value: str) -> None:
+    data = f'{{"odd": {value}}}'.encode()
+    assert f'"odd": {value}}}'.encode() in splice(parse_inference(data), ENCODED)
+
+
+def test_a_name_written_with_escapes_is_the_same_name() -> None:
+    data = rb'{"request\u005fid": "theirs", "a": 1.0}'
+    assert (
+        splice(parse_inference(data), {"request_id": encode_member("request_id", "ours")})
+        == b'{"request_id":"ours", "a": 1.0}'
+    )
+
+
+def test_an_empty_object_is_extended() -> None:
+    assert json.loads(splice(parse_inference(b" { } "), ENCODED)) == ADDED
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"a": 1,}', "not valid JSON"),
+        (b"\xff\xfe{\x00}\x00", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "a JSON array"),
+        (b'"text"', "a JSON string"),
+        (b"1", "a JSON number"),
+        (b"true", "a JSON boolean"),
+        (b"null", "a JSON null"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, said: str) -> None:
+    with pytest.raises(BadBody, match=said):
+        parse_object(data)
+
+
+@pytest.mark.parametrize("value", [b"5", rb'"a\nb"', rb'"\ud800"', b"[]"])
+def test_a_request_id_that_is_no_printable_string_is_refused(value: bytes) -> None:
+    with pytest.raises(BadBody, match="it must be a string of printable characters") as refused:
+        parse_inference(b'{"request_id": %s}' % value)
+    assert refused.value.param == "request_id"
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (10, 10),
+        (10.0, 10),
+        ("10", 10),
+        ("10.0", 10),
+        (10.5, None),
+        ("ten", None),
+        ("", None),
+        (float("inf"), None),
+        ("1" * 5000, None),
+        (1e30, None),
+        (None, None),
+        ([10], None),
+    ],
+)
+def test_a_whole_number_is_read_as_engines_read_it(value: Any, number: int | None) -> None:
+    assert whole_number(value) == number
+
+
+@pytest.mark.parametrize("n", [b"2", b"2.0", b'"2"'])
+def test_choices_are_counted_however_their_number_is_written(n: bytes) -> None:
+    assert parse_inference(b'{"n": %s}' % n).choices == 2
+
+
+def test_an_absurd_number_of_choices_is_not_believed() -> None:
+    assert parse_inference(b'{"n": 1000000000000}').choices < 10_000
+
+
+@pytest.mark.parametrize("data", [b'{"request_id": null}', b'{"request_id": ""}', b"{}"])
+def test_an_empty_request_id_counts_as_none(data: bytes) -> None:
+    assert parse_inference(data).request_id is None
+
+
+def test_prompt_tokens_are_exact_where_the_client_sent_token_ids() -> None:
+    assert parse_inference(b'{"prompt_token_ids": [1, 2, 3]}').prompt_tokens == 3
+
+
+def test_prompt_tokens_count_the_whole_conversation() -> None:
+    short = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    long = json.dumps({"messages": [{"role": "user", "content": "x"}] * 100}).encode()
+    assert parse_inference(long).prompt_tokens > 50 * parse_inference(short).prompt_tokens

@@ -1,0 +1,509 @@
+"""The server's face to clients, byte by byte over raw sockets. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.http.server import HEAD_BYTES
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+LIMIT = 100_000
+CHAT = "/v1/chat/completions"
+
+
+def request(
+    body: bytes = b"{}", *headers: bytes, method: str = "POST", path: str = CHAT, version: str = "1.1"
+) -> bytes:
+    """A request with its length."""
+    head = [f"{method} {path} HTTP/{version}".encode(), b"host: x", *headers, b"content-length: %d" % len(body)]
+    return b"\r\n".join([*head, b"", body])
+
+
+def head(*headers: bytes, path: str = CHAT) -> bytes:
+    """The head of a POST, without a body."""
+    return b"\r\n".join([f"POST {path} HTTP/1.1".encode(), b"host: x", *headers, b"", b""])
+
+
+class Client:
+    """A socket on the router, and what has come from it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.unread = b""
+
+    def send(self, data: bytes) -> None:
+        """Send, whether or not the other end listens any more."""
+        with contextlib.suppress(ConnectionError):
+            self.sock.sendall(data)
+
+    def answer(self, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
+        """The next answer: status, headers, body."""
+        while b"\r\n\r\n" not in self.unread:
+            assert self._receive(), f"the connection was closed after {self.unread!r}"
+        start, _, self.unread = self.unread.partition(b"\r\n\r\n")
+        status, *lines = start.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        length = int(headers.get("content-length", 0)) if has_body else 0
+        while len(self.unread) < length:
+            assert self._receive(), f"the connection was closed after {self.unread!r}"
+        body, self.unread = self.unread[:length], self.unread[length:]
+        return int(status.split()[1]), headers, body
+
+    def status(self) -> int:
+        """The status of the next answer."""
+        return self.answer()[0]
+
+    def error(self) -> tuple[int, str]:
+        """Status and code of the next answer, which is an error."""
+        status, _, body = self.answer()
+        return status, json.loads(body)["error"]["code"]
+
+    def rest(self) -> bytes:
+        """All that still comes until the router closes the connection."""
+        while self._receive():
+            pass
+        return self.unread
+
+    def _receive(self) -> bool:
+        data = self.sock.recv(65536)
+        self.unread += data
+        return bool(data)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[RouterUnderTest], Client]]:
+    """Connects to a router: ``connect(router)``."""
+    with contextlib.ExitStack() as held:
+
+        def to(router: RouterUnderTest) -> Client:
+            return Client(held.enter_context(socket.create_connection(("127.0.0.1", router.port), timeout=20)))
+
+        yield to
+
+
+Connect = Callable[[RouterUnderTest], Client]
+
+
+@pytest.fixture
+def router(make_router: MakeRouter, stand_in: MakeStandIn) -> RouterUnderTest:
+    """A router that takes small bodies, before an instance that answers with the number it is asked for."""
+    return make_router(stand_in("mixed", echoes), max_body_bytes=LIMIT)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file with one client's API key."""
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-alice\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+async def echoes(request: Received, respond: Responder) -> None:
+    """Answer with the request's ``number``, the first one last."""
+    number = json.loads(request.body).get("number", 0) if request.body else 0
+    await asyncio.sleep(0.05 if number == 1 else 0)
+    await respond.answer(200, str(number).encode())
+
+
+def test_pipelined_requests_are_answered_in_their_order(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    control = request(b"", method="GET", path="/health")
+    client.send(request(b'{"number": 1}') + request(b'{"number": 2}') + control + request(b'{"number": 3}'))
+    assert [client.answer()[2] for _ in range(4)] == [b"1", b"2", b"", b"3"]
+
+
+def test_a_pipelined_body_that_is_too_large_is_refused_in_its_turn(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(request(b'{"number": 1}') + request(b" " * (LIMIT + 1)))
+    assert client.answer()[2] == b"1"
+    assert client.error() == (413, "body_too_large")
+    assert client.rest() == b""
+
+
+def test_a_client_that_leaves_ends_all_its_pipelined_requests(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance)
+    client = connect(router)
+    client.send(request(b'{"request_id": "a"}') + request(b'{"request_id": "b"}'))
+    wait_until(lambda: instance.running == 1, "the first request")
+    client.sock.close()
+    wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-a_0"]}], "the abort")
+    wait_until(lambda: instance.running == 0, "the leg to end")
+    assert len(instance.received) == 1
+
+
+async def hangs(request: Received, respond: Responder) -> None:
+    """Never answer."""
+    await respond.peer_left.wait()
+    respond.keep_alive = False
+
+
+@pytest.mark.parametrize("headers", [(), (b"connection: keep-alive",)])
+def test_a_client_of_http_1_0_gets_its_answer_and_the_connection_is_closed(
+    router: RouterUnderTest, connect: Connect, headers: tuple[bytes, ...]
+) -> None:
+    client = connect(router)
+    client.send(request(b'{"number": 7}', *headers, version="1.0"))
+    status, answered, body = client.answer()
+    assert (status, answered["connection"], body, client.rest()) == (200, "close", b"7", b"")
+
+
+def test_a_client_of_http_1_0_gets_a_stream_that_ends_with_the_connection(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    async def two_events(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await asyncio.sleep(0.01)
+        await respond.event("2")
+        await respond.end_stream()
+
+    client = connect(make_router(stand_in("mixed", two_events)))
+    client.send(request(b'{"stream": true}', version="1.0"))
+    _, answered, _ = client.answer()
+    assert "transfer-encoding" not in answered
+    assert client.rest() == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_who_expects_to_be_told_to_continue_is_told_to(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(head(b"expect: 100-continue", b"content-length: 13"))
+    assert client.answer() == (100, {}, b"")
+    client.send(b'{"number": 4}')
+    assert client.answer()[2] == b"4"
+
+
+def test_who_expects_to_continue_with_too_much_is_refused_before_it_sends_it(
+    router: RouterUnderTest, connect: Connect
+) -> None:
+    client = connect(router)
+    client.send(head(b"expect: 100-continue", b"content-length: %d" % (LIMIT + 1)))
+    assert client.error() == (413, "body_too_large")
+
+
+def test_a_chunked_body_with_trailers_arrives_without_them(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance))
+    trailers = b"authorization: Bearer late\r\nx-late: 1\r\n"
+    client.send(head(b"transfer-encoding: chunked") + b'1\r\n{\r\n5\r\n"a":1\r\n1\r\n}\r\n0\r\n' + trailers + b"\r\n")
+    assert client.status() == 200
+    assert instance.received[0].body.endswith(b'"a":1}')
+    assert not {"authorization", "x-late"} & set(dict(instance.received[0].headers))
+
+
+def test_the_answer_to_head_has_no_body(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(request(b"", method="HEAD", path="/v1/files"))
+    assert client.answer(has_body=False)[0] == 200
+    client.send(request(b'{"number": 5}'))
+    assert client.answer()[2] == b"5"
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
+def test_an_upgrade_is_declined_and_the_request_served(
+    router: RouterUnderTest, connect: Connect, upgrade: bytes
+) -> None:
+    # Java's own client asks for HTTP/2 so, with its first request.
+    client = connect(router)
+    asks = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: " + upgrade, b"http2-settings: AAEAAEAAAAIAAAAB")
+    client.send(request(b'{"number": 6}', *asks) + request(b'{"number": 7}'))
+    assert [client.answer()[2] for _ in range(2)] == [b"6", b"7"]
+
+
+@pytest.mark.parametrize("target", ["x:80", CHAT])
+def test_no_tunnel_is_opened(router: RouterUnderTest, connect: Connect, target: str) -> None:
+    client = connect(router)
+    client.send(request(b"{}", method="CONNECT", path=target))
+    assert client.error() == (405, "method_not_allowed")
+
+
+def test_a_control_request_that_asks_for_an_upgrade_keeps_its_body(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    asks = (b"connection: Upgrade", b"upgrade: h2c")
+    client.send(request(b'{"req_ids": ["a"]}', *asks, path="/v1/abort_requests"))
+    assert client.status() == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/register", "/v1/abort_requests"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_over_the_limit_is_refused_and_the_connection_closed(
+    router: RouterUnderTest, connect: Connect, path: str, is_chunked: bool
+) -> None:
+    client = connect(router)
+    if is_chunked:
+        client.send(head(b"transfer-encoding: chunked", path=path))
+        for _ in range(LIMIT // 10_000 + 2):
+            client.send(b"%x\r\n%s\r\n" % (10_000, b" " * 10_000))
+    else:
+        client.send(request(b" " * (LIMIT + 1), path=path))
+    status, answered, body = client.answer()
+    assert (status, answered["connection"], json.loads(body)["error"]["code"]) == (413, "close", "body_too_large")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/health"])
+def test_a_target_may_name_the_host(router: RouterUnderTest, connect: Connect, path: str) -> None:
+    client = connect(router)
+    client.send(request(method="POST" if path == CHAT else "GET", path=f"http://router:8000{path}?a=b"))
+    assert client.answer()[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://", "x:y", "v1/chat/completions", "http://a:b:c/v1"])
+def test_a_target_that_is_none_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
+    client = connect(router)
+    client.send(request(path=target))
+    assert client.answer()[0] in (400, 404)
+
+
+def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Connect) -> None:
+    for refused in (request(b" " * (LIMIT + 1)), b"nonsense\r\n\r\n"):
+        client = connect(router)
+        client.send(refused)
+        client.answer()
+    metrics = httpx.get(f"{router.url}/metrics").text
+    assert 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="413"} 1.0' in metrics
+    assert 'http_requests_total{endpoint="other",method="",status_code="400"} 1.0' in metrics
+
+
+def test_who_is_refused_while_it_still_sends_can_read_why(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(request(b" " * (20 * LIMIT)))
+    assert client.error() == (413, "body_too_large")
+    assert client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        pytest.param(head()[:-2] + b"x: " + b"a" * 4 * HEAD_BYTES, id="a header"),
+        pytest.param(head()[:-2] + b"x: 1\r\n" * HEAD_BYTES, id="headers"),
+        pytest.param(b"GET /" + b"a" * 4 * HEAD_BYTES, id="a path"),
+        pytest.param(head(b"transfer-encoding: chunked") + b"0\r\nx: " + b"a" * 4 * HEAD_BYTES, id="a trailer"),
+        pytest.param(head(b"transfer-encoding: chunked") + b"0\r\n" + b"x: 1\r\n" * HEAD_BYTES, id="trailers"),
+        pytest.param(head(b"transfer-encoding: chunked") + b"1;" + b"a" * 4 * HEAD_BYTES, id="a chunk's extension"),
+    ],
+)
+def test_a_head_without_end_is_not_read_without_end(router: RouterUnderTest, connect: Connect, endless: bytes) -> None:
+    client = connect(router)
+    client.send(endless)
+    assert client.error() == (431, "head_too_large")
+
+
+@pytest.mark.parametrize("bad", [b"not json", b"[]", b'{"request_id": 5}'])
+def test_a_connection_is_kept_after_an_error(router: RouterUnderTest, connect: Connect, bad: bytes) -> None:
+    client = connect(router)
+    client.send(request(bad))
+    assert client.status() == 400
+    client.send(request(b'{"number": 8}'))
+    assert client.answer()[2] == b"8"
+
+
+def test_a_connection_is_kept_after_an_instances_error(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    client = connect(make_router(stand_in("mixed", answers(500, b"boom"))))
+    for _ in range(2):
+        client.send(request())
+        assert client.answer()[0::2] == (500, b"boom")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/register"])
+def test_a_client_that_leaves_while_it_sends_its_body_does_no_harm(
+    router: RouterUnderTest, connect: Connect, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(router)
+    client.send(head(b"content-length: 1000", path=path) + b"{")
+    client.sock.close()
+    after = connect(router)
+    after.send(request(b'{"number": 9}'))
+    assert after.answer()[2] == b"9"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance, max_concurrent_requests=1)
+    first, second, third = (connect(router) for _ in range(3))
+    first.send(request(b'{"request_id": "a"}'))
+    wait_until(lambda: instance.running == 1, "the first request")
+    second.send(request(b'{"request_id": "b"}'))
+    wait_until(lambda: router.app.admission.waiting == 1, "the second request in line")
+    third.send(request(b'{"request_id": "c"}'))
+    wait_until(lambda: router.app.admission.waiting == 2, "the third request in line")
+    second.sock.close()
+    wait_until(lambda: router.app.admission.waiting == 1, "the second request to leave the line")
+    first.sock.close()
+    wait_until(lambda: len(instance.received) == 2, "the third request's turn")
+    assert [got.json["request_id"] for got in instance.received] == ["a", "c"]
+
+
+def test_who_finds_the_line_full_is_told_when_to_come_back(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance, max_concurrent_requests=1, max_queued_requests=0)
+    connect(router).send(request())
+    wait_until(lambda: instance.running == 1, "the first request")
+    client = connect(router)
+    client.send(request())
+    status, answered, body = client.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")
+    assert int(answered["retry-after"]) >= 1
+    assert "connection" not in answered
+
+
+def test_who_waits_too_long_in_line_is_told_when_to_come_back(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance, max_concurrent_requests=1, queue_timeout_secs=0.1)
+    connect(router).send(request())
+    wait_until(lambda: instance.running == 1, "the first request")
+    response = router.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_timeout")
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_client_that_does_not_read_keeps_its_place_no_longer_than_the_time_out(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    async def sends_without_end(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        while not respond.peer_left.is_set():
+            await respond.event("x" * 60_000)
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", sends_without_end)
+    router = make_router(instance, request_timeout_secs=0.4)
+    client = connect(router)
+    client.send(request(b'{"stream": true}'))
+    wait_until(lambda: router.app.admission.running == 1, "the request")
+    wait_until(lambda: router.app.admission.running == 0, "the request to be given up")
+    wait_until(lambda: instance.running == 0, "the leg to end")
+
+
+def test_without_a_right_key_it_is_a_401_that_says_how(
+    keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance, api_keys_file=keys))
+    for sent in ((), (b"authorization: Bearer sk-mallory",), (b"authorization: Basic c2s=",)):
+        client.send(request(b"{}", *sent))
+        status, answered, _ = client.answer()
+        assert (status, answered["www-authenticate"]) == (401, "Bearer")
+    client.send(request(b"{}", b"authorization: Bearer sk-alice"))
+    assert client.status() == 200
+    assert len(instance.received) == 1
+
+
+def test_a_trace_is_passed_on_and_recorded(router: RouterUnderTest, stand_in: MakeStandIn) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "tracestate": "a=b"}
+    (instance := stand_in()).register(router.url)
+    answered = [router.client.post(CHAT, json={"request_id": f"r{i}"}, headers=headers) for i in range(8)]
+    assert {response.status_code for response in answered} == {200}
+    assert {got.header("traceparent") for got in instance.received} == {headers["traceparent"]}
+    assert {got.header("tracestate") for got in instance.received} == {"a=b"}
+    assert router.client.get("/admin/explain/r0").json()["trace_id"] == trace
+
+
+def test_the_answer_says_who_served_it_and_why(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    headers = make_router(prefill, decode, splitwise=True).chat(request_id="r").headers
+    assert (headers["x-router-prefill"], headers["x-router-decode"]) == (prefill.key, decode.key)
+    assert (headers["x-router-request-id"], headers["x-router-decision"]) == ("r", "pool_aware; cached=0")
+
+
+def test_a_failed_attempt_and_the_one_that_served_are_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, good, bad = stand_in("prefill"), stand_in("decode"), stand_in("decode", answers(500, b""))
+    router = make_router(prefill, good, bad, splitwise=True, decode_policy="round_robin")
+    for number in range(2):
+        assert router.chat(request_id=f"r{number}").status_code == 200
+    (retried,) = [got.json["request_id"] for got in bad.received]
+    told = router.client.get(f"/admin/explain/{retried}").json()
+    first, second = told["attempts"]
+    assert (first["ended"], second["ended"]) == (f"{bad.key} answered with 500", "answered")
+    for attempt, decode in ((first, bad), (second, good)):
+        assert [decision["instance"] for decision in attempt["decisions"]] == [prefill.key, decode.key]
+        assert all(decision["reasons"] for decision in attempt["decisions"])
+
+
+def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", hangs)
+    router = make_router(instance)
+    with pytest.raises(httpx.ReadTimeout):
+        router.client.post("/v1/chat/completions", json={"request_id": "r1"}, timeout=0.2)
+    wait_until(lambda: router.client.get("/admin/explain/r1").status_code == 200, "the record")
+    (attempt,) = router.client.get("/admin/explain/r1").json()["attempts"]
+    assert attempt["ended"] == "the client left"
+
+
+def test_who_sends_nothing_is_not_kept(
+    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
+    assert connect(router).rest() == b""
+
+
+@pytest.mark.parametrize("begun", [b"POST /v1/chat", head(b"content-length: 5"), head(b"content-length: 5") + b"{}"])
+def test_who_sends_half_a_request_is_told_so_after_a_while(
+    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
+    client = connect(router)
+    client.send(begun)
+    assert client.error() == (408, "request_incomplete")
+    assert client.rest() == b""
+
+
+def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_slow(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.4)
+        await respond.answer(200, b"{}")
+
+    monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
+    client = connect(make_router(stand_in("mixed", is_slow)))
+    client.send(request(b"{}") + b"POST /v1/chat")
+    assert client.status() == 200
+
+
+def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", stalls("1"))
+    client = connect(make_router(instance))
+    client.send(request(b'{"stream": true}'))
+    assert client.answer()[0] == 200
+    client.send(b"\x00\x01garbage\r\n\r\n")
+    assert b"HTTP/1.1" not in client.rest()
+    wait_until(lambda: instance.running == 0, "the leg to end")
+
+
+def test_a_body_that_comes_in_pieces_is_not_kept_for_who_has_no_key(
+    keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    client = connect(make_router(stand_in(), api_keys_file=keys))
+    client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than is read at once
+    status, answered, _ = client.answer()
+    assert (status, answered["www-authenticate"]) == (401, "Bearer")

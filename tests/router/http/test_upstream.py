@@ -1,0 +1,393 @@
+"""Connections to instances: reuse, staleness, framing, back-pressure, and failing from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.http.errors import (
+    BadResponse,
+    ConnectFailed,
+    ConnectionLost,
+    ConnectRefused,
+    NoRoom,
+    StaleConnection,
+    TimedOut,
+    UpstreamError,
+)
+from router.http.exchange import HIGH_WATER, Exchange
+from router.http.message import Address, Answer
+from router.http.pool import Upstream
+from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+MakeStandIn = Callable[..., StandIn]
+
+
+class Client:
+    """An ``Upstream`` in the test's loop."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self.thread = thread
+        self.upstream = thread.run(self._make())
+
+    async def _make(self) -> Upstream:
+        return Upstream()
+
+    def run(self, use: Callable[[Upstream], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            return await use(self.upstream)
+
+        return self.thread.run(main())
+
+    def post(self, instance: StandIn, body: bytes = b"{}", method: str = "POST") -> Answer:
+        """One whole exchange over the pool."""
+
+        async def post(upstream: Upstream) -> Answer:
+            exchange = upstream.exchange(Address("127.0.0.1", instance.port), method, b"/x", [], body)
+            try:
+                status = await exchange.head()
+                return Answer(status, exchange.headers, await exchange.read(1 << 30))
+            finally:
+                exchange.close()
+
+        answer: Answer = self.run(post)
+        return answer
+
+
+@pytest.fixture
+def client(thread: LoopThread) -> Client:
+    return Client(thread)
+
+
+def raw(*pieces: bytes, then_close: bool = False) -> Behaviour:
+    """Send these bytes as they are."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        for piece in pieces:
+            await respond.raw(piece)
+            await asyncio.sleep(0)
+        respond.keep_alive = not then_close
+
+    return behave
+
+
+def test_a_connection_is_used_again(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    for _ in range(5):
+        assert client.post(instance).status == 200
+    assert instance.connections == 1
+
+
+def test_exchanges_at_the_same_time_use_connections_of_their_own(client: Client, stand_in: MakeStandIn) -> None:
+    together = asyncio.Event()
+
+    async def waits_for_the_other(request: Received, respond: Responder) -> None:
+        if len(instance.received) == 2:
+            together.set()
+        await together.wait()
+        await respond.answer(200, request.body)
+
+    instance = stand_in("mixed", waits_for_the_other)
+
+    async def both(upstream: Upstream) -> list[bytes]:
+        async def one(body: bytes) -> bytes:
+            exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], body)
+            await exchange.head()
+            return await exchange.read(1 << 20)
+
+        return list(await asyncio.gather(one(b"a"), one(b"b")))
+
+    assert client.run(both) == [b"a", b"b"]
+    assert instance.connections == 2
+
+
+def test_a_connection_that_the_instance_closed_while_idle_is_not_used(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    client.post(instance)
+    instance.cut_idle()
+    assert client.post(instance).status == 200
+    assert instance.connections == 2
+
+
+def test_a_connection_idle_for_long_is_not_used(
+    client: Client, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.pool.IDLE_SECONDS", 0.0)
+    instance = stand_in()
+    client.post(instance)
+    assert client.post(instance).status == 200
+    assert instance.connections == 2
+
+
+def test_idle_connections_are_closed_though_nobody_asks_for_one_again(
+    client: Client, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.pool.IDLE_SECONDS", 0.05)
+    for _ in range(2):
+        client.post(stand_in())
+        wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")
+
+
+def test_a_pooled_connection_lost_without_a_byte_is_told_apart(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    client.post(instance)
+
+    async def cut(request: Received, respond: Responder) -> None:
+        respond.cut()
+
+    instance.behave = cut
+    with pytest.raises(StaleConnection):
+        client.post(instance)
+    with pytest.raises(ConnectionLost) as second:
+        client.post(instance)
+    assert not isinstance(second.value, StaleConnection)
+
+
+def test_an_answer_with_connection_close_ends_the_connection(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", answers(200, b"x", ("connection", "close")))
+    for _ in range(2):
+        assert client.post(instance).body == b"x"
+    assert instance.connections == 2
+
+
+def test_bytes_after_the_answer_end_the_connection(client: Client, stand_in: MakeStandIn) -> None:
+    reply = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx"
+    instance = stand_in("mixed", raw(reply + b"HTTP/1.1 200 OK\r\n"))
+    for _ in range(2):
+        assert client.post(instance).body == b"x"
+    assert instance.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("pieces", "body"),
+    [
+        pytest.param([b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"], b"hello", id="length"),
+        pytest.param([b"HTTP/1.1 200 OK\r\ncontent-le", b"ngth: 5\r\n\r", b"\nhel", b"lo"], b"hello", id="pieces"),
+        pytest.param(
+            [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n", b"3\r\nllo\r\n0\r\n\r\n"],
+            b"hello",
+            id="chunked",
+        ),
+        pytest.param([b"HTTP/1.1 204 No Content\r\n\r\n"], b"", id="no content"),
+        pytest.param(
+            [b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"],
+            b"hello",
+            id="after 100",
+        ),
+        pytest.param([b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"], b"", id="empty"),
+    ],
+)
+def test_every_framing_is_understood(client: Client, stand_in: MakeStandIn, pieces: list[bytes], body: bytes) -> None:
+    instance = stand_in("mixed", raw(*pieces))
+    assert [client.post(instance).body for _ in range(2)] == [body, body]
+    assert instance.connections == 1
+
+
+def test_a_body_without_a_length_ends_with_the_connection(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", raw(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", then_close=True))
+    assert client.post(instance).body == b"hello"
+
+
+def test_an_answer_to_head_has_no_body(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"))
+    answer = client.post(instance, b"", method="HEAD")
+    assert (answer.status, dict(answer.headers)[b"content-length"], answer.body) == (200, b"5", b"")
+
+
+def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", answers(200, b"", ("X-A", "1"), ("X-A", "2")))
+    assert [h for h in client.post(instance).headers if h[0] == b"x-a"] == [(b"x-a", b"1"), (b"x-a", b"2")]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        pytest.param(b"", ConnectionLost, id="nothing"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", ConnectionLost, id="half a head"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", ConnectionLost, id="half a body"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n", ConnectionLost, id="no last chunk"
+        ),
+        pytest.param(b"SSH-2.0-OpenSSH\r\n", BadResponse, id="another protocol"),
+        pytest.param(b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n", BadResponse, id="no such status"),
+        pytest.param(
+            b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", BadResponse, id="an upgrade"
+        ),
+    ],
+)
+def test_what_is_no_whole_response_is_an_error(
+    client: Client, stand_in: MakeStandIn, reply: bytes, error: type[UpstreamError]
+) -> None:
+    instance = stand_in("mixed", raw(reply, then_close=True))
+    with pytest.raises(error, match=f"127.0.0.1:{instance.port}"):
+        client.post(instance)
+
+
+def test_nobody_listening_is_told_apart(client: Client, stand_in: MakeStandIn, thread: LoopThread) -> None:
+    with pytest.raises(ConnectFailed, match="Connection refused"):
+        client.post(StandIn("mixed", thread, port=free_port()))
+
+
+def test_a_body_nobody_takes_stops_being_read(client: Client, stand_in: MakeStandIn) -> None:
+    total = 64 * HIGH_WATER
+
+    async def sends_much(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        for _ in range(64):
+            await respond.raw(b"x" * HIGH_WATER)
+
+    instance = stand_in("mixed", sends_much)
+
+    async def take_late(upstream: Upstream) -> tuple[str, int]:
+        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
+        await exchange.head()
+        while _buffered(exchange) <= HIGH_WATER:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        held = _buffered(exchange)
+        return repr(held <= 2 * HIGH_WATER), len(await exchange.read(total))
+
+    assert client.run(take_late) == ("True", total)
+
+
+def _buffered(exchange: Exchange) -> int:
+    return int(repr(exchange).split("buffered=")[1].rstrip(">"))
+
+
+class _Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("when", ["before the head", "in the body"])
+def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stand_in: MakeStandIn, when: str) -> None:
+    async def begins(request: Received, respond: Responder) -> None:
+        if when == "in the body":
+            await respond.start_stream()
+        await respond.peer_left.wait()
+        left.set()
+        respond.keep_alive = False
+
+    left = asyncio.Event()
+    instance = stand_in("mixed", begins)
+
+    async def use(upstream: Upstream) -> None:
+        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
+        asyncio.get_running_loop().call_later(0.05, exchange.fail, _Stop())
+        try:
+            await exchange.head()
+            await exchange.chunk()
+        finally:
+            await asyncio.wait_for(left.wait(), 10)
+
+    with pytest.raises(_Stop):
+        client.run(use)
+
+
+def test_a_sink_gets_what_comes_while_its_owner_waits(client: Client, stand_in: MakeStandIn) -> None:
+    taken: list[bytes] = []
+    go_on = asyncio.Event()
+
+    def sink(data: bytes) -> bool:
+        go_on.set()
+        if data == b"refused":
+            return False
+        taken.append(data)
+        return True
+
+    async def one_by_one(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in (b"one", b"two", b"refused", b"last"):
+            await go_on.wait()
+            go_on.clear()
+            await respond.raw(b"%x\r\n%s\r\n" % (len(piece), piece) + b"0\r\n\r\n" * (piece == b"last"))
+
+    instance = stand_in("mixed", one_by_one)
+
+    async def use(upstream: Upstream) -> list[bytes]:
+        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"{}")
+        await exchange.head()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        try:
+            return [await exchange.chunk(sink) for _ in range(3)]
+        finally:
+            exchange.close()
+
+    assert client.run(use) == [b"refused", b"last", b""]
+    assert taken == [b"one", b"two"]
+
+
+def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+
+    async def use(upstream: Upstream) -> None:
+        exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
+        asyncio.get_running_loop().call_soon(exchange.fail, _Stop())
+        await exchange.head()
+
+    with pytest.raises(_Stop):
+        client.run(use)
+
+
+def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) -> None:
+    async def hangs(request: Received, respond: Responder) -> None:
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", hangs)
+
+    async def fetch(upstream: Upstream) -> Answer:
+        return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=0.05)
+
+    with pytest.raises(TimedOut, match=r"did not answer GET /x within 0\.05 s"):
+        client.run(fetch)
+
+
+def test_repr_tells_how_many_connections_are_open_and_idle(client: Client, stand_in: MakeStandIn) -> None:
+    client.post(stand_in())
+    assert repr(client.upstream) == "<Upstream 1 connections, 1 idle>"
+
+
+def test_an_ipv6_address_is_written_with_brackets() -> None:
+    assert str(Address("::1", 80)) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.EMFILE, NoRoom), (errno.ECONNREFUSED, ConnectRefused), (errno.EHOSTUNREACH, ConnectFailed)],
+)
+def test_it_is_told_apart_why_no_connection_was_made(
+    client: Client, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[UpstreamError]
+) -> None:
+    async def connect(upstream: Upstream) -> None:
+        async def fails(*args: object) -> None:
+            raise OSError(number, "no")
+
+        loop = SimpleNamespace(create_connection=fails)
+        monkeypatch.setattr("router.http.pool.asyncio.get_running_loop", lambda: loop)
+        try:
+            await upstream.connect(Address("127.0.0.1", 1))
+        finally:
+            monkeypatch.undo()
+
+    with pytest.raises(UpstreamError) as raised:
+        client.run(connect)
+    assert type(raised.value) is expected
+
+
+def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_it_open(
+    client: Client, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+
+    async def fetch(upstream: Upstream) -> Answer:
+        return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=5)
+
+    client.run(fetch)
+    wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")

@@ -1,0 +1,102 @@
+"""Prefixes: what begins alike hashes alike, and what must not be confused does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies.features import TOKENS_PER_CHUNK, chunk_hashes, request_features, session_key
+
+_text = st.text(max_size=40).map(lambda text: text * 40)
+_messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": _text}))
+LONG = "A long prompt of which several chunks can be cut. " * 100
+
+
+@given(turn=_messages.filter(len), appended=_messages)
+def test_a_next_turn_shares_all_chunks_of_the_turn_before(turn: list[Any], appended: list[Any]) -> None:
+    first = chunk_hashes({"model": "m", "messages": turn})
+    assert chunk_hashes({"model": "m", "messages": turn + appended})[: len(first)] == first
+
+
+@pytest.mark.parametrize("member", ["prompt", "prompt_token_ids"])
+@given(ids=st.lists(st.integers(0, 2**32 - 1), max_size=50), appended=st.lists(st.integers(0, 10)))
+def test_appended_token_ids_keep_all_chunks(member: str, ids: list[int], appended: list[int]) -> None:
+    first = chunk_hashes({member: ids * 20})
+    assert len(first) == len(ids) * 20 // TOKENS_PER_CHUNK
+    assert chunk_hashes({member: ids * 20 + appended})[: len(first)] == first
+
+
+@given(prompt=_text, appended=_text)
+def test_an_appended_text_keeps_all_chunks(prompt: str, appended: str) -> None:
+    first = chunk_hashes({"prompt": prompt})
+    assert chunk_hashes({"prompt": prompt + appended})[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "another"},
+        {"cache_salt": "tenant"},
+        {"lora_path": "adapter"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": LONG}]},
+    ],
+)
+def test_what_gives_other_kv_shares_no_chunk(other: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
+    assert not set(chunk_hashes(body)) & set(chunk_hashes(body | other))
+
+
+def test_what_is_not_part_of_the_prompt_changes_no_chunk() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
+    assert chunk_hashes(body) == chunk_hashes(body | {"temperature": 0.5, "stream": True, "user": "u"})
+
+
+def test_chunks_after_a_difference_differ_though_their_text_is_equal() -> None:
+    one, two = chunk_hashes({"prompt": "x" + LONG}), chunk_hashes({"prompt": "y" + LONG})
+    assert not set(one) & set(two)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["model", "messages", "prompt", "prompt_token_ids", "tools", "cache_salt"]),
+        st.recursive(
+            st.none() | st.integers() | st.floats() | st.text(st.characters(codec=None)) | st.just(LONG),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        ),
+    )
+)
+def test_no_body_is_too_odd(members: dict[str, Any]) -> None:
+    assert isinstance(chunk_hashes(members), list)
+
+
+def test_a_body_nested_beyond_reason_has_no_chunks() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert chunk_hashes({"messages": nested}) == []
+
+
+def test_a_prompt_is_hashed_only_when_asked_for() -> None:
+    members: dict[str, Any] = {"prompt": LONG}
+    features = request_features(members, 1250)
+    members["prompt"] = ""
+    assert features.chunks == []
+
+
+@pytest.mark.parametrize(
+    ("members", "headers", "key"),
+    [
+        ({"user": "ann"}, [], "ann"),
+        ({"user": "ann", "session_id": "s"}, [], "s"),
+        ({"user": "ann", "session_id": "s"}, [(b"x-session-id", b"h")], "h"),
+        ({"user": 7}, [(b"x-other", b"h")], ""),
+    ],
+)
+def test_a_session_is_named_before_a_user(
+    members: dict[str, Any], headers: list[tuple[bytes, bytes]], key: str
+) -> None:
+    assert session_key(members, headers) == key

@@ -1,0 +1,58 @@
+"""PrefillCost: what a queue, computing and fetching cost, found in noisy first-token times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policies.prefill_cost import PrefillCost
+
+SECONDS_PER_TOKEN = 1e-4
+
+
+def taught(fetch: float, queue: float, noise: random.Random, stalls: float = 0.0, base: float = 0.05) -> PrefillCost:
+    """What is learned from 1024 outcomes with these true costs, of which a part of ``stalls`` came a minute late."""
+    cost = PrefillCost()
+    for _ in range(1024):
+        queued, computed, fetched = noise.expovariate(1e-4), noise.expovariate(1e-4), noise.expovariate(1e-4)
+        seconds = base + SECONDS_PER_TOKEN * (queue * queued + computed + fetch * fetched)
+        late = 60.0 if noise.random() < stalls else 0.0
+        cost.observe(queued, computed, fetched, seconds * noise.lognormvariate(0, 0.2) + late)
+    return cost
+
+
+def test_a_fetched_token_is_taken_to_cost_a_quarter_before_anything_is_learned() -> None:
+    assert (PrefillCost().fetch_cost, PrefillCost().queue_cost) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(("fetch", "queue"), [(0.05, 1.0), (0.25, 0.5), (0.8, 1.0)])
+def test_it_finds_the_true_costs(fetch: float, queue: float) -> None:
+    cost = taught(fetch, queue, random.Random(1))
+    assert cost.fetch_cost == pytest.approx(fetch, abs=0.08)
+    assert cost.queue_cost == pytest.approx(queue, abs=0.12)
+
+
+def test_a_few_stalls_of_a_minute_change_little() -> None:
+    cost = taught(0.25, 1.0, random.Random(2), stalls=0.03)
+    assert cost.fetch_cost == pytest.approx(0.25, abs=0.1)
+
+
+def test_what_the_outcomes_do_not_show_stays_as_assumed() -> None:
+    cost = PrefillCost()
+    for _ in range(512):
+        cost.observe(0.0, 1000.0, 0.0, 0.1)
+    assert cost.fetch_cost == pytest.approx(0.25, abs=0.02)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=1, max_size=8))
+def test_whatever_is_observed_the_costs_stay_in_reason(outcomes: list[tuple[float, float, float, float]]) -> None:
+    cost = PrefillCost()
+    for _ in range(600 // len(outcomes)):
+        for queued, computed, fetched, seconds in outcomes:
+            cost.observe(queued, computed, fetched, seconds)
+    assert 0.02 <= cost.fetch_cost <= 1.0
+    assert 0.5 <= cost.queue_cost <= 2.0

@@ -1,0 +1,440 @@
+"""A prefill/decode pair, from the client's side and from the instances'. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, full_backlog, streams
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def hangs() -> Behaviour:
+    """Never answer; leave when the peer does."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    return behave
+
+
+def cuts(after: bytes = b"") -> Behaviour:
+    """Send these bytes, then break the connection."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        if after:
+            await respond.raw(after)
+        respond.cut()
+
+    return behave
+
+
+def aborted_ids(instance: StandIn) -> list[str]:
+    return [req_id for abort in instance.aborted for req_id in abort["req_ids"]]
+
+
+def nothing_runs_at(instance: StandIn) -> bool:
+    """Whether every request it has got was aborted and had its connection closed."""
+    got = {f"chatcmpl-{request.json['request_id']}_0" for request in instance.received}
+    return instance.running == 0 and got <= set(aborted_ids(instance))
+
+
+def test_decode_answers_and_prefill_is_drained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill = stand_in("prefill", answers(body=b'{"from": "prefill"}'))
+    decode = stand_in("decode", answers(body=b'{"from":  "decode"}'))
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.chat().content == b'{"from":  "decode"}'
+    assert (len(prefill.received), len(decode.received)) == (1, 1)
+
+
+def test_both_legs_get_the_same_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    make_router(prefill, decode, splitwise=True).chat()
+    assert prefill.received[0].body == decode.received[0].body
+
+
+def test_a_request_without_an_id_gets_a_new_one_each_time(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    router.chat()
+    router.chat()
+    ids = [request.json["request_id"] for request in decode.received]
+    assert len(set(ids)) == 2
+    assert all(len(request_id) == 36 for request_id in ids)
+
+
+def test_a_clients_own_request_id_is_kept(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    make_router(prefill, decode, splitwise=True).chat(request_id="mine")
+    assert decode.received[0].json["request_id"] == "mine"
+
+
+def test_disaggregate_info_has_fastdeploys_fields(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(splitwise=True)
+    prefill.register(router.url, connector_port=8001)
+    decode.register(router.url, connector_port="8002", rdma_ports=[7100, "7101"], device_ids=[0, 1])
+    router.chat()
+    assert decode.received[0].json["disaggregate_info"] == {
+        "prefill_ip": "127.0.0.1",
+        "decode_ip": "127.0.0.1",
+        "prefill_connector_port": "8001",
+        "decode_connector_port": "8002",
+        "decode_device_ids": ["0", "1"],
+        "decode_rdma_ports": ["7100", "7101"],
+        "transfer_protocol": "ipc",
+        "decode_tp_size": 1,
+    }
+
+
+def test_a_pair_whose_tp_sizes_do_not_fit_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(splitwise=True)
+    prefill.register(router.url, tp_size=4)
+    decode.register(router.url, tp_size=2)
+    response = router.chat()
+    assert response.status_code == 400
+    assert "tp_size" in response.json()["error"]["message"]
+
+
+def test_decode_is_chosen_among_those_that_fit_the_prefill(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, fitting, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+    router = make_router(splitwise=True)
+    prefill.register(router.url, tp_size=4)
+    other.register(router.url, tp_size=2)
+    fitting.register(router.url, tp_size=4)
+    assert [router.chat().status_code for _ in range(4)] == [200] * 4
+    assert (len(fitting.received), len(other.received)) == (4, 0)
+
+
+def test_the_answer_does_not_wait_for_prefill_to_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill", hangs()), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.chat().status_code == 200
+    assert prefill.running == 1
+
+
+def test_a_long_answer_of_prefill_is_drained_to_its_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    drained = []
+
+    async def long_answer(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        for _ in range(64):
+            await respond.chunk(b"x" * 65536)
+        await respond.end_stream()
+        drained.append(respond.bytes_sent)
+
+    async def after_prefill(request: Received, respond: Responder) -> None:
+        while not drained:
+            await asyncio.sleep(0.01)
+        await respond.answer(200, chat_answer())
+
+    prefill, decode = stand_in("prefill", long_answer), stand_in("decode", after_prefill)
+    assert make_router(prefill, decode, splitwise=True).chat().status_code == 200
+    assert drained[0] > 4_000_000
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429])
+def test_decodes_own_4xx_reaches_the_client_unchanged(
+    make_router: MakeRouter, stand_in: MakeStandIn, status: int
+) -> None:
+    body = b'{"error": {"message": "no", "n": 1.0}}'
+    prefill, decode = stand_in("prefill"), stand_in("decode", answers(status, body, ("retry-after", "7")))
+    response = make_router(prefill, decode, splitwise=True).chat()
+    assert (response.status_code, response.content, response.headers["retry-after"]) == (status, body, "7")
+
+
+@pytest.mark.parametrize("status", [400, 429])
+def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
+    make_router: MakeRouter, stand_in: MakeStandIn, status: int
+) -> None:
+    prefill, decode = stand_in("prefill", answers(status, b'{"error": "prompt"}')), stand_in("decode", hangs())
+    response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
+    assert (response.status_code, response.content) == (status, b'{"error": "prompt"}')
+    wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
+
+
+def test_decodes_500_reaches_the_client_where_no_other_decode_exists(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill", hangs()), stand_in("decode", answers(500, b"boom"))
+    response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
+    assert (response.status_code, response.content) == (500, b"boom")
+    wait_until(lambda: nothing_runs_at(prefill), "prefill's leg to end")
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        pytest.param(answers(500, b"boom"), id="answers 500"),
+        pytest.param(answers(503, b"busy"), id="answers 503"),
+        pytest.param(cuts(), id="closes before its headers"),
+        pytest.param(cuts(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc"), id="closes in the middle"),
+        pytest.param(cuts(b"not HTTP at all\r\n\r\n"), id="answers garbage"),
+        pytest.param(cuts(b"HTTP/1.1 777 Odd\r\ncontent-length: 0\r\n\r\n"), id="answers an impossible status"),
+    ],
+)
+class TestAFailingLeg:
+    """What happens when one leg fails before the first byte of the answer."""
+
+    def test_prefill_without_another_gives_one_clear_502(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
+    ) -> None:
+        prefill, decode = stand_in("prefill", failing), stand_in("decode", hangs())
+        response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (502, "prefill_failed")
+        assert prefill.key in error["message"]
+        wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
+
+    def test_prefill_is_replaced_by_another(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
+    ) -> None:
+        good = stand_in("prefill")
+        decode = stand_in("decode", answers_when_prefilled_by(good))
+        router = make_router(stand_in("prefill", failing), good, decode, splitwise=True)
+        assert [router.chat(request_id=f"r{i}").status_code for i in range(4)] == [200] * 4
+        assert len(good.received) == 4
+
+    def test_decode_is_replaced_by_another_and_the_retry_has_its_own_id(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
+    ) -> None:
+        prefill, bad, good = stand_in("prefill"), stand_in("decode", failing), stand_in("decode")
+        router = make_router(prefill, bad, good, splitwise=True)
+        assert [router.chat(request_id=f"r{i}").status_code for i in range(2)] == [200] * 2
+        retried = [r.json["request_id"] for r in good.received if r.json["request_id"].endswith("-retry1")]
+        assert len(retried) == len(bad.received) >= 1
+        assert {r.json["disaggregate_info"]["decode_connector_port"] for r in good.received} == {
+            str(good.registration()["connector_port"])
+        }
+
+
+def answers_when_prefilled_by(prefill: StandIn) -> Behaviour:
+    """Answer once this prefill has the same request, as a decode instance that waits for its KV does."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        while not any(got.body == request.body for got in prefill.received):
+            if respond.peer_left.is_set():
+                respond.keep_alive = False
+                return
+            await asyncio.sleep(0.01)
+        await respond.answer(200, chat_answer())
+
+    return behave
+
+
+def test_a_decode_that_refuses_connections_is_replaced(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, dead, good = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+    router = make_router(prefill, dead, good, splitwise=True)
+    dead.stop()
+    assert [router.chat().status_code for _ in range(4)] == [200] * 4
+    assert len(good.received) == 4
+
+
+def test_a_prefill_that_refuses_connections_gives_502_then_503_that_names_the_role(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", hangs())
+    router = make_router(prefill, decode, splitwise=True)
+    prefill.stop()
+    first, second = router.chat(), router.chat()
+    assert (first.status_code, second.status_code) == (502, 503)
+    assert f"no prefill instance can take the request ({prefill.key} is unhealthy" in second.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_closes_both_legs_and_aborts_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill", hangs()), stand_in("decode", hangs())
+    router = make_router(prefill, decode, splitwise=True)
+    sock = _send_chat(router.port, {"messages": [], "request_id": "r"})
+    wait_until(lambda: (prefill.running, decode.running) == (1, 1), "both legs")
+    sock.close()
+    wait_until(lambda: (prefill.running, decode.running) == (0, 0), "both legs to be closed")
+    wait_until(lambda: aborted_ids(prefill) == aborted_ids(decode) == ["chatcmpl-r_0"], "both aborts")
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_decode(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def endless(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        while not respond.peer_left.is_set():
+            await respond.event("{}")
+            await asyncio.sleep(0.01)
+        respond.keep_alive = False
+
+    prefill, decode = stand_in("prefill"), stand_in("decode", endless)
+    router = make_router(prefill, decode, splitwise=True)
+    sock = _send_chat(router.port, {"messages": [], "stream": True, "request_id": "r"})
+    assert sock.recv(4096)
+    sock.close()
+    wait_until(lambda: decode.running == 0, "decode's connection to be closed")
+    wait_until(lambda: aborted_ids(decode) == ["chatcmpl-r_0"], "the abort at decode")
+    assert prefill.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ids"),
+    [
+        ("/v1/chat/completions", {"request_id": "r"}, ["chatcmpl-r_0"]),
+        ("/v1/chat/completions", {"request_id": "chatcmpl-r"}, ["chatcmpl-r_0"]),
+        ("/v1/chat/completions", {"request_id": "r", "n": 3}, ["chatcmpl-r_0", "chatcmpl-r_1", "chatcmpl-r_2"]),
+        ("/v1/completions", {"request_id": "r", "prompt": "a"}, ["cmpl-r_0"]),
+        ("/v1/completions", {"request_id": "r", "prompt": ["a", "b"], "n": 1}, ["cmpl-r_0", "cmpl-r_1"]),
+        ("/v1/completions", {"request_id": "r", "prompt": [1, 2, 3]}, ["cmpl-r_0"]),
+    ],
+)
+def test_aborts_name_the_engines_own_ids(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str, body: dict[str, Any], ids: list[str]
+) -> None:
+    prefill = stand_in("prefill", hangs())
+
+    async def refuses_once_prefill_runs(request: Received, respond: Responder) -> None:
+        while not prefill.running:
+            await asyncio.sleep(0.01)
+        await respond.answer(400, b"{}")
+
+    decode = stand_in("decode", refuses_once_prefill_runs)
+    make_router(prefill, decode, splitwise=True).client.post(path, json=body)
+    wait_until(lambda: aborted_ids(prefill) == ids, "the abort")
+
+
+def test_prefill_failing_after_decode_began_to_answer_does_no_harm(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    begun = asyncio.Event()
+
+    async def fails_late(request: Received, respond: Responder) -> None:
+        await begun.wait()
+        respond.cut()
+
+    async def answers_slowly(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await asyncio.sleep(0.05)
+        begun.set()
+        await asyncio.sleep(0.05)
+        await respond.event("2")
+        await respond.end_stream()
+
+    prefill, decode = stand_in("prefill", fails_late), stand_in("decode", answers_slowly)
+    with make_router(prefill, decode, splitwise=True).stream() as response:
+        assert response.read() == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_load_counters_return_to_zero_whatever_happened(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    for behave in (answers(), answers(500, b""), answers(400, b""), cuts(), streams("a", "b")):
+        decode.behave = behave
+        router.chat()
+    prefill.behave = cuts()
+    decode.behave = hangs()
+    router.chat()
+
+    def loads() -> list[tuple[int, int]]:
+        return [(i.candidate.requests, i.candidate.tokens) for i in router.app.registry]
+
+    wait_until(lambda: loads() == [(0, 0), (0, 0)], "the counters")
+
+
+def _send_chat(port: int, body: dict[str, Any]) -> socket.socket:
+    data = json.dumps(body).encode()
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    return sock
+
+
+def test_an_instance_that_never_accepts_is_replaced(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 0.2)
+    prefill, mute, good = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+    router = make_router(prefill, mute, good, splitwise=True)
+    mute.stop()
+    with full_backlog(mute.port):
+        assert [router.chat().status_code for _ in range(2)] == [200, 200]
+    assert len(good.received) == 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_answer_without_fault_ends_a_row_of_failures(
+    make_router: MakeRouter, stand_in: MakeStandIn, role: str
+) -> None:
+    router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True)
+    (instance,) = [each for each in router.app.registry if each.role.value == role]
+    instance.failed(0.0, "it answered with 500")
+    assert router.chat().status_code == 200
+    wait_until(lambda: instance.breaker.failures == 0, "the row to end")
+
+
+def test_a_decode_that_is_silent_since_prefill_failed_is_given_up(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.serving.attempt.SILENCE_SECONDS", 0.05)
+    begun = asyncio.Event()
+
+    async def says_its_role(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event('{"choices": [{"delta": {"role": "assistant"}}]}')
+        begun.set()
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    async def fails_then(request: Received, respond: Responder) -> None:
+        await begun.wait()
+        await asyncio.sleep(0.05)  # so that the role has gone to the client
+        respond.cut()
+
+    router = make_router(stand_in("prefill", fails_then), stand_in("decode", says_its_role), splitwise=True)
+    with router.stream() as response:
+        *_, error, done = response.read().decode().strip().split("\n\n")
+    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("decode_failed", "data: [DONE]")
+
+
+def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def fails(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event(json.dumps({"choices": [{"delta": {"prompt_token_ids": [12345] * 50_000}}]}))
+        await respond.event('{"error": {"message": "PD Error: decode refused"}}')
+        await respond.end_stream()
+
+    router = make_router(stand_in("prefill", fails), stand_in("decode", hangs()), splitwise=True)
+    response = router.chat(stream=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "prefill_failed")
+
+
+def test_a_text_about_an_error_of_hand_over_is_none(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill = stand_in("prefill", answers(body=chat_answer('what does {"error": "PD Error"} mean?')))
+    decode = stand_in("decode", answers_when_prefilled_by(prefill))
+    assert make_router(prefill, decode, splitwise=True).chat().status_code == 200
+    assert len(prefill.received) == 1
+
+
+def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("router.serving.request.random.uniform", lambda low, high: 1.0)
+    prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
+    router = make_router(prefill, stand_in("decode", hangs()), splitwise=True)
+    monkeypatch.setattr("router.serving.request.asyncio.sleep", slept)
+    assert router.chat().status_code == 502
+    assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]

@@ -1,0 +1,343 @@
+"""What passes through the router, and what must not change on the way. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.http.errors import NoRoom
+from router.http.message import Address
+from router.http.pool import Upstream
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+ODD_BODY = (
+    '{ "messages":[ {"role":"user","content":"caf\\u00e9 \\/ é 🦊"} ],\t"temperature":1.0, "top_p":1e0,'
+    ' "seed":12345678901234567890123, "vendor":{"a":[1.50,-0]} }'
+)
+
+
+def direct() -> Any:
+    """An HTTP client that asks no proxy; of httpx, though openai's types know only its successor."""
+    return httpx.Client(trust_env=False)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def test_a_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    make_router(instance).client.post("/v1/chat/completions", content=ODD_BODY.encode())
+    sent = instance.received[0]
+    assert sent.body == b'{"request_id":"%s",' % sent.json["request_id"].encode() + ODD_BODY[1:].encode()
+
+
+def test_client_headers_pass_on_except_those_of_the_hop(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    headers = {
+        "Authorization": "Bearer secret",
+        "Traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "X-Custom": "1",
+        "TE": "trailers",
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "1",
+        "Keep-Alive": "timeout=5",
+        "Expect": "100-continue",
+    }
+    make_router(instance).client.post("/v1/chat/completions", json={}, headers=headers)
+    arrived = dict(instance.received[0].headers)
+    assert (arrived["authorization"], arrived["traceparent"], arrived["x-custom"]) == (
+        "Bearer secret",
+        headers["Traceparent"],
+        "1",
+    )
+    assert not {"te", "connection", "x-hop", "keep-alive", "expect", "transfer-encoding"} & set(arrived)
+    assert arrived["host"] == instance.key
+
+
+def test_a_chunked_body_arrives_whole(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    pieces = iter([b'{"a":', b" [1.0", b"]}"])
+    make_router(instance).client.post("/v1/chat/completions", content=pieces)
+    assert instance.received[0].body.endswith(b'"a": [1.0]}')
+
+
+@pytest.mark.parametrize("status", [200, 201, 204, 400, 401, 404, 429, 500, 503])
+def test_status_headers_and_body_of_the_answer_pass_back(
+    make_router: MakeRouter, stand_in: MakeStandIn, status: int
+) -> None:
+    body = b"" if status == 204 else b'{"x":  1.0}'
+    instance = stand_in("mixed", answers(status, body, ("X-Kept", "1"), ("Retry-After", "3")))
+    response = make_router(instance).chat()
+    assert (response.status_code, response.content) == (status, body)
+    assert (response.headers["x-kept"], response.headers["retry-after"]) == ("1", "3")
+
+
+def test_the_answers_hop_by_hop_headers_stay_behind(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", answers(200, b"x", ("Connection", "close, X-Hop"), ("X-Hop", "1")))
+    response = make_router(instance).chat()
+    assert "x-hop" not in response.headers
+    assert response.headers.get("connection") != "close, X-Hop"
+
+
+def test_a_busy_instance_is_replaced_by_another(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    busy, free = stand_in("mixed", answers(429, b"busy")), stand_in()
+    router = make_router(busy, free)
+    assert [router.chat().status_code for _ in range(4)] == [200] * 4
+    assert len(busy.received) >= 1
+
+
+def test_a_pooled_connection_gone_stale_does_not_cost_the_request(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    for _ in range(3):
+        assert router.chat().status_code == 200
+        instance.cut_idle()
+
+
+def test_a_request_lost_with_its_pooled_connection_is_sent_again_under_a_new_id(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    router.chat()
+
+    async def cut_once(request: Any, respond: Any) -> None:
+        instance.behave = answers()
+        respond.cut()
+
+    instance.behave = cut_once
+    assert router.chat(request_id="r").status_code == 200
+    assert [got.json["request_id"] for got in instance.received[1:]] == ["r", "r-retry1"]
+
+
+def test_other_paths_pass_through_with_method_query_and_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", answers(200, b'{"ok": 1.0}'))
+    router = make_router(instance)
+    response = router.client.put("/v1/a%2Fb/c?d=e%20f&d=g", content=b"\x00not json")
+    assert response.content == b'{"ok": 1.0}'
+    got = instance.received[0]
+    assert (got.method, got.target, got.body) == ("PUT", "/v1/a%2Fb/c?d=e%20f&d=g", b"\x00not json")
+
+
+def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill", answers(200, b"from prefill")), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.client.post("/v1/embeddings", json={}).content == b"from prefill"
+
+
+def test_head_passes_through(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def to_head(request: Any, respond: Any) -> None:
+        await respond.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
+
+    response = make_router(stand_in("mixed", to_head)).client.head("/v1/files/1")
+    assert (response.status_code, response.headers["content-length"]) == (200, "5")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"null", b"\xff"])
+def test_a_body_that_is_no_object_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
+    instance = stand_in()
+    response = make_router(instance).client.post("/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+    assert instance.received == []
+
+
+def test_a_request_id_that_is_no_string_is_a_400_that_names_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    response = make_router(stand_in()).chat(request_id=5)
+    assert (response.status_code, error_of(response)["param"]) == (400, "request_id")
+
+
+def test_get_on_a_completion_path_is_a_405(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    response = make_router(stand_in()).client.get("/v1/chat/completions")
+    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("splitwise", "registered", "missing", "flag"),
+    [
+        (False, [], "no mixed instance is registered", "start one with --router HOST:"),
+        (True, [], "no prefill instance is registered", "--splitwise-role prefill --router HOST:"),
+        (True, ["prefill"], "no decode instance is registered", "--splitwise-role decode --router HOST:"),
+        (True, ["decode"], "no prefill instance is registered", "--splitwise-role prefill --router HOST:"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_no_instance_is_a_503_that_names_the_role_and_how_to_register(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    splitwise: bool,
+    registered: list[str],
+    missing: str,
+    flag: str,
+    path: str,
+) -> None:
+    router = make_router(*(stand_in(role) for role in registered), splitwise=splitwise)
+    response = router.client.post(path, json={})
+    assert (response.status_code, error_of(response)["code"]) == (503, "no_instance")
+    assert missing in error_of(response)["message"]
+    assert flag in error_of(response)["message"]
+
+
+def test_a_paused_instance_is_not_chosen(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(open_ := stand_in())
+    (paused := stand_in()).register(router.url, is_paused=True)
+    for _ in range(4):
+        router.chat()
+    assert (len(open_.received), len(paused.received)) == (4, 0)
+
+
+def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def hangs(request: Any, respond: Any) -> None:
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    instance = stand_in("mixed", hangs)
+    response = make_router(instance, request_timeout_secs=0.2).chat(request_id="r")
+    assert (response.status_code, error_of(response)["code"]) == (504, "request_timeout")
+    wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
+    wait_until(lambda: instance.running == 0, "the connection to be closed")
+
+
+def test_many_requests_at_once_all_get_their_own_answer(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def echoes(request: Any, respond: Any) -> None:
+        await respond.answer(200, json.dumps({"n": request.json["n_asked"]}).encode())
+
+    instances = [stand_in(role, echoes) for role in ("prefill", "prefill", "decode", "decode")]
+    router = make_router(*instances, splitwise=True)
+
+    async def all_of_them() -> list[int]:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            url = f"{router.url}/v1/chat/completions"
+            responses = await asyncio.gather(*(client.post(url, json={"n_asked": i}) for i in range(64)))
+        return [response.json()["n"] for response in responses]
+
+    assert router.thread.run(all_of_them()) == list(range(64))
+
+
+def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in("prefill"), decode := stand_in("decode"), splitwise=True)
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", http_client=direct()) as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        whole = client.chat.completions.create(model="m", messages=messages)
+        assert whole.choices[0].message.content == "hello"
+        decode.behave = streams("a", "b", "c")
+        stream = client.chat.completions.create(model="m", messages=messages, stream=True)
+        assert [chunk.choices[0].delta.content for chunk in stream] == ["a", "b", "c"]
+        assert [model.id for model in client.models.list()] == ["m"]
+
+
+def test_the_openai_client_reads_the_routers_own_errors(make_router: MakeRouter) -> None:
+    router = make_router()
+    with (
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", max_retries=0, http_client=direct()) as client,
+        pytest.raises(openai.InternalServerError, match="no mixed instance is registered"),
+    ):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    argv = ["curl", "-sS", "--noproxy", "*", f"{router.url}/v1/chat/completions", "-d", '{"messages": []}']
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == chat_answer()
+
+
+def test_a_request_id_without_measure_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    assert router.chat(request_id="x" * 256).status_code == 200
+    error = error_of(router.chat(request_id="x" * 257))
+    assert (error["code"], error["param"]) == ("invalid_body", "request_id")
+    assert len(instance.received) == 1
+
+
+def test_a_refusal_whose_body_never_comes_is_made_good_elsewhere(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.serving.attempt.REFUSAL_SECONDS", 0.05)
+
+    async def refuses_and_hangs(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 500 X\r\ncontent-length: 9\r\n\r\n")
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    router = make_router(stand_in("mixed", refuses_and_hangs), stand_in())
+    assert [router.chat().status_code for _ in range(2)] == [200, 200]
+
+
+def test_what_is_no_completion_is_relayed_as_it_comes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    may_go_on = asyncio.Event()
+
+    async def in_two_parts(request: Received, respond: Responder) -> None:
+        await respond.start_stream("application/x-ndjson")
+        await respond.chunk(b"1\n")
+        await may_go_on.wait()
+        await respond.chunk(b"2\n")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", in_two_parts))
+    with router.client.stream("POST", "/v1/audio/speech", json={}) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"1\n"
+        router.thread.loop.call_soon_threadsafe(may_go_on.set)
+        assert b"".join(pieces) == b"2\n"
+
+
+def test_completions_are_not_asked_for_in_a_form_that_the_router_cannot_read(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    for path in ("/v1/chat/completions", "/v1/embeddings"):
+        router.client.post(path, json={}, headers={"accept-encoding": "gzip"})
+    assert [request.header("accept-encoding") for request in instance.received] == [None, "gzip"]
+
+
+def test_an_escaped_path_is_the_path(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    decode = stand_in("decode")
+    router = make_router(stand_in("prefill"), decode, splitwise=True)
+    assert router.client.post("/v1/ch%61t/completions", json={"messages": []}).status_code == 200
+    assert "disaggregate_info" in decode.received[0].json
+
+
+def test_an_answer_of_204_has_no_length(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def nothing(request: Received, respond: Responder) -> None:
+        await respond.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    response = make_router(stand_in("mixed", nothing)).client.delete("/v1/files/1")
+    assert (response.status_code, "content-length" in response.headers) == (204, False)
+
+
+def test_a_router_without_room_for_a_connection_blames_no_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True, health_failure_threshold=1)
+
+    async def no_room(upstream: Upstream, address: Address) -> None:
+        raise NoRoom("the router cannot open one more connection: Too many open files")
+
+    monkeypatch.setattr("router.http.pool.Upstream.connect", no_room)
+    response = router.chat()
+    router.thread.run(router.app.health.check_all())
+    assert (response.status_code, error_of(response)["code"]) == (503, "router_overloaded")
+    assert {(each.state, each.breaker.failures) for each in router.app.registry} == {("healthy", 0)}

@@ -1,0 +1,387 @@
+"""Preempted requests: however often and wherever an engine gives up, the client reads an undisturbed answer."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from itertools import accumulate, pairwise
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http.body import InferenceBody, parse_inference
+from router.serving.resume import AnswerStitcher, StreamStitcher, strip_token_ids
+from tests.router.scripted_engine import Engine
+
+ADDED_NAMES = {"prompt_token_ids", "completion_token_ids", "token_ids", "prompt_tokens", "completion_tokens"}
+
+
+def _body(**members: Any) -> InferenceBody:
+    return parse_inference(orjson.dumps({"model": "m", **members}))
+
+
+def _streamed(engine: Engine, body: InferenceBody, preemptions: list[int], form: str, at_once: int) -> bytes:
+    """What the client reads when leg after leg is preempted after so many tokens, ``at_once`` events a feed."""
+    stitcher = StreamStitcher(body)
+    members = {**body.members, "return_token_ids": True}
+    given = b""
+    for leg, preempted_after in enumerate([*preemptions, None]):
+        if leg:
+            stitcher.next_leg()
+        events = list(engine.stream(members, leg, preempted_after, form))
+        for i in range(0, len(events), at_once):
+            given += stitcher.feed(b"".join(events[i : i + at_once]))
+        assert stitcher.preempted == (preempted_after is not None)
+        if not stitcher.preempted:
+            break
+        if stitcher.complete:
+            return given + stitcher.finish_locally()
+        added = stitcher.resumption()
+        assert added is not None
+        members = {**body.members, "return_token_ids": True, **added}
+    return given
+
+
+def _read(stream: bytes) -> dict[str, Any]:
+    """A client's view of a stream."""
+    events = [event.removeprefix(b"data: ") for event in stream.split(b"\n\n")]
+    assert events[-2:] == [b"[DONE]", b""]
+    assert events.count(b"[DONE]") == 1
+    chunks = [json.loads(event) for event in events[:-2]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice.get("delta", choice) for choice in choices]
+    return {
+        "text": "".join(part.get("content", part.get("text", "")) for part in said),
+        "ids": [token for part in said for token in part.get("completion_token_ids", [])],
+        "prompt_ids": [part["prompt_token_ids"] for part in said if "prompt_token_ids" in part],
+        "roles": [part["role"] for part in said if "role" in part],
+        "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [chunk["usage"] for chunk in chunks if chunk.get("usage")],
+        "identity": {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks},
+    }
+
+
+@st.composite
+def _pieces(draw: st.DrawFn) -> list[bytes]:
+    """Tokens of a text, whose characters of several bytes may be split over them."""
+    pool = 'ab "é中🙂\\\n{},' + 'pd_reschedule "error" "token_ids":[1]'
+    data = "".join(draw(st.lists(st.sampled_from(list(pool)), min_size=1, max_size=12))).encode()
+    cuts = sorted(draw(st.sets(st.integers(1, len(data)), max_size=10)) | {0, len(data)})
+    return [data[a:b] for a, b in pairwise(cuts)]
+
+
+_preemptions = st.lists(st.integers(0, 4), max_size=4)
+_limits = st.none() | st.integers(1, 14)
+
+
+def _before_the_end(engine: Engine, body: InferenceBody, preemptions: list[int]) -> list[int]:
+    """Those preemptions that can come: not after the last token of a text, where the engine has finished."""
+    generated, at_limit = engine.generate(dict(body.members), None)
+    last = len(generated) if at_limit else len(generated) - 1
+    return [count for count, total in zip(preemptions, accumulate(preemptions), strict=True) if total <= last]
+
+
+@given(
+    pieces=_pieces(),
+    preemptions=_preemptions,
+    limit=_limits,
+    is_chat=st.booleans(),
+    asks_ids=st.booleans(),
+    form=st.sampled_from(["error", "finish"]),
+    at_once=st.integers(1, 5),
+)
+def test_a_stream_preempted_anywhere_reads_like_an_undisturbed_one(
+    pieces: list[bytes],
+    preemptions: list[int],
+    limit: int | None,
+    is_chat: bool,
+    asks_ids: bool,
+    form: str,
+    at_once: int,
+) -> None:
+    engine = Engine(pieces, is_chat)
+    wanted = {"max_tokens": limit} if limit else {}
+    asked = {"return_token_ids": True} if asks_ids else {}
+    body = _body(stream=True, stream_options={"include_usage": True}, **wanted, **asked)
+    preemptions = _before_the_end(engine, body, preemptions)
+    seen = _read(_streamed(engine, body, preemptions, form, at_once))
+    undisturbed = _read(_streamed(engine, body, [], form, 1))
+    assert seen == undisturbed
+
+
+@pytest.mark.parametrize("form", ["error", "finish"])
+@pytest.mark.parametrize("token", range(7))
+def test_a_stream_is_resumed_after_each_token(token: int, form: str) -> None:
+    engine = Engine([b"Hello", b" w", b"or", b"ld ", b"\xf0\x9f", b"\x99\x82", b"!"])
+    body = _body(stream=True, max_tokens=50, stream_options={"include_usage": True})
+    seen = _read(_streamed(engine, body, [token], form, 1))
+    assert seen["text"] == "Hello world 🙂!"
+    assert seen["usage"] == [{"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}]
+
+
+def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamStitcher:
+    stitcher = StreamStitcher(body)
+    for event in engine.stream({**body.members, "return_token_ids": True}, 0, after, "error"):
+        stitcher.feed(event)
+    return stitcher
+
+
+def test_a_resumption_counts_every_limit_once() -> None:
+    body = _body(stream=True, max_tokens=10, max_completion_tokens=8, min_tokens=2, echo=True)
+    stitcher = _preempted(body, Engine([b"a", b"b", b"c", b"d"]), 3)
+    assert stitcher.resumption() == {
+        "completion_token_ids": [100, 101, 102],
+        "max_tokens": 7,
+        "max_completion_tokens": 5,
+        "min_tokens": 0,
+        "echo": False,
+    }
+
+
+def _limited(limit: float | str) -> StreamStitcher:
+    """Of a stream with this limit, preempted after three tokens."""
+    stitcher = StreamStitcher(_body(stream=True, max_tokens=limit))
+    for event in Engine([b"a", b"b", b"c", b"d"]).stream({"return_token_ids": True}, 0, 3, "error"):
+        stitcher.feed(event)
+    return stitcher
+
+
+@pytest.mark.parametrize("limit", [10.0, "10", "10.0"])
+def test_a_limit_is_counted_however_it_is_written(limit: float | str) -> None:
+    assert _limited(limit).resumption() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
+
+
+@pytest.mark.parametrize("limit", [3.0, "3"])
+def test_a_stream_is_complete_at_its_limit_however_that_is_written(limit: float | str) -> None:
+    assert _limited(limit).complete
+
+
+def test_a_resumption_goes_on_before_an_unfinished_character() -> None:
+    stitcher = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
+    assert stitcher.resumption() == {"completion_token_ids": [100]}
+
+
+def test_a_stream_that_has_shown_nothing_begins_again() -> None:
+    assert _preempted(_body(stream=True, n=2), Engine([b"a"]), 0).resumption() == {}
+
+
+@pytest.mark.parametrize("members", [{"n": 2}, {"response_format": {"type": "json_object"}}])
+def test_a_stream_that_cannot_go_on_exactly_is_given_up(members: dict[str, Any]) -> None:
+    assert _preempted(_body(stream=True, **members), Engine([b"a", b"b"]), 1).resumption() is None
+
+
+def test_text_without_ids_cannot_be_resumed() -> None:
+    stitcher = StreamStitcher(_body(stream=True))
+    stitcher.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
+    stitcher.feed(b'data: {"error":{"message":"PD Error"}}\n\ndata: [DONE]\n\n')
+    assert stitcher.preempted
+    assert stitcher.resumption() is None
+
+
+def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
+    count = 2000
+    stitcher = _preempted(_body(stream=True), Engine([b"x" * 20] * (count + 1)), count)
+    assert stitcher.resumption() == {"completion_token_ids": list(range(100, 100 + count))}
+
+
+def test_an_error_that_is_no_preemption_reaches_the_client() -> None:
+    event = b'data: {"error":{"message":"out of memory"}}\n\ndata: [DONE]\n\n'
+    stitcher = StreamStitcher(_body(stream=True))
+    assert stitcher.feed(event) == event
+    assert not stitcher.preempted
+
+
+def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
+    stitcher = StreamStitcher(_body(stream=True))
+    delta = b'{"reasoning_content":"hm","completion_token_ids":[1,2]}'
+    stitcher.feed(b'data: {"choices":[{"index":0,"delta":' + delta + b"}]}\n\n")
+    stitcher.feed(b'data: {"error":{"message":"PD Error"}}\n\n')
+    stitcher.next_leg()
+    details = {"completion_tokens_details": {"reasoning_tokens": 3}, "prompt_tokens_details": {"cached_tokens": 6}}
+    usage = {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11, **details}
+    given = stitcher.feed(b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n")
+    assert json.loads(given.removeprefix(b"data: "))["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 7,
+        "total_tokens": 11,
+        "completion_tokens_details": {"reasoning_tokens": 5},
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+# The added members are taken out as bytes.
+
+_words = st.sampled_from(
+    [
+        '"token_ids":[1]',
+        ',"completion_token_ids":[1,2]',
+        '{"prompt_tokens":"a"',
+        "\\",
+        '"',
+        ",",
+        "{",
+        'x,"token_ids"',
+        "中",
+    ]
+)
+_texts = st.lists(_words, max_size=5).map("".join) | st.text(max_size=8)
+_added_values = {
+    "token_ids": st.none() | st.lists(st.integers(-9, 10**6), max_size=3),
+    "text": st.none() | _texts,
+}
+
+
+@st.composite
+def _chunks(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A chunk without the added members, and with them at any place of their objects."""
+
+    def with_added(plain: dict[str, Any], *names: str) -> dict[str, Any]:
+        members = list(plain.items())
+        for name in draw(st.lists(st.sampled_from(names), unique=True)):
+            value = draw(_added_values["token_ids" if name.endswith("token_ids") else "text"])
+            members.insert(draw(st.integers(0, len(members))), (name, value))
+        return dict(members)
+
+    delta = draw(st.dictionaries(st.sampled_from(["role", "content", "refusal"]), _texts, max_size=3))
+    choice = {"index": 0, "finish_reason": None, "logprobs": draw(_texts)}
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    top = draw(st.sampled_from([{}, {"id": "x", "usage": usage}]))
+    plain = {**top, "choices": [{**choice, "delta": delta}]}
+    edited_delta = with_added(delta, "prompt_token_ids", "completion_token_ids", "prompt_tokens", "completion_tokens")
+    edited_choice = with_added({**choice, "delta": edited_delta}, "token_ids", "completion_token_ids")
+    return plain, with_added({**top, "choices": [edited_choice]}, "prompt_token_ids")
+
+
+@given(_chunks(), st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
+def test_stripping_takes_out_the_added_members_and_no_other_byte(
+    chunks: tuple[dict[str, Any], dict[str, Any]], ascii_only: bool, separators: tuple[str, str]
+) -> None:
+    plain, edited = (
+        b"data: " + json.dumps(chunk, ensure_ascii=ascii_only, separators=separators).encode() + b"\n\n"
+        for chunk in chunks
+    )
+    assert strip_token_ids(edited) == plain
+
+
+def test_stripping_a_long_text_of_escapes_costs_no_memory_beyond_copies() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"a","prompt_tokens":"%s"}}]}\n\n' % (rb"\n" * 500_000)
+    tracemalloc.start()
+    try:
+        assert strip_token_ids(event) == b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * len(event)
+
+
+def test_a_client_that_asked_for_ids_gets_them() -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n'
+    assert StreamStitcher(_body(stream=True, return_token_ids=True)).feed(event) == event
+    assert b"token_ids" not in StreamStitcher(_body(stream=True)).feed(event)
+
+
+# Whole answers.
+
+
+def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detokenizes: bool = True) -> dict[str, Any]:
+    """The client's whole answer when leg after leg is preempted after so many tokens."""
+    stitcher = AnswerStitcher(body)
+    members = dict(body.members)
+    for leg, preempted_after in enumerate([*preemptions, None]):
+        given = stitcher.feed(200, engine.answer(members, leg, preempted_after))
+        assert (given is None) == (preempted_after is not None)
+        while (ids := stitcher.wants_detokenized) is not None:
+            stitcher.detokenized(engine.text(ids) if detokenizes else None)
+        if stitcher.complete:
+            given = stitcher.finish_locally()
+        if given is not None:
+            break
+        members = {**body.members, **stitcher.resumption()}
+    answer: dict[str, Any] = json.loads(given or b"")
+    return {"choices": answer["choices"], "usage": answer["usage"]}
+
+
+@given(
+    pieces=_pieces(),
+    preemptions=_preemptions,
+    limit=_limits,
+    is_chat=st.booleans(),
+    tells_text=st.booleans(),
+    detokenizes=st.booleans(),
+    members=st.sampled_from([{}, {"return_token_ids": True}, {"logprobs": True}, {"stop": ["ab", "中"]}]),
+)
+def test_a_whole_answer_preempted_anywhere_equals_an_undisturbed_one(
+    pieces: list[bytes],
+    preemptions: list[int],
+    limit: int | None,
+    is_chat: bool,
+    tells_text: bool,
+    detokenizes: bool,
+    members: dict[str, Any],
+) -> None:
+    engine = Engine(pieces, is_chat, tells_text)
+    body = _body(**members, **({"max_tokens": limit} if limit else {}))
+    preemptions = _before_the_end(engine, body, preemptions)
+    assert _answered(engine, body, preemptions, detokenizes) == _answered(engine, body, [])
+
+
+def test_an_answer_that_was_not_preempted_passes_untouched() -> None:
+    body = b'{"choices": [{"message": {"content": "what is pd_reschedule, what a PD Error?"}}]}'
+    assert AnswerStitcher(_body()).feed(200, body) == body
+
+
+def test_an_error_of_the_pair_is_a_preemption() -> None:
+    stitcher = AnswerStitcher(_body())
+    assert stitcher.feed(500, b'{"error":{"message":"PD Error: decode is out of blocks"}}') is None
+    assert stitcher.resumption() == {}
+
+
+def test_a_stop_string_that_may_have_begun_makes_an_answer_begin_again() -> None:
+    engine = Engine([b"x", b"a", b"b"], tells_text=True)
+    stitcher = AnswerStitcher(_body(stop="ab"))
+    stitcher.feed(200, engine.answer({}, 0, 2))
+    assert stitcher.resumption() == {}
+
+
+@pytest.mark.parametrize("member", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
+def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> None:
+    stitcher = AnswerStitcher(_body())
+    stitcher.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    last = {"choices": [{"index": 0, "message": {"content": "b", **member}, "finish_reason": "stop"}]}
+    assert stitcher.feed(200, orjson.dumps(last)) is None
+    assert stitcher.resumption() == {}
+    assert stitcher.feed(200, orjson.dumps(last)) == orjson.dumps(last)
+
+
+_odd = st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["a", "PD Error", "pd_reschedule"])
+_names = st.sampled_from(
+    [
+        *("choices", "delta", "message", "content", "text", "usage", "prompt_tokens", "completion_tokens", "stop"),
+        *("completion_token_ids", "token_ids", "finish_reason", "error", "max_tokens", "prompt_tokens_details"),
+        *("cached_tokens", "completion_tokens_details", "stream_options", "logprobs", "text_offset"),
+    ]
+)
+_odd_objects = st.dictionaries(
+    _names,
+    st.recursive(_odd, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_names, inner, max_size=3)),
+    max_size=4,
+)
+
+
+@given(_odd_objects, st.lists(_odd_objects, max_size=3))
+def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+    body = _body(**members)
+    streamed, whole = StreamStitcher(body), AnswerStitcher(body)
+    for answer in answers:
+        streamed.feed(b"data: " + orjson.dumps(answer) + b"\n\n")
+        streamed.resumption()
+        streamed.finish_locally()
+        streamed.next_leg()
+        whole.feed(200, orjson.dumps(answer))
+        whole.detokenized("a" if whole.wants_detokenized else None)
+        whole.resumption()
+        if whole.complete:
+            whole.finish_locally()

@@ -1,0 +1,271 @@
+"""Who is chosen, and who is paired with whom. The clock and chance are the tests' own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from router.fleet.breaker import FAILURES, OPEN_SECONDS
+from router.fleet.registration import Registration
+from router.fleet.registry import SLOW_START_SECONDS, Instance, Registry
+from router.policies import RequestFeatures
+from router.policies.round_robin import RoundRobin
+from router.serving.selection import NoInstance, Selection, Selector
+from router.settings import RouterSettings
+
+REQUEST = RequestFeatures(100)
+PREFILL, DECODE = ("prefill", "10.0.0.1:1"), ("decode", "10.0.0.2:1")
+
+
+class Fleet:
+    """A registry and a selector with a clock and a chance that a test sets; every policy is round_robin."""
+
+    def __init__(self, splitwise: bool = True) -> None:
+        self.now = 1000.0
+        self.chance = 0.5
+        self.registry = Registry(splitwise)
+        settings = RouterSettings(
+            splitwise=splitwise, policy="round_robin", prefill_policy="round_robin", decode_policy="round_robin"
+        )
+        self.selector = Selector(settings, self.registry, clock=lambda: self.now, chance=lambda: self.chance)
+
+    def add(self, role: str, key: str, **fields: Any) -> Instance:
+        host, _, port = key.partition(":")
+        registration = Registration.parse({"role": role, "host_ip": host, "port": port, **fields})
+        return self.registry.register(registration, self.now)
+
+    def chosen(self, requests: int = 24, excluded: tuple[str, ...] = ()) -> Counter[str]:
+        """How often each instance, or each pair, is chosen."""
+        return Counter(_names(self.selector.choose(REQUEST, excluded)) for _ in range(requests))
+
+    def refusal(self, excluded: tuple[str, ...] = ()) -> NoInstance:
+        with pytest.raises(NoInstance) as refused:
+            self.selector.choose(REQUEST, excluded)
+        return refused.value
+
+    def come_back(self, instance: Instance) -> None:
+        instance.mark_unhealthy("it refused a connection")
+        instance.mark_healthy(self.now)
+
+
+def _names(selection: Selection) -> str:
+    prefill = f"{selection.prefill.key}>" if selection.prefill else ""
+    return f"{prefill}{selection.answering.key}"
+
+
+def break_circuit(instance: Instance, now: float) -> None:
+    for _ in range(FAILURES):
+        instance.failed(now, "it answered with 500")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "paired"),
+    [
+        ({}, {}, True),
+        ({"version": "a"}, {"version": "a"}, True),
+        ({"version": "a"}, {"version": "b"}, False),
+        ({"version": None}, {"version": "a"}, False),
+        ({"version": 1}, {"version": "1"}, True),
+        ({"tp_size": 4}, {"tp_size": 4}, True),
+        ({"tp_size": 4}, {"tp_size": 1}, True),
+        ({"tp_size": 1}, {"tp_size": 4}, False),
+        ({"connected_decodes": []}, {}, True),
+        ({"connected_decodes": ["10.0.0.2:1"]}, {}, True),
+        ({"connected_decodes": [{"host_ip": "10.0.0.2", "port": "1", "role": "DECODE"}]}, {}, True),
+        ({"connected_decodes": ["10.0.0.2:2"]}, {}, False),
+    ],
+)
+def test_a_pair_is_of_one_version_and_fitting_size_and_connected_if_it_connects_ahead(
+    prefill: dict[str, Any], decode: dict[str, Any], paired: bool
+) -> None:
+    fleet = Fleet()
+    fleet.add(*PREFILL, **prefill)
+    fleet.add(*DECODE, **decode)
+    if paired:
+        assert fleet.chosen() == {"10.0.0.1:1>10.0.0.2:1": 24}
+    else:
+        assert fleet.refusal().error.status in (400, 503)
+
+
+def test_versions_that_are_rolled_out_side_by_side_are_never_mixed() -> None:
+    fleet = Fleet()
+    for version in "ab":
+        for role in ("prefill", "decode"):
+            fleet.add(role, f"{role}.{version}:1", version=version)
+    assert set(fleet.chosen()) == {"prefill.a:1>decode.a:1", "prefill.b:1>decode.b:1"}
+
+
+def test_a_prefill_without_a_partner_is_not_chosen() -> None:
+    fleet = Fleet()
+    fleet.add("prefill", "p:1", version="new")
+    fleet.add("prefill", "p:2", version="old")
+    fleet.add("decode", "d:1", version="old")
+    assert set(fleet.chosen()) == {"p:2>d:1"}
+
+
+def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
+    fleet = Fleet()
+    for version in "ab":
+        fleet.add("prefill", f"p.{version}:1", version=version)
+        fleet.add("decode", f"d.{version}:1", version=version)
+    assert set(fleet.chosen(excluded=("d.a:1",))) == {"p.b:1>d.b:1"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "status", "said"),
+    [
+        ({"tp_size": 1}, {"tp_size": 4}, 400, "registered are prefill [1] and decode [4]"),
+        ({"version": "a"}, {}, 503, "registered are prefill 'a' and decode without a version"),
+        ({"connected_decodes": ["d:2"]}, {}, 503, "connected to"),
+    ],
+)
+def test_why_there_is_no_pair_is_said_in_one_sentence(
+    prefill: dict[str, Any], decode: dict[str, Any], status: int, said: str
+) -> None:
+    fleet = Fleet()
+    fleet.add("prefill", "p:1", **prefill)
+    fleet.add("decode", "d:1", **decode)
+    error = fleet.refusal().error
+    assert error.status == status
+    assert said in error.message
+
+
+def test_a_change_of_what_an_instance_registers_is_seen_by_the_next_request() -> None:
+    fleet = Fleet()
+    fleet.add(*PREFILL, version="a")
+    fleet.add(*DECODE, version="a")
+    assert fleet.chosen()
+    fleet.add(*DECODE, version="b")
+    assert "of one version" in fleet.refusal().error.message
+    fleet.add(*PREFILL, version="b")
+    assert fleet.chosen()
+    fleet.add(*DECODE, version="b", is_paused=True)
+    assert "10.0.0.2:1 is paused" in fleet.refusal().error.message
+
+
+def test_a_draining_instance_is_not_chosen_whatever_its_heartbeat_says() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    fleet.add("mixed", "b:1").drain(True)
+    fleet.add("mixed", "b:1")
+    assert set(fleet.chosen()) == {"a:1"}
+    fleet.add("mixed", "b:1").drain(False)
+    assert set(fleet.chosen()) == {"a:1", "b:1"}
+
+
+def test_an_instance_whose_breaker_opened_is_not_chosen() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    break_circuit(fleet.add("mixed", "b:1"), fleet.now)
+    assert set(fleet.chosen()) == {"a:1"}
+
+
+def test_a_broken_circuit_is_tried_by_one_request_after_a_while_and_closed_by_its_success() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    broken = fleet.add("mixed", "b:1")
+    break_circuit(broken, fleet.now)
+    fleet.chosen()
+    fleet.now += OPEN_SECONDS
+    assert fleet.chosen()["b:1"] == 1
+    broken.succeeded(fleet.now)
+    fleet.now += SLOW_START_SECONDS
+    assert fleet.chosen()["b:1"] == 12
+
+
+@pytest.mark.parametrize("splitwise", [True, False])
+def test_where_every_circuit_is_broken_requests_go_on(splitwise: bool) -> None:
+    fleet = Fleet(splitwise)
+    instances = [fleet.add(role, f"{role}:1") for role in (("prefill", "decode") if splitwise else ("mixed",))]
+    for instance in instances:
+        break_circuit(instance, fleet.now)
+    assert fleet.chosen(requests=3).total() == 3
+
+
+def test_a_broken_circuit_is_used_where_only_it_makes_a_pair() -> None:
+    fleet = Fleet()
+    fleet.add("prefill", "p:1", version="a")
+    break_circuit(fleet.add("decode", "d.a:1", version="a"), fleet.now)
+    fleet.add("decode", "d.b:1", version="b")
+    assert set(fleet.chosen()) == {"p:1>d.a:1"}
+
+
+def test_an_instance_that_came_back_gets_its_share_little_by_little() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    fleet.come_back(fleet.add("mixed", "b:1"))
+    shares = []
+    for part in (0.0, 0.4, 0.6):
+        fleet.now += SLOW_START_SECONDS * part
+        shares.append({chance: "b:1" in _draw(fleet, chance) for chance in (0.05, 0.3, 0.95)})
+    assert shares == [
+        {0.05: True, 0.3: False, 0.95: False},
+        {0.05: True, 0.3: True, 0.95: False},
+        {0.05: True, 0.3: True, 0.95: True},
+    ]
+
+
+def _draw(fleet: Fleet, chance: float) -> Counter[str]:
+    fleet.chance = chance
+    return fleet.chosen()
+
+
+def test_an_instance_that_came_back_takes_all_where_there_is_no_other() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.come_back(fleet.add("mixed", "a:1"))
+    fleet.chance = 0.99
+    assert fleet.chosen() == {"a:1": 24}
+
+
+def test_an_instance_that_registers_for_the_first_time_takes_its_share_at_once() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    fleet.add("mixed", "b:1")
+    fleet.chance = 0.99
+    assert fleet.chosen() == {"a:1": 12, "b:1": 12}
+
+
+def test_other_requests_go_to_prefill_and_to_decode_if_there_is_none() -> None:
+    fleet = Fleet()
+    fleet.add("decode", "d:1", version="a")
+    assert fleet.selector.choose_any(REQUEST).answering.key == "d:1"
+    fleet.add("prefill", "p:1", version="b")
+    assert fleet.selector.choose_any(REQUEST).answering.key == "p:1"
+    assert fleet.selector.choose_any(REQUEST, {"p:1"}).answering.key == "d:1"
+
+
+class TestForgettingCaches:
+    """When policies are told that an instance's cache is void."""
+
+    @pytest.fixture
+    def fleet(self) -> Fleet:
+        fleet = Fleet(splitwise=False)
+        fleet.add("mixed", "a:1", version="v")
+        self.forgotten: list[str] = []
+        fleet.registry.on_lost_cache(self.forgotten.append)
+        return fleet
+
+    def test_not_at_a_heartbeat(self, fleet: Fleet) -> None:
+        fleet.add("mixed", "a:1", version="v", is_paused=True, connected_decodes=["d:1"], load=5)
+        assert self.forgotten == []
+
+    def test_when_it_comes_back(self, fleet: Fleet) -> None:
+        fleet.come_back(fleet.add("mixed", "a:1", version="v"))
+        assert self.forgotten == ["a:1"]
+
+    def test_when_it_registers_as_another(self, fleet: Fleet) -> None:
+        fleet.add("mixed", "a:1", version="w")
+        assert self.forgotten == ["a:1"]
+
+    def test_when_it_is_gone(self, fleet: Fleet) -> None:
+        fleet.registry.forget_silent(fleet.now + 100, expiry=30)
+        assert self.forgotten == ["a:1"]
+
+    def test_the_policy_of_each_role_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[str] = []
+        monkeypatch.setattr(RoundRobin, "forget", lambda policy, key: told.append(key))
+        fleet = Fleet()
+        fleet.come_back(fleet.add("decode", "d:1"))
+        assert told == ["d:1", "d:1"]

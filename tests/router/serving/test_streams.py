@@ -1,0 +1,188 @@
+"""Event streams: relayed as they come, never broken in the middle of an event. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.serving.request import EVENT_BYTES, _whole_events
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, stalls
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def sends(*chunks: bytes, cut: bool = False, content_type: str = "text/event-stream") -> Behaviour:
+    """Stream these chunks, each in a segment of its own; then end, or break off."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream(content_type)
+        for chunk in chunks:
+            await respond.chunk(chunk)
+            await asyncio.sleep(0.01)
+        if cut:
+            respond.cut()
+        else:
+            await respond.end_stream()
+
+    return behave
+
+
+def events_of(data: bytes) -> list[str]:
+    """The data of each event, as a client's parser reads them."""
+    assert data.endswith(b"\n\n")
+    return [event.removeprefix("data: ") for event in data.decode().split("\n\n")[:-1]]
+
+
+def test_each_event_is_relayed_before_the_next_exists(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    may_go_on = asyncio.Event()
+
+    async def waits_for_the_client(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("first")
+        await may_go_on.wait()
+        await respond.event("second")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", waits_for_the_client))
+    with router.stream() as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: first\n\n"
+        router.thread.loop.call_soon_threadsafe(may_go_on.set)
+        assert b"".join(pieces) == b"data: second\n\n"
+
+
+def test_a_stream_cut_in_half_reaches_the_client_byte_for_byte(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    chunks = [b"data: 1\n", b"\ndata: 2\n\nda", b"ta: 3\r\n\r\n: comment\n\ndata", b": [DONE]\n\n"]
+    with make_router(stand_in("mixed", sends(*chunks))).stream() as response:
+        assert response.read() == b"".join(chunks)
+
+
+def test_a_last_event_without_its_blank_line_is_passed_on(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    with make_router(stand_in("mixed", sends(b"data: 1\n\n", b"data: 2"))).stream() as response:
+        assert response.read() == b"data: 1\n\ndata: 2"
+
+
+@pytest.mark.parametrize("half", [b"", b'data: {"half', b"data: 3\n", b"data"])
+def test_a_stream_that_breaks_off_ends_with_an_error_event_and_done(
+    make_router: MakeRouter, stand_in: MakeStandIn, half: bytes
+) -> None:
+    chunks = [b"data: 1\n\n", b"data: 2\n\n", *([half] if half else [])]
+    instance = stand_in("mixed", sends(*chunks, cut=True))
+    with make_router(instance).stream() as response:
+        events = events_of(response.read())
+    assert (events[:2], events[3]) == (["1", "2"], "[DONE]")
+    error = json.loads(events[2])["error"]
+    assert (error["code"], error["type"]) == ("mixed_failed", "upstream_error")
+    assert instance.key in error["message"]
+
+
+def test_prefill_is_aborted_when_decode_breaks_off_while_it_still_runs(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def hangs(request: Received, respond: Responder) -> None:
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    async def breaks_off(request: Received, respond: Responder) -> None:
+        while not prefill.running:
+            await asyncio.sleep(0.01)
+        await sends(b"data: 1\n\n", cut=True)(request, respond)
+
+    prefill, decode = stand_in("prefill", hangs), stand_in("decode", breaks_off)
+    with make_router(prefill, decode, splitwise=True).stream(request_id="r") as response:
+        assert "decode_failed" in events_of(response.read())[1]
+    wait_until(lambda: prefill.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort at prefill")
+    assert decode.aborted == []
+
+
+def test_a_stream_that_dies_before_its_first_event_is_made_good_elsewhere(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    bad, good = stand_in("mixed", sends(cut=True)), stand_in("mixed", sends(b"data: 1\n\n"))
+    router = make_router(bad, good)
+    for _ in range(2):
+        with router.stream() as response:
+            assert response.read() == b"data: 1\n\n"
+    assert len(bad.received) >= 1
+
+
+def test_a_stream_is_ended_with_an_error_event_when_its_time_is_over(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    with make_router(stand_in("mixed", stalls("1")), request_timeout_secs=0.3).stream() as response:
+        events = events_of(response.read())
+    assert (events[0], json.loads(events[1])["error"]["code"], events[2]) == ("1", "request_timeout", "[DONE]")
+
+
+def test_a_compressed_stream_is_relayed_as_it_is(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def compressed(request: Received, respond: Responder) -> None:
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: br\r\ncontent-length: 9\r\n\r\n"
+        )
+        await respond.raw(head + b"\x00\n\n\x01\x02\x03\x04\x05\x06")
+
+    with make_router(stand_in("mixed", compressed)).stream() as response:
+        assert b"".join(response.iter_raw()) == b"\x00\n\n\x01\x02\x03\x04\x05\x06"
+
+
+def test_a_slow_client_slows_the_instance_down(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    total_events, event = 2048, b"data: " + b"x" * 32760 + b"\n\n"
+    responders: list[Responder] = []
+
+    async def sends_much(request: Received, respond: Responder) -> None:
+        responders.append(respond)
+        await respond.start_stream()
+        for _ in range(total_events):
+            await respond.chunk(event)
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", sends_much))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.connect(("127.0.0.1", router.port))
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        wait_until(lambda: _stands_still(responders), "the instance to be held up")
+        assert responders[0].bytes_sent < total_events * len(event) / 4
+        received = 0
+        client.settimeout(20)
+        while received < total_events * len(event):
+            received += len(client.recv(1 << 20))
+    wait_until(lambda: responders[0].bytes_sent > total_events * len(event), "the instance to send the rest")
+
+
+def _stands_still(responders: list[Responder]) -> bool:
+    """Whether the instance sends nothing for a while, although it has begun."""
+    if not responders or not responders[0].bytes_sent:
+        return False
+    before = responders[0].bytes_sent
+    time.sleep(0.3)
+    return responders[0].bytes_sent == before
+
+
+_event_bytes = st.lists(
+    st.sampled_from([b"data: 1", b"\n", b"\r", b"\n\n", b"\r\n\r\n", b"x", b"\r\n"]), max_size=12
+).map(b"".join)
+
+
+@given(_event_bytes)
+def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
+    whole, rest = _whole_events(data)
+    assert whole + rest == data
+    assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
+    assert b"\n\n" not in rest
+    assert b"\r\n\r\n" not in rest
+
+
+def test_an_event_without_end_is_not_held_for_ever() -> None:
+    endless = b"x" * (EVENT_BYTES + 1)
+    assert _whole_events(endless) == (endless, b"")

@@ -1,0 +1,197 @@
+"""The access log, and what is kept of the last requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.policies import Decision
+from router.settings import RouterSettings, SettingsError
+from router.telemetry import audit
+from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from tests.router.test_app import MakeRouter
+from tests.support.waiting import wait_until
+
+
+def record(request_id: str = "r", **changes: Any) -> RequestRecord:
+    return RequestRecord("POST", "/v1/chat/completions", 1760000000.1239, request_id, **changes)
+
+
+def in_a_loop(work: Callable[[], None]) -> None:
+    """Call ``work`` in an event loop that ends at once, before its timers fire."""
+
+    async def main() -> None:
+        work()
+
+    asyncio.run(main())
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = Audit(RouterSettings(access_log=str(path)))
+    in_a_loop(lambda: log.write(record(status=200, prefill="p:1", decode="d:1", first_byte_ms=1.239, cached_tokens=64)))
+    log.close()
+    (line,) = lines_of(path)
+    expected = {"time": 1760000000.124, "method": "POST", "path": "/v1/chat/completions", "status": 200}
+    expected |= {"request_id": "r", "prefill": "p:1", "decode": "d:1", "first_byte_ms": 1.24, "cached_tokens": 64}
+    assert expected.items() <= line.items()
+
+
+def test_nothing_a_client_sends_can_make_a_second_line(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = Audit(RouterSettings(access_log=str(path)))
+    in_a_loop(lambda: log.write(record('x"\n{"status":200}\r\u2028')))
+    log.close()
+    assert [line["request_id"] for line in lines_of(path)] == ['x"\n{"status":200}\r\u2028']
+
+
+def test_lines_are_written_soon_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = Audit(RouterSettings(access_log=str(path)))
+
+    async def main() -> None:
+        for number in range(3 * audit.BATCH_RECORDS + 1):
+            log.write(record(str(number)))
+        await asyncio.to_thread(wait_until, lambda: len(lines_of(path)) == 3 * audit.BATCH_RECORDS + 1, "all lines")
+
+    asyncio.run(main())
+    log.close()
+    assert [line["request_id"] for line in lines_of(path)] == [str(n) for n in range(3 * audit.BATCH_RECORDS + 1)]
+
+
+def test_what_no_json_library_likes_is_written_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = Audit(RouterSettings(access_log=str(path)))
+    in_a_loop(lambda: log.write(record("\ud800", prompt_tokens=1 << 64)))
+    log.close()
+    assert lines_of(path)[0]["prompt_tokens"] == 1 << 64
+
+
+def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    path.write_text("{}\n")
+    log = Audit(RouterSettings(access_log=str(path)))
+    in_a_loop(lambda: log.write(record()))
+    log.close()
+    assert len(lines_of(path)) == 2
+
+
+def test_a_log_that_cannot_be_opened_is_one_sentence() -> None:
+    with pytest.raises(SettingsError, match=r"log.access-log /no/such/file: No such file or directory"):
+        Audit(RouterSettings(access_log="/no/such/file"))
+
+
+@pytest.mark.parametrize("long_line", [False, True])
+def test_a_reader_that_has_stopped_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_line: bool
+) -> None:
+    """A pipe holds 64 KiB; what does not fit is kept up to a limit, then lost and counted; lines stay whole."""
+    monkeypatch.setattr(audit, "BACKLOG_LINES", 500)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = Audit(RouterSettings(access_log=str(pipe)))
+    written = [record(str(number), client="c" * 3000 * long_line) for number in range(2000)]
+
+    async def main() -> None:
+        for entry in written:
+            log.write(entry)
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    log.close()
+    came = os.read(reader, 1 << 20)
+    os.close(reader)
+    assert came.endswith(b"\n")
+    numbers = [json.loads(line)["request_id"] for line in came.splitlines()]
+    assert numbers == [str(number) for number in range(len(numbers))]
+    assert 0 < len(numbers) < 2000
+    assert log.lost_lines > 0
+
+
+def test_a_line_fits_into_a_pipe_whatever_a_client_sends(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = Audit(RouterSettings(access_log=str(path)))
+    in_a_loop(lambda: log.write(RequestRecord("POST", "\x01" * 9000, 0.0, request_id="\x01" * 9000)))
+    log.close()
+    assert path.stat().st_size <= select.PIPE_BUF
+
+
+def test_a_pipe_that_nobody_reads_is_one_sentence_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match="pipe: No such device or address"):
+        Audit(RouterSettings(access_log=str(tmp_path / "pipe")))
+
+
+def test_a_closed_reader_loses_lines_but_does_no_harm(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = Audit(RouterSettings(access_log=str(pipe)))
+    os.close(reader)
+    in_a_loop(lambda: log.write(record()))
+    log.close()
+    assert log.lost_lines == 1
+
+
+def test_a_request_is_explained_with_each_attempt_and_its_reasons() -> None:
+    log = Audit(RouterSettings(access_log="off"))
+    first = AttemptRecord((Decision("p:1", {"cost": 3.0}, 100.0, 64), Decision("d:1", {"requests": 0}, 0.0)), "429")
+    second = AttemptRecord((Decision("p:2", {"cost": 4.0}, 100.0), Decision("d:1", {"requests": 0}, 0.0)), "answered")
+    log.write(record(status=200, prefill="p:2", decode="d:1", cached_tokens=0, attempts=[first, second]))
+    told = log.explain("r")
+    assert told is not None
+    assert [attempt["ended"] for attempt in told["attempts"]] == ["429", "answered"]
+    assert told["attempts"][0]["decisions"][0] == {
+        "instance": "p:1",
+        "reasons": {"cost": 3.0},
+        "work": 100.0,
+        "predicted_cached_tokens": 64,
+    }
+    assert (told["status"], told["prefill"], told["cached_tokens"]) == (200, "p:2", 0)
+
+
+@pytest.mark.parametrize("asked", ["r", "chatcmpl-r", "cmpl-r"])
+def test_a_request_is_found_by_its_id_or_the_engines(asked: str) -> None:
+    log = Audit(RouterSettings(access_log="off"))
+    log.write(record("r"))
+    assert log.explain(asked) is not None
+
+
+def test_of_two_requests_with_one_id_the_last_is_explained() -> None:
+    log = Audit(RouterSettings(access_log="off"))
+    log.write(record(status=429))
+    log.write(record(status=200))
+    assert log.explain("r")["status"] == 200  # type: ignore[index]
+
+
+def test_old_requests_are_forgotten() -> None:
+    log = Audit(RouterSettings(access_log="off"))
+    for number in range(audit.KEPT_RECORDS + 1):
+        log.write(record(str(number)))
+    assert (log.explain("0"), len(log.records)) == (None, audit.KEPT_RECORDS)
+    assert log.explain("1") is not None
+
+
+def test_explain_over_http(make_router: MakeRouter) -> None:
+    router = make_router()
+    router.thread.run(_write(router.app.audit))
+    assert router.client.get("/admin/explain/a/b").json()["status"] == 200
+    unknown = router.client.get("/admin/explain/z")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
+    assert "request 'z' is none of the last 10000 that have ended" in unknown.text
+
+
+async def _write(log: Audit) -> None:
+    log.write(record("a/b", status=200))

@@ -1,0 +1,161 @@
+"""What the router counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.access.admission import Admission
+from router.fleet.registration import Registration
+from router.fleet.registry import Registry
+from router.policies import Decision
+from router.settings import RouterSettings
+from router.telemetry import metrics
+from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from router.telemetry.metrics import RouterMetrics
+
+CHAT = {"method": "POST", "endpoint": "/v1/chat/completions"}
+
+
+class Counted:
+    """A router's figures without the router."""
+
+    def __init__(self, **settings: Any) -> None:
+        made = RouterSettings(access_log="off", **settings)
+        self.registry = Registry(made.splitwise)
+        self.gate = Admission(made)
+        self.audit = Audit(made)
+        self.metrics = RouterMetrics(self.registry, self.gate, self.audit)
+
+    def record(self, path: str = "/v1/chat/completions", **changes: Any) -> None:
+        record = RequestRecord("POST", path, 0.0, **{"status": 200, **changes})
+        self.audit.write(record)
+        self.metrics.record(record)
+
+    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        families = text_string_to_metric_families(self.metrics.text().decode())
+        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples()[name, frozenset(labels.items())]
+
+
+def test_answers_are_counted_and_timed_by_endpoint() -> None:
+    counted = Counted()
+    for status, total_ms in ((200, 100.0), (200, 300.0), (429, 200.0)):
+        counted.record(status=status, total_ms=total_ms)
+    assert counted.value("http_requests_total", **CHAT, status_code="200") == 2
+    assert counted.value("http_requests_total", **CHAT, status_code="429") == 1
+    assert counted.value("http_request_duration_seconds_count", **CHAT) == 3
+    assert counted.value("http_request_duration_seconds_sum", **CHAT) == pytest.approx(0.6)
+
+
+def test_durations_have_the_go_routers_quantiles() -> None:
+    counted = Counted()
+    for milliseconds in range(101):
+        counted.record(total_ms=float(milliseconds))
+    assert counted.value("http_request_duration_seconds", **CHAT, quantile="0.95") == pytest.approx(0.095)
+    assert counted.value("http_request_duration_seconds", **CHAT, quantile="0.99") == pytest.approx(0.099)
+
+
+def test_only_completions_are_counted_by_the_instances_that_served_them() -> None:
+    counted = Counted(splitwise=True)
+    counted.record(prefill="p:1", decode="d:1")
+    counted.record("/v1/embeddings", prefill="p:1")
+    workers = {"mixed_worker": "", "prefill_worker": "p:1", "decode_worker": "d:1"}
+    assert counted.value("inference_requests_total", **workers, status_code="200") == 1
+    assert sum(name == "inference_requests_total" for name, _ in counted.samples()) == 1
+
+
+def test_the_first_byte_of_a_stream_is_its_first_token() -> None:
+    counted = Counted()
+    counted.record(streamed=True, first_byte_ms=30.0, total_ms=30.0)
+    counted.record(streamed=False, first_byte_ms=900.0, total_ms=900.0)
+    name = "router_time_to_first_token_seconds"
+    assert (counted.value(f"{name}_bucket", le="0.025"), counted.value(f"{name}_bucket", le="0.05")) == (0, 1)
+    assert counted.value(f"{name}_sum") == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("known", [{"completion_tokens": 11, "chunks": 4}, {"chunks": 11}])
+def test_time_per_output_token_takes_pieces_for_tokens_where_the_engine_does_not_count(known: dict[str, Any]) -> None:
+    counted = Counted()
+    counted.record(streamed=True, first_byte_ms=100.0, total_ms=600.0, **known)
+    assert counted.value("router_time_per_output_token_seconds_sum") == pytest.approx(0.05)
+    assert counted.value("router_time_per_output_token_seconds_count") == 1
+
+
+def test_an_answer_of_one_token_has_no_time_per_output_token() -> None:
+    counted = Counted()
+    counted.record(streamed=True, first_byte_ms=1.0, total_ms=2.0, completion_tokens=1, chunks=3)
+    assert counted.value("router_time_per_output_token_seconds_count") == 0
+
+
+def test_predicted_hits_are_held_against_those_the_engine_reports() -> None:
+    counted = Counted()
+    counted.record(predicted_cached_tokens=64, cached_tokens=128, prompt_tokens=200)
+    counted.record(predicted_cached_tokens=64, cached_tokens=0, prompt_tokens=200)
+    counted.record(predicted_cached_tokens=0)
+    assert counted.value("router_predicted_cached_tokens_total") == 128
+    assert counted.value("router_actual_cached_tokens_total") == 128
+    assert counted.value("router_mispredicted_cached_tokens_total") == 128
+    assert (counted.value("router_cache_request_total"), counted.value("router_cache_hit_total")) == (3, 2)
+    assert counted.value("router_tokens_total", kind="prompt") == 400
+
+
+def test_retries_aborts_and_reschedules_are_counted_by_instance() -> None:
+    counted = Counted()
+    for count in (counted.metrics.retried, counted.metrics.aborted, counted.metrics.rescheduled):
+        count("d:1")
+    for name in ("router_retries_total", "router_aborts_total", "router_reschedules_total"):
+        assert counted.value(name, instance="d:1") == 1
+
+
+def test_policies_figures_are_means_by_role() -> None:
+    counted = Counted(splitwise=True)
+    for cost in (10.0, 30.0):
+        decisions = (Decision("p:1", {"cost": cost, "because": "cheapest"}, 0.0), Decision("d:1", {"cost": 1.0}, 0.0))
+        counted.record(attempts=[AttemptRecord(decisions, "answered")])
+    assert counted.value("router_policy_figure", role="prefill", figure="cost") == 20
+    assert counted.value("router_policy_figure", role="decode", figure="cost") == 1
+    assert not any(("figure", "because") in labels for _, labels in counted.samples())
+
+
+def test_the_line_and_what_is_served_are_shown() -> None:
+    counted = Counted(max_concurrent_requests=1)
+    counted.gate.try_enter("")
+    assert (counted.value("router_running_requests"), counted.value("router_queued_requests")) == (1, 0)
+    assert counted.value("router_refused_requests_total", reason="queue_full") == 0
+
+
+def test_an_instances_load_breaker_and_own_account_are_shown_where_known() -> None:
+    counted = Counted()
+    fields = {"role": "mixed", "host_ip": "127.0.0.1", "port": 1}
+    instance = counted.registry.register(Registration.parse(fields), now=0.0)
+    instance.candidate.requests = 2
+    labels = {"role": "mixed", "instance": instance.key}
+    assert counted.value("router_instance_requests", **labels) == 2
+    assert counted.value("router_instance_breaker_open", **labels) == 0
+    assert not any(name == "router_instance_reported_waiting" for name, _ in counted.samples())
+    instance.candidate.waiting = 5
+    assert counted.value("router_instance_reported_waiting", **labels) == 5
+
+
+def test_paths_that_nobody_knows_do_not_make_new_series() -> None:
+    counted = Counted()
+    for number in range(3):
+        counted.record(f"/v1/whatever/{number}")
+    assert counted.value("http_requests_total", method="POST", endpoint="other", status_code="200") == 3
+
+
+def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "WORKER_SERIES", 100)
+    counted = Counted()
+    instance = counted.registry.register(Registration.parse({"role": "mixed", "host_ip": "h", "port": 1}), now=0.0)
+    for number in range(1000):
+        counted.record(mixed=instance.key)
+        counted.record(mixed=f"gone:{number}")
+    workers = {"mixed_worker": instance.key, "prefill_worker": "", "decode_worker": ""}
+    assert counted.value("inference_requests_total", **workers, status_code="200") == 1000
+    assert sum(name == "inference_requests_total" for name, _ in counted.samples()) <= 100

@@ -1,0 +1,350 @@
+"""Registration, listings, aborts, health and metrics, as FastDeploy's instances and operators use them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.fleet.breaker import FAILURES
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    response = stand_in("prefill").register(make_router(splitwise=True).url)
+    assert (response.status_code, response.json()) == (200, {"status": "success"})
+
+
+@pytest.mark.parametrize(
+    ("splitwise", "role", "said"),
+    [
+        (
+            True,
+            "mixed",
+            "this router runs with --splitwise and takes prefill and decode instances",
+        ),
+        (False, "decode", "this router runs without --splitwise and takes mixed instances"),
+    ],
+)
+def test_a_role_the_mode_does_not_take_is_a_400(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, said: str
+) -> None:
+    response = stand_in(role).register(make_router(splitwise=splitwise).url)
+    assert (response.status_code, response.json()) == (400, {"detail": f"role is '{role}', but {said}"})
+
+
+def test_an_instance_that_says_it_is_unhealthy_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    instance.health = 503
+    response = instance.register(make_router().url)
+    assert response.status_code == 400
+    assert f"instance {instance.key} is not healthy" in response.json()["detail"]
+
+
+def test_an_instance_that_cannot_be_reached_is_a_400(make_router: MakeRouter, thread: LoopThread) -> None:
+    response = StandIn("mixed", thread, port=free_port()).register(make_router().url)
+    assert response.status_code == 400
+    assert "Connection refused" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"not json"])
+def test_a_registration_that_is_no_object_is_a_400(make_router: MakeRouter, body: bytes) -> None:
+    response = make_router().client.post("/register", content=body)
+    assert response.status_code == 400
+    assert isinstance(response.json()["detail"], str)
+
+
+def test_a_heartbeat_of_a_healthy_instance_is_not_probed_again(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router, instance = make_router(), stand_in()
+    for _ in range(3):
+        instance.register(router.url)
+    assert instance.probes == 1
+
+
+def test_registered_lists_instances_by_role_with_all_they_sent(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router, prefill = make_router(splitwise=True), stand_in("prefill")
+    prefill.register(router.url, gpu="H800")
+    listed = router.client.get("/registered").json()
+    assert (listed["code"], listed["msg"], listed["decode"], listed["mixed"]) == (200, "success", [], [])
+    (entry,) = listed["prefill"]
+    assert (entry["url"], entry["worker_type"], entry["gpu"]) == (prefill.url, "prefill", "H800")
+    assert (entry["state"], entry["running_requests"]) == ("healthy", 0)
+
+
+def test_registered_tells_all_that_the_go_router_tells_in_its_form(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router, decode = make_router(splitwise=True), stand_in("decode")
+    decode.register(router.url, connector_port=8002, engine_worker_queue_port=[8003], device_ids="0,1")
+    (entry,) = router.client.get("/registered").json()["decode"]
+    assert {
+        "url": decode.url,
+        "worker_type": "decode",
+        "connector_port": "8002",
+        "engine_worker_queue_port": "8003",
+        "transfer_protocol": ["ipc", "rdma"],
+        "rdma_ports": ["7100"],
+        "device_ids": ["0", "1"],
+        "metrics_port": str(decode.port),
+    }.items() <= entry.items()
+
+
+def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    (registered,) = router.app.registry
+    for _ in range(FAILURES):
+        registered.failed(0.0, "it answered with 500")
+    (entry,) = router.client.get("/registered").json()["mixed"]
+    assert (entry["breaker"], entry["failed_requests_in_a_row"], entry["weight"]) == ("open", FAILURES, 1.0)
+
+
+class TestDecodeInstances:
+    """``GET /decode_instances``, by which FastDeploy's prefill instances find whom to connect to ahead."""
+
+    def test_lists_healthy_decode_instances_in_fastdeploys_form(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
+        prefill, decode, dead = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+        router = make_router(prefill, decode, dead, splitwise=True)
+        for instance in router.app.registry:
+            if instance.key == dead.key:
+                instance.mark_unhealthy("it refused a connection")
+        (entry,) = router.client.get("/decode_instances").json()
+        assert (entry["role"], entry["host_ip"], entry["port"]) == ("DECODE", "127.0.0.1", str(decode.port))
+        assert (entry["rdma_ports"], entry["device_ids"], entry["tp_size"]) == (["7100"], ["0"], 1)
+        assert "rdma" in entry["transfer_protocol"]
+
+    @pytest.mark.parametrize(("query", "listed"), [("", 3), ("?version=a", 1), ("?version=c", 0)])
+    def test_lists_one_version_if_asked(
+        self, make_router: MakeRouter, stand_in: MakeStandIn, query: str, listed: int
+    ) -> None:
+        router = make_router(splitwise=True)
+        for version in ("a", "b", None):
+            stand_in("decode").register(router.url, version=version)
+        assert len(router.client.get(f"/decode_instances{query}").json()) == listed
+
+    def test_its_entries_are_taken_as_connected_decodes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        prefill, connected, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
+        router = make_router(connected, splitwise=True)
+        listed = router.client.get("/decode_instances").json()
+        other.register(router.url)
+        assert prefill.register(router.url, connected_decodes=listed).status_code == 200
+        assert [router.chat().status_code for _ in range(4)] == [200] * 4
+        assert (len(connected.received), len(other.received)) == (4, 0)
+
+
+class TestDraining:
+    """``POST /admin/drain``."""
+
+    def test_what_runs_ends_well_and_nothing_new_comes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        go_on = threading.Event()
+
+        async def slow(request: Received, respond: Responder) -> None:
+            await respond.start_stream()
+            await respond.event("1")
+            await asyncio.to_thread(go_on.wait, 20)
+            await respond.event("[DONE]")
+            await respond.end_stream()
+
+        draining, other = stand_in("mixed", slow), stand_in()
+        router = make_router(draining)
+        with router.stream() as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            answer = router.client.post("/admin/drain", json={"instance": draining.key})
+            assert answer.json() == {"instance": draining.key, "state": "draining", "running_requests": 1}
+            assert draining.register(router.url).status_code == 200
+            assert router.chat().status_code == 503
+            other.register(router.url)
+            assert router.chat().status_code == 200
+            go_on.set()
+            assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+        assert [entry["state"] for entry in router.client.get("/registered").json()["mixed"]] == ["draining", "healthy"]
+        assert len(draining.received) == 1
+
+    def test_it_can_be_taken_back(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        instance = stand_in()
+        router = make_router(instance)
+        for undrain, state, status in ((False, "draining", 503), (True, "healthy", 200)):
+            answer = router.client.post("/admin/drain", json={"instance": instance.key, "undrain": undrain})
+            assert (answer.json()["state"], router.chat().status_code) == (state, status)
+
+    @pytest.mark.parametrize(
+        ("body", "status", "said"),
+        [
+            (b"", 400, "JSON"),
+            (b"{}", 400, "instance is None; it must be 'host:port'"),
+            (b'{"instance": "a:1", "undrain": 1}', 400, "undrain is 1; it must be true or false"),
+            (b'{"instance": "a:1"}', 404, "no instance 'a:1' is registered; known are: none"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, make_router: MakeRouter, body: bytes, status: int, said: str) -> None:
+        answer = make_router().client.post("/admin/drain", content=body)
+        assert answer.status_code == status
+        assert said in answer.json()["error"]["message"]
+
+
+def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, dead, decode = stand_in("prefill"), stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, dead, decode, splitwise=True)
+    dead.stop()
+
+    def number() -> object:
+        router.chat()
+        return router.client.get("/registered_number").json()
+
+    wait_until(lambda: number() == {"mixed": 0, "prefill": 1, "decode": 1}, "the dead instance to be noticed")
+
+
+def test_health_answers_200_without_instances(make_router: MakeRouter) -> None:
+    assert make_router().client.get("/health").status_code == 200
+
+
+def test_health_generate_is_200_only_if_every_instance_is_healthy(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.client.get("/health_generate").status_code == 200
+    decode.health = 500
+    response = router.client.get("/health_generate")
+    assert response.status_code == 503
+    assert list(response.json()["unhealthy"]) == [decode.key]
+
+
+def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first, second, dead = stand_in(), stand_in(), stand_in()
+    first.models, second.models = ("a", "b"), ("b", "c")
+    router = make_router(first, second, dead)
+    dead.stop()
+    listed = router.client.get("/v1/models").json()
+    assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("splitwise", [True, False])
+@pytest.mark.parametrize("body", [{"req_ids": ["chatcmpl-1_0"]}, {"abort_all": True}])
+def test_an_abort_reaches_every_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, body: dict[str, object]
+) -> None:
+    roles = ("prefill", "decode") if splitwise else ("mixed", "mixed")
+    instances = [stand_in(role) for role in roles]
+    response = make_router(*instances, splitwise=splitwise).client.post("/v1/abort_requests", json=body)
+    assert response.status_code == 200
+    assert [instance.aborted for instance in instances] == [[body], [body]]
+
+
+def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    nested, plain, dead = stand_in(), stand_in(), stand_in()
+    nested.abort_answer = {"result": {"aborted": [{"request_id": "a", "output_token_count": 3}], "not_found": ["b"]}}
+    plain.abort_answer = {"code": 0, "aborted": ["c"]}
+    router = make_router(nested, plain, dead)
+    dead.stop()
+    answer = router.client.post("/v1/abort_requests", json={"req_ids": ["a", "b", "c"]}).json()
+    assert answer["result"] == {
+        "aborted": [{"request_id": "a", "output_token_count": 3}, "c"],
+        "not_found": ["b"],
+    }
+    assert answer["status"] == "error"
+    assert dead.key in answer["errors"][0]
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"req_ids": []}', b'{"req_ids": "a"}', b"[]", b"x"])
+def test_an_abort_of_nothing_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
+    instance = stand_in()
+    response = make_router(instance).client.post("/v1/abort_requests", content=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_body")
+    assert instance.aborted == []
+
+
+def metric(router: RouterUnderTest, name: str, **labels: str) -> float:
+    """The value of one sample at /metrics."""
+    families = text_string_to_metric_families(router.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    (value,) = [sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)]
+    return value
+
+
+def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    router.chat()
+    decode.behave = answers(400, b"{}")
+    router.chat()
+    chat = {"method": "POST", "endpoint": "/v1/chat/completions"}
+    workers = {"mixed_worker": "", "prefill_worker": prefill.key, "decode_worker": decode.key}
+    assert metric(router, "http_requests_total", **chat, status_code="200") == 1
+    assert metric(router, "http_requests_total", **chat, status_code="400") == 1
+    assert metric(router, "http_request_duration_seconds_count", **chat) == 2
+    assert metric(router, "inference_requests_total", **workers, status_code="200") == 1
+
+
+def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    assert metric(router, "router_instances", role="mixed", state="healthy") == 1
+    assert metric(router, "router_instance_requests", role="mixed", instance=instance.key) == 0
+
+
+def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    for i in range(3):
+        router.client.get(f"/v1/whatever/{i}")
+    assert metric(router, "http_requests_total", method="GET", endpoint="other", status_code="200") == 3
+
+
+def test_a_path_outside_v1_is_a_404(make_router: MakeRouter) -> None:
+    response: httpx.Response = make_router().client.get("/nothing")
+    assert response.status_code == 404
+
+
+def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def until_aborted(request: Received, respond: Responder) -> None:
+        while not other.aborted:
+            await asyncio.sleep(0.01)
+        await respond.answer(200, chat_answer("so far"))
+
+    failing, other = stand_in("mixed", answers(500)), stand_in("mixed", until_aborted)
+    router = make_router(failing, other, policy="round_robin")
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(router.chat, request_id=f"r{i}") for i in range(2)]
+        wait_until(lambda: other.running == 2, "both requests")
+        router.client.post("/v1/abort_requests", json={"req_ids": ["chatcmpl-r0_0", "r1"]})
+        assert [one.result(10).status_code for one in asked] == [200, 200]
+    ids = {f"chatcmpl-{request.json['request_id']}_0" for request in other.received}
+    assert any(known.endswith("-retry1_0") for known in ids)
+    assert ids <= set(other.aborted[0]["req_ids"])
+
+
+@pytest.mark.parametrize("body", [{"req_ids": ["r0"]}, {"abort_all": True}])
+def test_a_request_that_fails_because_it_was_aborted_is_not_asked_of_another_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, body: dict[str, object]
+) -> None:
+    async def until_aborted(_: Received, respond: Responder) -> None:
+        while not asked.aborted:
+            await asyncio.sleep(0.01)
+        await respond.answer(500, b"{}")
+
+    asked, other = stand_in("mixed", until_aborted), stand_in("mixed")
+    router = make_router(asked, other, policy="round_robin")
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(router.chat, request_id="r0")
+        wait_until(lambda: asked.running == 1, "the request")
+        router.client.post("/v1/abort_requests", json=body)
+        assert (answer.result(10).status_code, answer.result().json()["error"]["code"]) == (409, "aborted")
+    assert other.received == []
