@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from router.access.admission import Admission
 from router.access.auth import Auth
 from router.fleet.health import HealthMonitor
+from router.fleet.pairing import PairInfo
 from router.fleet.register_file import expect_registered
 from router.fleet.registration import Registration, RegistrationError, Role
 from router.fleet.registry import Instance, Registry
@@ -28,9 +29,10 @@ from router.http.api_error import ApiError, Refused
 from router.http.body import BadBody, parse_object
 from router.http.errors import UpstreamError
 from router.http.message import Headers
-from router.http.pool import Upstream
+from router.http.pool import ConnectionPool
 from router.serving.aborts import ABORT_PATH, Aborter
 from router.serving.proxy import Proxy
+from router.serving.request import Services
 from router.serving.selection import Selector
 from router.settings import RouterSettings
 from router.telemetry.audit import KEPT_RECORDS, Audit
@@ -70,24 +72,27 @@ class RouterApp:
         self.auth = Auth(settings)
         self.admission = Admission(settings)
         self.audit = Audit(settings)
-        self.upstream = Upstream()
+        self.upstream = ConnectionPool()
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.aborted)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
-            settings,
-            auth=self.auth,
-            admission=self.admission,
-            selector=self.selector,
-            upstream=self.upstream,
-            health=self.health,
-            aborter=self.aborter,
-            metrics=self.metrics,
-            audit=self.audit,
+            Services(
+                settings=settings,
+                auth=self.auth,
+                admission=self.admission,
+                selector=self.selector,
+                pair_info=PairInfo(),
+                upstream=self.upstream,
+                health=self.health,
+                aborter=self.aborter,
+                metrics=self.metrics,
+                audit=self.audit,
+            )
         )
-        self.registry.on_failure(self.proxy.instance_failed)
+        self.registry.on_failure(self.proxy.on_instance_failure)
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

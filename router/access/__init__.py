@@ -1,1 +1,6 @@
-"""Who may ask, and how much at once."""
+"""Who may ask."""
+
+from router.access.admission import Admission
+from router.access.auth import Auth
+
+__all__ = ["Admission", "Auth"]

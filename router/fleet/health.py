@@ -9,9 +9,9 @@ import time
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Instance, Registry
 from router.fleet.tasks import Tasks
-from router.http.errors import ConnectRefused, NoRoom, UpstreamError
+from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, UpstreamError
 from router.http.message import Address
-from router.http.pool import Upstream
+from router.http.pool import ConnectionPool
 from router.settings import RouterSettings
 
 __all__ = ["HealthMonitor"]
@@ -22,7 +22,7 @@ _log = logging.getLogger("router.fleet.health")
 class HealthMonitor:
     """Probes instances when they register, periodically, and when live traffic makes one suspect."""
 
-    def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream, tasks: Tasks) -> None:
+    def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool, tasks: Tasks) -> None:
         self._settings = settings
         self._registry = registry
         self._upstream = upstream
@@ -71,6 +71,13 @@ class HealthMonitor:
         instances = list(self._registry)
         found = await asyncio.gather(*map(trouble, instances))
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
+
+    def on_trouble(self, instance: Instance, error: Exception) -> None:
+        """An exchange with ``instance`` failed: believe a refused connection at once, else probe it soon."""
+        if isinstance(error, ConnectFailed):
+            instance.mark_unhealthy(str(error))
+        else:
+            self.suspect(instance)
 
     def suspect(self, instance: Instance) -> None:
         """Probe ``instance`` soon, because a connection to it broke."""

@@ -6,8 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 from router.fleet.registration import Registration
+from router.fleet.registry import Instance
+from router.http import encode_member
 
-__all__ = ["can_decode_for", "disaggregate_info", "may_pair"]
+__all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair"]
+
+# Pairs of instances whose ``disaggregate_info`` is kept encoded.
+MAX_PAIRS = 10_000
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
@@ -45,3 +50,23 @@ def may_pair(prefill: Registration, decode: Registration) -> bool:
         and can_decode_for(prefill.tp_size, {decode.tp_size})
         and (not prefill.connected_decodes or decode.key in prefill.connected_decodes)
     )
+
+
+class PairInfo:
+    """The member ``disaggregate_info`` of a pair's requests, encoded once for each pair."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], tuple[Registration, Registration, bytes]] = {}
+
+    def encode_pair(self, prefill: Instance, decode: Instance) -> bytes:
+        """The member as ``http.body.splice`` takes it."""
+        keys = (prefill.key, decode.key)
+        registrations = (prefill.registration, decode.registration)
+        known = self._known.get(keys)
+        if known is not None and known[0] is registrations[0] and known[1] is registrations[1]:
+            return known[2]
+        info = encode_member("disaggregate_info", disaggregate_info(*registrations))
+        if len(self._known) >= MAX_PAIRS:
+            self._known.clear()
+        self._known[keys] = (*registrations, info)
+        return info

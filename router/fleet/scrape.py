@@ -12,7 +12,7 @@ import re
 from router.fleet.registry import Instance, Registry
 from router.http.errors import UpstreamError
 from router.http.message import Address
-from router.http.pool import Upstream
+from router.http.pool import ConnectionPool
 from router.settings import RouterSettings
 
 __all__ = ["WANTED_BY", "Scraper"]
@@ -30,7 +30,7 @@ _SAMPLE = re.compile(rb"^(?:fastdeploy|vllm):num_requests_(running|waiting)(?:\{
 class Scraper:
     """Keeps ``Candidate.running`` and ``Candidate.waiting`` up to date; None where an instance does not say."""
 
-    def __init__(self, settings: RouterSettings, registry: Registry, upstream: Upstream) -> None:
+    def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
         self.wanted = not WANTED_BY.isdisjoint(policies)
         """Whether a policy in use looks at the figures."""

@@ -1,1 +1,66 @@
-"""HTTP/1.1: the server that clients talk to, and pooled connections to instances."""
+"""HTTP/1.1: the server that clients talk to, and pooled connections to instances. Only this room speaks HTTP.
+
+server.py       a client's connection: uvicorn's protocol, with a shorter way for the data plane
+exchange.py     one request to one instance and its response
+connection.py   one connection to an instance: received bytes to pieces of a response
+pool.py         the connections to all instances
+errors.py       why an exchange with an instance failed
+api_error.py    the errors that a client gets, in OpenAI's form
+message.py      the parts of a message: address, headers, head
+body.py         a request's body: parsed once, extended without being serialised again
+usage.py        token figures, read from a response without parsing it
+"""
+
+from router.http.api_error import ApiError, Refused
+from router.http.body import (
+    BadBody,
+    InferenceBody,
+    encode_member,
+    estimate_tokens,
+    hide_escapes,
+    parse_inference,
+    parse_object,
+    show_escapes,
+    splice,
+    whole_number,
+)
+from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
+from router.http.exchange import Exchange
+from router.http.message import HOP_BY_HOP, Address, Headers, PreparedHead, Response, end_to_end, prepare_head
+from router.http.pool import ConnectionPool
+from router.http.server import ClientRequest, RouterProtocol
+from router.http.usage import Usage, read_usage
+
+__all__ = [
+    "HOP_BY_HOP",
+    "Address",
+    "ApiError",
+    "BadBody",
+    "ClientRequest",
+    "ConnectFailed",
+    "ConnectRefused",
+    "ConnectionPool",
+    "Exchange",
+    "Headers",
+    "InferenceBody",
+    "NoRoom",
+    "PreparedHead",
+    "Refused",
+    "Response",
+    "RouterProtocol",
+    "StaleConnection",
+    "TimedOut",
+    "UpstreamError",
+    "Usage",
+    "encode_member",
+    "end_to_end",
+    "estimate_tokens",
+    "hide_escapes",
+    "parse_inference",
+    "parse_object",
+    "prepare_head",
+    "read_usage",
+    "show_escapes",
+    "splice",
+    "whole_number",
+]

@@ -1,4 +1,4 @@
-"""One connection to an instance: bytes to parsed pieces of a response, by httptools."""
+"""One connection to an instance: received bytes to the pieces of a response, by httptools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.http.message import Address, Headers
 
 if TYPE_CHECKING:
     from router.http.exchange import Exchange
-    from router.http.pool import Upstream
+    from router.http.pool import ConnectionPool
 
 __all__ = ["Connection"]
 
@@ -23,46 +23,59 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an instance; the callbacks named ``on_...`` are httptools'."""
+    """One connection to an instance, and the exchange that it carries.
 
-    def __init__(self, upstream: Upstream, address: Address) -> None:
+    httptools calls the methods ``on_...`` while bytes are fed to it. They only collect: the exchange is told once of
+    all that one read of the socket brought.
+    """
+
+    def __init__(self, pool: ConnectionPool, address: Address) -> None:
         self.address = address
-        self._upstream = upstream
+        self._pool = pool
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._parser: Any = None
         self._exchange: Exchange | None = None
-        self._headers: Headers = []
-        self._framed = False
-        self._informational = False
+        self._is_dropped = False
+        self._is_paused = False
         self._keep_alive = False
-        self._paused = False
-        self._dropped = False
+        # The response that is being received: its headers, whether one of them says where its body ends, the pieces of
+        # the body not yet handed on, and whether it is whole.
+        self._headers: Headers = []
+        self._has_length = False
+        self._is_informational = False
+        self._pieces: list[bytes] = []
+        self._is_whole = False
 
     @property
-    def usable(self) -> bool:
-        return not self._dropped and not self._transport.is_closing()
+    def is_open(self) -> bool:
+        """Whether a request may be sent on it."""
+        return not self._is_dropped and not self._transport.is_closing()
 
-    def start(self, exchange: Exchange, request: Sequence[bytes]) -> None:
+    def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
+        """Begin ``exchange``, which from now on is told what comes, by writing the parts of its request."""
         self._exchange = exchange
-        if self.usable:
-            self._transport.writelines(request)
+        if self._is_dropped or self._transport.is_closing():
+            self._fail_exchange(ConnectionLost(f"{self.address} closed the connection"))
         else:
-            self._end(ConnectionLost(f"{self.address} closed the connection"))
+            self._transport.writelines(request)
 
-    def resume(self) -> None:
-        if self._paused:
-            self._paused = False
+    def resume_reading(self) -> None:
+        """Go on reading, if the exchange had too much to take."""
+        if self._is_paused:
+            self._is_paused = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
+        """Close it at once, without a word to its exchange."""
         self._exchange = None
-        self._dropped = True
+        self._is_dropped = True
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._parser = httptools.HttpResponseParser(self)
-        self._upstream.opened(self)
+        self._pool.add_open(self)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,79 +85,98 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
         if self._exchange is None:
             self.abort()  # bytes that nobody asked for: this connection cannot be trusted with a request
             return
-        self._exchange.touched()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self._end(BadResponse(f"{self.address} did not answer in HTTP: {exc}"))
+            self._hand_on()
+            self._fail_exchange(BadResponse(f"{self.address} did not answer in HTTP: {exc}"))
             self.abort()
-            return
-        self._after_feeding()
+        else:
+            self._hand_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._dropped = True
+        """Called by asyncio."""
+        self._is_dropped = True
         self._parser = None  # it holds us, and only the collector could free both
-        self._upstream.closed(self)
+        self._pool.discard_open(self)
         exchange = self._exchange
         if exchange is None:
             return
-        if exc is None and exchange.status and not self._framed:
+        if exc is None and exchange.status and not self._has_length:
             self._exchange = None
-            exchange.received_all()  # a body without a length ends where the connection does
+            exchange.on_data(b"", True)  # a body without a length ends where the connection does
         else:
-            self._end(ConnectionLost(f"{self.address} closed the connection before its answer was complete"))
+            self._fail_exchange(ConnectionLost(f"{self.address} closed the connection before its answer was complete"))
 
     def on_message_begin(self) -> None:
-        self._headers, self._framed = [], False
-        if self._exchange is None:
-            self._keep_alive = False  # more bytes than the answer has: not to be used again
+        """Called by httptools."""
+        if self._is_whole:
+            self._keep_alive = False  # more bytes than the response has: not to be used again
+        self._headers, self._has_length = [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by httptools."""
         name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._framed = True
+        if name == b"content-length" or name == b"transfer-encoding":
+            self._has_length = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        """Called by httptools."""
         status = self._parser.get_status_code()
         if not 100 <= status <= 599:
             raise ValueError(f"status {status}")
-        self._informational = 100 <= status < 200
-        if self._informational or self._exchange is None:
+        self._is_informational = status < 200
+        exchange = self._exchange
+        if self._is_informational or self._is_whole or exchange is None:
             return
-        self._keep_alive = self._parser.should_keep_alive() and not self._exchange.fresh
-        self._exchange.received_head(status, self._headers)
-        if self._exchange.bodiless:
+        self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
+        exchange.on_head(status, self._headers)
+        if exchange.bodiless:
             self._keep_alive = False  # the parser would take what follows for the body that HEAD does not get
-            self.on_message_complete()
+            self._is_whole = True
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None and self._exchange.received_body(data) and not self._paused:
-            self._paused = True
-            self._transport.pause_reading()
+        """Called by httptools."""
+        if not self._is_whole:
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        if self._informational or self._exchange is None:
-            return
-        exchange, self._exchange = self._exchange, None
-        exchange.received_all()
+        """Called by httptools."""
+        if not self._is_informational:
+            self._is_whole = True
 
-    def _after_feeding(self) -> None:
-        if self._exchange is not None:
-            self._exchange.received_piece()
+    def _hand_on(self) -> None:
+        """Tell the exchange what came, and if that is all, let the next one have the connection."""
+        exchange, pieces = self._exchange, self._pieces
+        if exchange is None:
             return
-        if self._dropped:
+        if len(pieces) > 1:
+            data = b"".join(pieces)
+        else:
+            data = pieces[0] if pieces else b""
+        if pieces:
+            self._pieces = []
+        if not self._is_whole:
+            if exchange.on_data(data, False) and not self._is_paused and not self._is_dropped:
+                self._is_paused = True
+                self._transport.pause_reading()
             return
-        self.resume()
-        if self._keep_alive and self.usable:
-            self._upstream.give_back(self)
+        self._exchange, self._is_whole = None, False
+        exchange.on_data(data, True)
+        if self._is_dropped:
+            return
+        self.resume_reading()
+        if self._keep_alive and not self._transport.is_closing():
+            self._pool.give_back(self)
         else:
             self.abort()
 
-    def _end(self, error: UpstreamError) -> None:
+    def _fail_exchange(self, error: UpstreamError) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.lost(error)
+            exchange.on_lost(error)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Address", "Answer", "Headers", "PreparedHead", "prepare_head"]
+__all__ = ["HOP_BY_HOP", "Address", "Headers", "PreparedHead", "Response", "end_to_end", "prepare_head"]
 
 Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    name.encode()
+    for name in (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    )
+)
+"""Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
 
 
 class Address(NamedTuple):
@@ -28,6 +37,14 @@ class PreparedHead(NamedTuple):
     bodiless: bool
 
 
+class Response(NamedTuple):
+    """A whole response, read to its end."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
 def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> PreparedHead:
     """The head of a request.
 
@@ -35,14 +52,23 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
         target: path and query as they stand in the request line.
         headers: without ``host``, ``connection`` and ``content-length``, which are added later.
     """
-    parts = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
-    parts += [b"%s: %s\r\n" % header for header in headers]
-    return PreparedHead(b"".join(parts), method not in ("GET", "HEAD"), method == "HEAD")
+    start = b"%s %s HTTP/1.1\r\n" % (method.encode(), target)
+    for header in headers:  # no comprehension: each costs a call, and this is done for every request
+        start += b"%s: %s\r\n" % header
+    return PreparedHead(start, method != "GET" and method != "HEAD", method == "HEAD")
 
 
-class Answer(NamedTuple):
-    """A whole response, read to its end."""
-
-    status: int
-    headers: Headers
-    body: bytes
+def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
+    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names."""
+    kept: Headers = []
+    named: set[bytes] = set()
+    for header in headers:
+        name, value = header
+        if name not in dropped:
+            kept.append(header)
+        elif name == b"connection":
+            for option in value.split(b","):
+                named.add(option.strip().lower())
+    if named - dropped:
+        kept = [header for header in kept if header[0] not in named]
+    return kept

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from router.http.connection import Connection
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, TimedOut
 from router.http.exchange import Exchange
-from router.http.message import Address, Answer, PreparedHead, prepare_head
+from router.http.message import Address, PreparedHead, Response, prepare_head
 
-__all__ = ["Upstream"]
+__all__ = ["ConnectionPool"]
 
 CONNECT_SECONDS = 3.0
 # uvicorn closes a connection idle for 5 s; using none older than this avoids the race with its closing.
@@ -26,7 +26,7 @@ FETCH_BYTES = 16 * 1024 * 1024
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
 
-class Upstream:
+class ConnectionPool:
     """The pool of connections to all instances."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Upstream:
 
     def __repr__(self) -> str:
         idle = sum(map(len, self._idle.values()))
-        return f"<Upstream {len(self._open)} connections, {idle} idle>"
+        return f"<ConnectionPool {len(self._open)} connections, {idle} idle>"
 
     def exchange(
         self,
@@ -56,9 +56,9 @@ class Upstream:
             headers: without ``host``, ``connection`` and ``content-length``, which are added here.
             fresh: use a connection of its own, closed afterwards.
         """
-        return self.send_prepared(address, prepare_head(method, target, headers), body, fresh=fresh)
+        return self.prepare_exchange(address, prepare_head(method, target, headers), body, fresh)
 
-    def send_prepared(self, address: Address, head: PreparedHead, body: bytes, *, fresh: bool = False) -> Exchange:
+    def prepare_exchange(self, address: Address, head: PreparedHead, body: bytes, fresh: bool = False) -> Exchange:
         """As ``exchange``, with a head that several requests share."""
         host = self._hosts.get(address)
         if host is None:
@@ -70,7 +70,7 @@ class Upstream:
         parts.append(body)
         if len(body) < JOINED_BYTES:
             parts = [b"".join(parts)]
-        return Exchange(self, address, parts, bodiless=head.bodiless, fresh=fresh)
+        return Exchange(self, address, parts, head.bodiless, fresh)
 
     async def fetch(
         self,
@@ -81,7 +81,7 @@ class Upstream:
         headers: Iterable[tuple[bytes, bytes]] = (),
         body: bytes = b"",
         timeout: float,
-    ) -> Answer:
+    ) -> Response:
         """A whole small exchange on a connection of its own: probes, aborts, listings.
 
         Args:
@@ -95,7 +95,7 @@ class Upstream:
         timer = asyncio.get_running_loop().call_later(timeout, exchange.fail, TimedOut(message))
         try:
             status = await exchange.head()
-            return Answer(status, exchange.headers, await exchange.read(FETCH_BYTES))
+            return Response(status, exchange.headers, await exchange.read(FETCH_BYTES))
         finally:
             timer.cancel()
             exchange.close()
@@ -108,20 +108,36 @@ class Upstream:
         if self._closing_old is not None:
             self._closing_old.cancel()
 
-    # What follows is called by exchanges and connections.
-
-    def take(self, address: Address) -> Connection | None:
+    def take_idle(self, address: Address) -> Connection | None:
         """The idle connection to ``address`` that was used last, if it is fresh enough."""
         idle = self._idle.get(address)
         now = asyncio.get_running_loop().time()
         while idle:
             since, connection = idle.pop()
-            if now - since < IDLE_SECONDS and connection.usable:
+            if now - since < IDLE_SECONDS and connection.is_open:
                 return connection
             connection.abort()
         return None
 
+    def give_back(self, connection: Connection) -> None:
+        """Keep ``connection``, whose response is complete, for another exchange."""
+        loop = asyncio.get_running_loop()
+        idle = self._idle.get(connection.address)
+        if idle is None:
+            idle = self._idle[connection.address] = deque(maxlen=IDLE_CONNECTIONS)
+        elif len(idle) == IDLE_CONNECTIONS:
+            idle.popleft()[1].abort()
+        idle.append((loop.time(), connection))
+        if self._closing_old is None:
+            self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old)
+
     async def connect(self, address: Address) -> Connection:
+        """A new connection to ``address``.
+
+        Raises:
+            NoRoom: this machine cannot open one more.
+            ConnectFailed: nobody accepted it.
+        """
         loop = asyncio.get_running_loop()
         opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port)
         try:
@@ -131,26 +147,19 @@ class Upstream:
         except OSError as exc:
             if exc.errno in _NO_ROOM:
                 raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
-            failed = ConnectRefused if isinstance(exc, ConnectionRefusedError) else ConnectFailed
-            raise failed(f"cannot connect to {address}: {exc.strerror or exc}") from exc
+            error = ConnectRefused if isinstance(exc, ConnectionRefusedError) else ConnectFailed
+            raise error(f"cannot connect to {address}: {exc.strerror or exc}") from exc
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
         return connection
 
-    def opened(self, connection: Connection) -> None:
+    def add_open(self, connection: Connection) -> None:
+        """A connection was made."""
         self._open.add(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def discard_open(self, connection: Connection) -> None:
+        """A connection is closed."""
         self._open.discard(connection)
-
-    def give_back(self, connection: Connection) -> None:
-        idle = self._idle.setdefault(connection.address, deque(maxlen=IDLE_CONNECTIONS))
-        if len(idle) == IDLE_CONNECTIONS:
-            idle.popleft()[1].abort()
-        loop = asyncio.get_running_loop()
-        idle.append((loop.time(), connection))
-        if self._closing_old is None:
-            self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old)
 
     def _close_old(self) -> None:
         """Close the connections that are too old to be used, and come back when there may be more."""

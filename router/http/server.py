@@ -25,7 +25,7 @@ __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
 
 # A head, or whatever else is no body, that goes on for longer is not read further; as in most servers.
 HEAD_BYTES = 64 * 1024
-MOST_PIPELINED = 4
+MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
 LINGER_SECONDS = 2.0
@@ -38,8 +38,8 @@ class DataPlane(Protocol):
 
     max_body_bytes: int
 
-    def takes(self, path: bytes) -> bool:
-        """Whether a request for this path (with its query) belongs to the data plane."""
+    def takes(self, path: str) -> bool:
+        """Whether a request for this path belongs to the data plane."""
 
     def refusal(self, headers: Headers) -> Refused | None:
         """Why whoever sent these headers may not send a body; None if it may."""
@@ -47,7 +47,7 @@ class DataPlane(Protocol):
     async def serve(self, request: ClientRequest) -> None:
         """Answer a request whose body has been read."""
 
-    def refused(self, method: str, path: str, error: ApiError) -> None:
+    def on_refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` for what was not understood."""
 
 
@@ -86,13 +86,21 @@ class ClientRequest:
     )
 
     def __init__(
-        self, protocol: RouterProtocol, method: str, target: bytes, headers: Headers, version: str, keep_alive: bool
+        self,
+        protocol: RouterProtocol,
+        method: str,
+        target: bytes,
+        path: str,
+        headers: Headers,
+        version: str,
+        keep_alive: bool,
     ) -> None:
         self._protocol = protocol
         self.method = method
         self.target = target
         """Path and query as they stand in the request line."""
-        self.path = path_of(target)
+        self.path = path
+        """The path in ``target``, without query and escapes."""
         self.headers = headers
         self.version = version
         self.body = b""
@@ -112,36 +120,41 @@ class ClientRequest:
         self._left_to_send = 0
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
-        if self.method == "HEAD":
-            head = self._head(status, headers)
-            head.append(b"\r\n")
-        else:
-            head = self._head(status, [header for header in headers if header[0] != b"content-length"])
-            if status not in _BODILESS:
-                head.append(b"content-length: %d\r\n" % len(body))
-            head += [b"\r\n", body]
+        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
+        is_head = self.method == "HEAD"
+        head = STATUS_LINE[status]
+        for header in headers:
+            if is_head or header[0] != b"content-length":
+                head += b"%s: %s\r\n" % header
+        if not is_head and status not in _BODILESS:
+            head += b"content-length: %d\r\n" % len(body)
+        if not self.keep_alive:
+            head += b"connection: close\r\n"
         self.response_started = True
-        self._write(b"".join(head))
+        self._write(b"%s\r\n%s" % (head, b"" if is_head else body))
         self._complete()
 
     def start(self, status: int, headers: Headers) -> None:
-        """Send the head of an answer whose body comes in pieces."""
-        head = self._head(status, headers)
-        length = next((value for name, value in headers if name == b"content-length"), None)
+        """Send the head of a response whose body comes in pieces."""
+        head, length = STATUS_LINE[status], None
+        for header in headers:
+            head += b"%s: %s\r\n" % header
+            if header[0] == b"content-length" and length is None:
+                length = int(header[1])
         if length is not None:
-            self._left_to_send = int(length)
+            self._left_to_send = length
         elif self.method == "HEAD" or status in _BODILESS:
             pass
         elif self.version == "1.1":
             self._chunked = True
-            head.append(b"transfer-encoding: chunked\r\n")
+            head += b"transfer-encoding: chunked\r\n"
         else:
             self._left_to_send = -1  # the end of the connection ends the body
             self.keep_alive = False
-        head.append(b"\r\n")
+        if not self.keep_alive:
+            head += b"connection: close\r\n"
         self.response_started = True
-        self._write(b"".join(head))
+        self._write(head + b"\r\n")
 
     @property
     def is_ready(self) -> bool:
@@ -150,7 +163,7 @@ class ClientRequest:
 
     async def send(self, data: bytes) -> None:
         """Send a piece of the body, once the client has taken what was sent before."""
-        if not self.is_ready and not self.disconnected:
+        if self._protocol.flow.write_paused and not self.disconnected:
             await self._protocol.flow.drain()
         self.send_now(data)
 
@@ -187,13 +200,6 @@ class ClientRequest:
         on_leave, self.on_leave = self.on_leave, None
         if on_leave is not None and not self.response_complete:
             on_leave()
-
-    def _head(self, status: int, headers: Headers) -> list[bytes]:
-        head = [STATUS_LINE[status]]
-        head += [b"%s: %s\r\n" % header for header in headers]
-        if not self.keep_alive:
-            head.append(b"connection: close\r\n")
-        return head
 
     def _write(self, data: bytes) -> None:
         if not self.disconnected and not self._protocol.transport.is_closing():
@@ -291,18 +297,19 @@ class RouterProtocol(HttpToolsProtocol):
         existing = self.cycle
         if not self.url.startswith((b"/", b"*")):
             self.url = _origin_form(self.url)
-        if not self._data_plane.takes(self.url):
+        path = path_of(self.url)
+        if not self._data_plane.takes(path):
             super().on_headers_complete()
             return
         version = self.parser.get_http_version()
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
-        request = ClientRequest(self, method, self.url, self.headers, version, keep_alive)
+        request = ClientRequest(self, method, self.url, path, self.headers, version, keep_alive)
         self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are no headers
         self.cycle = request  # type: ignore[assignment]
         if existing is not None and not existing.response_complete:
             self.pipeline.appendleft((request, self._data_plane))  # type: ignore[arg-type]
-            if len(self.pipeline) >= MOST_PIPELINED:
+            if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # and then nobody notices that the client leaves
         elif self.expect_100_continue:
             if int(dict(request.headers).get(b"content-length", 0)) > self._data_plane.max_body_bytes:
@@ -395,7 +402,7 @@ class RouterProtocol(HttpToolsProtocol):
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
             error = refused.error
-            self._data_plane.refused(request.method, request.path, error)
+            self._data_plane.on_refused(request.method, request.path, error)
             headers = [(b"content-type", b"application/json"), *refused.headers]
             request.respond(error.status, headers, error.body())
 
@@ -413,10 +420,10 @@ class RouterProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
         if is_answering:
-            self._data_plane.refused("", "", error)
+            self._data_plane.on_refused("", "", error)
             self.transport.close()  # within another answer, this one could not be told from it
         elif not self.transport.is_closing():
-            self._data_plane.refused("", "", error)
+            self._data_plane.on_refused("", "", error)
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
             self.transport.write(head % (STATUS_LINE[error.status], len(body)) + body)

@@ -8,6 +8,7 @@ from router.policies.base import Candidate, Decision, Outcome, Policy, PolicyOpt
 from router.policies.cache_aware import CacheAware, RemoteCacheAware
 from router.policies.consistent_hash import ConsistentHash
 from router.policies.fd_metrics_score import FdMetricsScore, FdRemoteMetricsScore
+from router.policies.features import request_features
 from router.policies.pool_aware import PoolAware
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.process_tokens import ProcessTokens
@@ -15,7 +16,16 @@ from router.policies.random import Random
 from router.policies.request_num import RequestNum
 from router.policies.round_robin import RoundRobin
 
-__all__ = ["POLICIES", "Candidate", "Decision", "Outcome", "Policy", "PolicyOptions", "RequestFeatures"]
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "Decision",
+    "Outcome",
+    "Policy",
+    "PolicyOptions",
+    "RequestFeatures",
+    "request_features",
+]
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "random": Random,

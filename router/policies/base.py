@@ -73,6 +73,23 @@ class Candidate:
     waiting: int | None = None
     """Requests waiting there by its own account; None where that is not known."""
 
+    def add_request(self, tokens: int, work: float) -> None:
+        """A request with so many prompt tokens is sent to it, whose prefill costs ``work``."""
+        self.requests += 1
+        self.tokens += tokens
+        self.queued += work
+
+    def remove_prefill(self, tokens: int, work: float) -> None:
+        """The prefill of a request is done."""
+        self.tokens -= tokens
+        self.queued -= work
+
+    def remove_request(self, tokens: int, work: float) -> None:
+        """A request has ended; ``tokens`` and ``work`` are of its prefill, if that was not done."""
+        self.requests -= 1
+        self.tokens -= tokens
+        self.queued -= work
+
 
 class Decision(NamedTuple):
     """The chosen candidate's key, and the figures that made it the choice."""

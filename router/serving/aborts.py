@@ -1,4 +1,4 @@
-"""Aborts: tells engines to stop requests whose answer nobody will read.
+"""Aborts: tells engines to stop requests whose response nobody will read.
 
 Closing a connection is not enough: FastDeploy's engine stops at a disconnect only when configured to, and what a
 prefill instance has already handed over waits at the decode instance for good.
@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.fleet.registry import Instance
-from router.fleet.tasks import Tasks
-from router.http.errors import UpstreamError
-from router.http.pool import Upstream
+from router.fleet import Instance, Tasks
+from router.http import ConnectionPool, UpstreamError
 
 __all__ = ["AbortOutcome", "Aborter"]
 
@@ -37,7 +35,7 @@ class AbortOutcome(NamedTuple):
 class Aborter:
     """Sends ``POST /v1/abort_requests`` to instances."""
 
-    def __init__(self, upstream: Upstream, tasks: Tasks, count: Callable[[str], None]) -> None:
+    def __init__(self, upstream: ConnectionPool, tasks: Tasks, count: Callable[[str], None]) -> None:
         """
         Args:
             count: called with the key of each instance that is told to stop a request nobody waits for.
@@ -54,35 +52,35 @@ class Aborter:
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:
         """Send ``body`` to all ``instances`` at once and gather what they say."""
         outcome = AbortOutcome([], [], [])
-        answers = await asyncio.gather(*(self._post(instance, body) for instance in instances))
-        for answer in answers:
-            if isinstance(answer, str):
-                outcome.errors.append(answer)
+        responses = await asyncio.gather(*(self._post(instance, body) for instance in instances))
+        for response in responses:
+            if isinstance(response, str):
+                outcome.errors.append(response)
                 continue
-            result = answer.get("result")
-            found = result if isinstance(result, dict) else answer
+            result = response.get("result")
+            found = result if isinstance(result, dict) else response
             outcome.aborted.extend(_entries(found, "aborted"))
             outcome.not_found.extend(_entries(found, "not_found"))
         return outcome
 
     async def _abort_quietly(self, instance: Instance, engine_ids: Sequence[str]) -> None:
-        answer = await self._post(instance, orjson.dumps({"req_ids": list(engine_ids)}))
-        if isinstance(answer, str):
-            _log.info("abort of %s failed: %s", ", ".join(engine_ids), answer)
+        response = await self._post(instance, orjson.dumps({"req_ids": list(engine_ids)}))
+        if isinstance(response, str):
+            _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
 
     async def _post(self, instance: Instance, body: bytes) -> dict[str, Any] | str:
-        """The instance's answer, or one sentence about why there is none."""
+        """The instance's response, or one sentence about why there is none."""
         headers = [(b"content-type", b"application/json")]
         try:
-            answer = await self._upstream.fetch(
+            response = await self._upstream.fetch(
                 instance.address, "POST", ABORT_PATH, headers=headers, body=body, timeout=ABORT_SECONDS
             )
         except UpstreamError as exc:
             return str(exc)
-        if answer.status != 200:
-            return f"{instance.key} answered POST {ABORT_PATH} with {answer.status}"
+        if response.status != 200:
+            return f"{instance.key} answered POST {ABORT_PATH} with {response.status}"
         try:
-            value = orjson.loads(answer.body)
+            value = orjson.loads(response.body)
         except orjson.JSONDecodeError:
             value = None
         return value if isinstance(value, dict) else {}

@@ -1,412 +1,473 @@
-"""One client's request on its way: what is known of it, what it has tried, and how its answer gets to the client."""
+"""One client's request on its way: who asks, what was tried, and how it goes on after a failure or a preemption."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from router.fleet.registration import Role
-from router.http.api_error import ApiError, Refused
-from router.http.body import BadBody, InferenceBody, encode_member, estimate_tokens, parse_inference, splice
-from router.http.errors import UpstreamError
-from router.http.message import Headers, PreparedHead, prepare_head
-from router.http.server import ClientRequest
-from router.http.usage import Usage, read_usage
-from router.policies import RequestFeatures
-from router.policies.features import request_features
-from router.serving.attempt import Attempt, LegFailed
-from router.serving.resume import AnswerStitcher, StreamStitcher
-from router.serving.selection import Selection
-from router.telemetry.audit import AttemptRecord, RequestRecord
+import orjson
 
-__all__ = ["Journey", "Over"]
+from router.access import Admission, Auth
+from router.fleet import HealthMonitor, Instance, PairInfo, Role
+from router.http import (
+    HOP_BY_HOP,
+    ApiError,
+    BadBody,
+    ClientRequest,
+    ConnectionPool,
+    Headers,
+    InferenceBody,
+    NoRoom,
+    PreparedHead,
+    Refused,
+    UpstreamError,
+    encode_member,
+    end_to_end,
+    estimate_tokens,
+    parse_inference,
+    prepare_head,
+    read_usage,
+    splice,
+)
+from router.policies import Outcome, RequestFeatures, request_features
+from router.serving.aborts import Aborter
+from router.serving.attempt import Attempt, EngineIds, Leg, LegFailed
+from router.serving.response import ClientResponse, RequestEnded
+from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.selection import NoInstance, Selection, Selector
+from router.settings import RouterSettings
+from router.telemetry import AttemptRecord, Audit, RequestRecord, RouterMetrics
 
-CLIENT_LEFT = 499
+__all__ = ["Services", "ServingRequest"]
+
+_log = logging.getLogger("router.serving.request")
+
+# A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
+MAX_ATTEMPTS = 6
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
-# An answer that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made good;
-# one that may have to be continued by another leg, up to there. What is no completion is relayed as it comes.
-HELD_BYTES = 1024 * 1024
-STITCHED_BYTES = 64 * 1024 * 1024
 # Longer ids are not taken: they are kept in memory, and sent back in a header.
-MOST_ID_CHARACTERS = 256
-# An event longer than this is not waited for, but relayed in pieces. The first may carry the ids of the whole prompt.
-EVENT_BYTES = 16 * 1024 * 1024
+MAX_ID_CHARACTERS = 256
+DETOKENIZE_SECONDS = 5.0
 
 # Engines name a request's sequences <prefix><request_id>_<number>.
 _ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
-_HOP_BY_HOP = frozenset(
-    name.encode()
-    for name in (
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
-    )
-)
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding"}  # the router reads their answers
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding"}  # the router reads their responses
 _JSON = [(b"content-type", b"application/json")]
 _NO_FEATURES = RequestFeatures(0)
+_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
-class Over(Exception):
-    """The journey ends now: with an error for the client, or with nothing because the client left."""
+class Services(NamedTuple):
+    """The parts of the router that serve a request: one of each, shared by all requests."""
 
-    def __init__(self, error: ApiError | None) -> None:
-        super().__init__(error.message if error else "the client left")
-        self.error = error
+    settings: RouterSettings
+    auth: Auth
+    admission: Admission
+    selector: Selector
+    pair_info: PairInfo
+    upstream: ConnectionPool
+    health: HealthMonitor
+    aborter: Aborter
+    metrics: RouterMetrics
+    audit: Audit
 
 
-class Journey:
-    """A request from its arrival to the end of its answer. What ends it early comes through ``fail``."""
+class ServingRequest:
+    """A request from its arrival to the end of its response. ``fail`` ends it early, from outside."""
 
     __slots__ = (
-        "_attempts",
-        "_before_last",
+        "_avoided",
+        "_ended",
+        "_excluded",
         "_failures",
-        "_is_event_stream",
-        "_last",
+        "_features",
+        "_head",
+        "_is_aborted",
+        "_num_attempts",
+        "_preemptions",
+        "_queueing",
+        "_records",
         "_request",
-        "aborted",
+        "_response",
+        "_selection",
+        "_services",
+        "_stale",
+        "_started_unix",
+        "_trace_id",
         "attempt",
-        "avoided",
         "body",
         "client",
-        "excluded",
-        "features",
-        "gone_stale",
-        "head",
-        "over",
-        "preemptions",
-        "queueing",
-        "record",
-        "selection",
+        "request_id",
         "started",
-        "stitcher",
     )
 
-    head: PreparedHead
+    _head: PreparedHead
 
-    def __init__(self, request: ClientRequest) -> None:
+    def __init__(self, request: ClientRequest, services: Services) -> None:
         self.started = time.perf_counter()
-        self.record = RequestRecord(request.method, request.path, time.time(), status=CLIENT_LEFT)
+        """When it arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
-        self.queueing: asyncio.Task[object] | None = None
-        """The task that waits in the line, while it does."""
         self.body: InferenceBody | None = None
-        self.features = _NO_FEATURES
-        self.excluded: set[str] = set()
-        self.avoided: set[str] = set()
-        self.gone_stale: set[str] = set()
+        """Of a completion."""
+        self.request_id = ""
         self.attempt: Attempt | None = None
-        self.selection: Selection | None = None
-        self.stitcher: StreamStitcher | AnswerStitcher | None = None
-        self.preemptions = 0
-        self.over: Over | None = None
-        self.aborted = False
-        """A client has told its engines to stop it: an attempt that fails now is the last."""
+        """The one that runs, or ran last."""
+        self._started_unix = time.time()
         self._request = request
-        self._is_event_stream = False
-        self._attempts = self._failures = 0
-        # The last two pieces that the client got, in which the usage stands.
-        self._before_last = self._last = b""
+        self._response = ClientResponse(request)
+        self._services = services
+        self._trace_id = ""
+        self._features = _NO_FEATURES
+        self._selection: Selection | None = None
+        # Keys of instances: not to be used again; better not used again; whose idle connections had been closed.
+        self._excluded: set[str] = set()
+        self._avoided: set[str] = set()
+        self._stale: set[str] = set()
+        self._num_attempts = self._failures = self._preemptions = 0
+        self._records: list[AttemptRecord] = []
+        self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
+        self._ended: RequestEnded | None = None
+        # A client has told its engines to stop it: an attempt that fails now is the last.
+        self._is_aborted = False
 
-    @property
-    def request_headers(self) -> Headers:
-        """As the client sent them, names in lower case."""
-        return self._request.headers
+    async def serve(self) -> None:
+        """Answer the request, whatever happens."""
+        response = self._response
+        try:
+            await self._enter()
+            self._read()
+            await self._answer()
+        except Refused as refused:
+            response.send_rejection(refused, self._own_headers())
+        except RequestEnded as ended:
+            self._end_with(ended.error)
+        except NoRoom as exc:
+            _log.error("%s", exc)
+            self._end_with(ApiError(503, str(exc), "router_overloaded"))
+        except asyncio.CancelledError:
+            # While it waits in line, by ``fail``; otherwise uvicorn cancels what a client that does not read has held
+            # up beyond the grace of a shutdown.
+            self._end_with(self._ended.error if self._ended else None)
+        except Exception:
+            _log.exception("%s %s failed", self._request.method, self._request.path)
+            self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
+        finally:
+            self._ended = None  # its traceback leads to this request: only the collector could free both
+            if self.client is not None:
+                self._services.admission.leave(self.client)
+            self._record()
 
-    def fail(self, over: Over) -> None:
-        """End the journey: whoever works on it gets ``over``."""
-        if self.over is None:
-            self.over = over
+    def fail(self, ended: RequestEnded) -> None:
+        """End the request: whoever works on it gets ``ended``."""
+        if self._ended is None:
+            self._ended = ended
             if self.attempt is not None:
-                self.attempt.fail(over)
-            if self.queueing is not None:
-                self.queueing.cancel()
+                self.attempt.fail(ended)
+            if self._queueing is not None:
+                self._queueing.cancel()
             self._request.unblock()
 
-    def client_left(self) -> None:
-        """End the journey: nobody waits for the answer."""
-        self.fail(Over(None))
+    def abort(self, asked: Collection[str] | None) -> Sequence[str]:
+        """If one of these ids, or all (None), means this request: try it no more, and answer its engines' ids."""
+        if self.body is None or self.attempt is None:
+            return ()
+        if asked is not None:
+            sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, self.body.choices)
+            if {self.request_id, sent.full_id, *sent.list_ids()}.isdisjoint(asked):
+                return ()
+        self._is_aborted = True
+        return self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
 
-    def watch_client(self) -> None:
-        """End the journey when the client leaves.
+    async def _enter(self) -> None:
+        """Check who asks, and wait until it is its turn.
 
         Raises:
-            Over: it has left.
+            Refused: it may not ask, or not so much at once.
+            RequestEnded: the client left.
+        """
+        admission = self._services.admission
+        client = self._services.auth.client(self._request.headers)
+        if not admission.try_enter(client):
+            self._queueing = asyncio.current_task()
+            self._watch_client()
+            await admission.enter(client)
+            self._queueing = None
+        self.client = client
+
+    def _watch_client(self) -> None:
+        """End the request when the client leaves.
+
+        Raises:
+            RequestEnded: it has left.
         """
         if self._request.disconnected:
-            raise Over(None)
-        self._request.on_leave = self.client_left
+            raise RequestEnded(None)
+        self._request.on_leave = self._on_client_left
 
-    def read_request(self) -> None:
-        """Parse the body if the request is a completion.
+    def _on_client_left(self) -> None:
+        self.fail(RequestEnded(None))
+
+    def _read(self) -> None:
+        """Parse the body if the request is a completion, and prepare the head that instances get.
 
         Raises:
-            Over: it cannot be served, or the client left.
+            RequestEnded: it cannot be served, or the client left.
         """
-        request, record = self._request, self.record
-        self.watch_client()
+        request = self._request
+        self._watch_client()
         for name, value in request.headers:
             if name == b"traceparent":
-                record.trace_id = value[3:35].decode("latin-1")
-        prefix = _ID_PREFIXES.get(record.path)
-        if prefix is None:
-            self.features = RequestFeatures(estimate_tokens(request.body))
-        elif record.method != "POST":
-            raise Over(ApiError(405, f"{record.path} takes POST, not {record.method}", "method_not_allowed"))
+                self._trace_id = value[3:35].decode("latin-1")
+        if request.path not in _ID_PREFIXES:
+            self._features = RequestFeatures(estimate_tokens(request.body))
+            headers = end_to_end(request.headers, _NOT_FORWARDED)
+        elif request.method != "POST":
+            message = f"{request.path} takes POST, not {request.method}"
+            raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
             try:
                 self.body = body = parse_inference(request.body)
             except BadBody as exc:
-                raise Over(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-            if len(body.request_id or "") > MOST_ID_CHARACTERS:
-                message = f"request_id is longer than the {MOST_ID_CHARACTERS} characters this router takes"
-                raise Over(ApiError(400, message, "invalid_body", "request_id"))
-            self.features = request_features(body.members, body.prompt_tokens, request.headers)
-            record.request_id = body.request_id or _new_request_id()
-        dropped = _NOT_FORWARDED if self.body is None else _NOT_FORWARDED_WITH_COMPLETIONS
-        self.head = prepare_head(record.method, request.target, _end_to_end(request.headers, dropped))
+                raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            if len(body.request_id or "") > MAX_ID_CHARACTERS:
+                message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
+                raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
+            self._features = request_features(body.members, body.prompt_tokens, request.headers)
+            self.request_id = body.request_id or _make_request_id()
+            headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
+        self._head = prepare_head(request.method, request.target, headers)
 
-    def expect_preemption(self) -> None:
-        """The request goes to a pair: its decode instance may put it down half-way."""
-        if self.body is not None and self.stitcher is None:
-            self.stitcher = StreamStitcher(self.body) if self.body.members.get("stream") else AnswerStitcher(self.body)
+    async def _answer(self) -> None:
+        """Make attempts, and go on after preemptions, until the client has the whole response.
 
-    def next_attempt(self, info: bytes) -> tuple[bytes, list[str]]:
+        Raises:
+            RequestEnded: it cannot have it.
+            NoRoom: the router cannot send the request, to whichever instance.
+        """
+        response = self._response
+        try:
+            while True:
+                first = await self._begin()
+                assert self.attempt is not None
+                try:
+                    if await response.relay(self.attempt, first, self._own_headers()):
+                        break
+                except UpstreamError as exc:
+                    raise self._break_off(self.attempt, exc) from exc
+                await self._resume()
+                if response.merger is not None and response.merger.complete:
+                    response.finish_merged(self._own_headers())
+                    break
+        except LegFailed as failure:
+            self._send_failure(failure)
+        else:
+            self._end_attempt("answered")
+
+    async def _begin(self) -> bytes:
+        """Make attempts until one has the first bytes of a response.
+
+        Raises:
+            LegFailed: no attempt had; this is the last one's failure.
+            NoRoom: the router cannot send it, to whichever instance.
+            RequestEnded: no instance could take the request, or the request was ended.
+        """
+        try:
+            selection = self._select()
+        except NoInstance as none:
+            raise RequestEnded(none.error) from None
+        attempts = 0
+        while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(ApiError(409, "the request was aborted", "aborted"))
+            attempt = self._make_attempt(selection)
+            attempts += 1
+            try:
+                return await attempt.begin()
+            except LegFailed as failure:
+                attempt.give_up(culprit=failure.instance)
+                self._end_attempt(str(failure))
+                self._blame_instance(failure)
+                if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
+                    raise
+                self._services.metrics.retried(failure.instance.key)
+                await self._record_failure_and_back_off(failure)
+                try:
+                    selection = self._select()
+                except NoInstance:
+                    raise failure from None
+
+    async def _resume(self) -> None:
+        """Prepare the next segment of a request that its decode instance preempted.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        merger, selection, settings = self._response.merger, self._selection, self._services.settings
+        assert merger is not None
+        assert selection is not None
+        decode = selection.answering
+        self._end_attempt("preempted")
+        self._preemptions += 1
+        self._services.metrics.rescheduled(decode.key)
+        if settings.preempt_retry_exclude_decode:
+            self._avoided.add(decode.key)
+        if isinstance(merger, ResponseMerger):
+            while (ids := merger.ids_to_detokenize) is not None:
+                merger.take_detokenized(await self._detokenize(decode, ids))
+        if merger.complete:
+            return
+        if self._preemptions > settings.preempt_retry_count:
+            message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
+            raise RequestEnded(ApiError(503, message, "preempted"))
+        if merger.resumption() is None:
+            message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
+            raise RequestEnded(ApiError(503, message, "preempted"))
+        if isinstance(merger, StreamMerger):
+            merger.begin_segment()
+
+    async def _detokenize(self, instance: Instance, ids: list[int]) -> str | None:
+        """The text of ``ids``, asked of an instance; None where it cannot tell."""
+        try:
+            response = await self._services.upstream.fetch(
+                instance.address,
+                "POST",
+                "/detokenize",
+                headers=_JSON,
+                body=orjson.dumps({"tokens": ids}),
+                timeout=DETOKENIZE_SECONDS,
+            )
+            text = orjson.loads(response.body)["prompt"] if response.status == 200 else None
+        except (UpstreamError, ValueError, KeyError, TypeError):
+            return None
+        return text if isinstance(text, str) else None
+
+    def _select(self) -> Selection:
+        selector = self._services.selector
+        choose = selector.choose if self.body else selector.choose_any
+        if self._avoided:
+            try:
+                return choose(self._features, self._excluded | self._avoided)
+            except NoInstance:
+                pass  # rather one of those than none
+        return choose(self._features, self._excluded)
+
+    def _make_attempt(self, selection: Selection) -> Attempt:
+        """Prepare the exchanges with the selected instances; nothing is sent yet."""
+        services, answering, prefill = self._services, selection.answering, selection.prefill
+        pair_info = b""
+        if prefill is not None:
+            pair_info = services.pair_info.encode_pair(prefill, answering)
+            if self.body is not None:
+                self._response.expect_segments(self.body)
+        data, engine_ids = self._next_body(pair_info)
+        self._selection = selection
+        self.attempt = Attempt(
+            self._make_leg(answering, data, selection.decisions[-1].work),
+            self._make_leg(prefill, data, selection.decisions[0].work) if prefill else None,
+            engine_ids,
+            hold_bytes=self._response.hold_bytes(self.body),
+            aborter=services.aborter,
+            on_trouble=services.health.on_trouble,
+        )
+        return self.attempt
+
+    def _make_leg(self, instance: Instance, data: bytes, work: float) -> Leg:
+        fresh = instance.key in self._stale
+        exchange = self._services.upstream.prepare_exchange(instance.address, self._head, data, fresh)
+        return Leg(instance, exchange, self._features.prompt_tokens, work)
+
+    def _next_body(self, pair_info: bytes) -> tuple[bytes, EngineIds | None]:
         """The body to send to instances, and the ids that their engines will give the request's sequences.
 
         Each attempt has a request id of its own, because an engine may still know the one before. A request that
         is no completion is sent as it is.
 
         Args:
-            info: the encoded member ``disaggregate_info``; empty for an instance alone.
+            pair_info: the encoded member ``disaggregate_info``; empty for an instance alone.
         """
-        body, record = self.body, self.record
-        self._attempts += 1
+        body, merger, number = self.body, self._response.merger, self._num_attempts
+        self._num_attempts += 1
         if body is None:
-            return self._request.body, []
-        number = self._attempts - 1
-        request_id = f"{record.request_id}-retry{number}" if number else record.request_id
+            return self._request.body, None
+        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
         added = {"request_id": encode_member("request_id", request_id)}
-        if info:
-            added["disaggregate_info"] = info
-        if isinstance(self.stitcher, StreamStitcher) and not body.members.get("return_token_ids"):
+        if pair_info:
+            added["disaggregate_info"] = pair_info
+        if isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
             added["return_token_ids"] = b'"return_token_ids":true'
-        if self.preemptions and self.stitcher is not None:
-            resumption = self.stitcher.resumption() or {}
+        if self._preemptions and merger is not None:
+            resumption = merger.resumption() or {}
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        return splice(body, added), self._engine_ids(request_id)
+        return splice(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
 
-    def abort(self, asked: Collection[str] | None) -> Sequence[str]:
-        """If who asks for these ids, or for all, means this request: try it no more, and answer its engines' ids."""
-        if self.body is None or self.attempt is None:
-            return ()
-        sent = self.record.request_id
-        known = {sent, *self._engine_ids(sent), *(each.rpartition("_")[0] for each in self._engine_ids(sent))}
-        if asked is not None and known.isdisjoint(asked):
-            return ()
-        self.aborted = True
-        return self.attempt.engine_ids
-
-    def _engine_ids(self, request_id: str) -> list[str]:
-        assert self.body is not None
-        prefix = _ID_PREFIXES[self.record.path]
-        full_id = request_id if request_id.startswith(prefix) else prefix + request_id
-        return [f"{full_id}_{i}" for i in range(self.body.choices)]
-
-    @property
-    def hold_bytes(self) -> int:
-        """How much of an answer that is no event stream must be there before it is relayed."""
-        if self.body is None:
-            return 0
-        return STITCHED_BYTES if isinstance(self.stitcher, AnswerStitcher) else HELD_BYTES
-
-    def attempt_ended(self, how: str) -> None:
-        """Keep the reasons of the attempt that has just ended, and how it ended."""
-        decisions = self.selection.decisions if self.selection else ()
-        self.record.attempts.append(AttemptRecord(decisions, how))
-
-    async def back_off(self, failure: LegFailed) -> None:
+    async def _record_failure_and_back_off(self, failure: LegFailed) -> None:
         """Note which instances the next attempt should not use, and give the others a moment."""
-        key, selection = failure.instance.key, self.selection
-        if failure.stale and key not in self.gone_stale:
-            self.gone_stale.add(key)
+        key, selection = failure.instance.key, self._selection
+        if failure.stale and key not in self._stale:
+            self._stale.add(key)
             return
         if failure.in_hand_over and selection is not None and selection.prefill is not None:
-            self.avoided |= {selection.prefill.key, selection.answering.key}
+            self._avoided |= {selection.prefill.key, selection.answering.key}
         else:
-            self.excluded.add(key)
+            self._excluded.add(key)
         self._failures += 1
         if self._failures > 1:
             await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
 
-    async def relay(self, first: bytes) -> bool:
-        """Send the answer's bytes to the client as they come; a slow client slows the instance down.
+    def _blame_instance(self, failure: LegFailed) -> None:
+        """Count a failure for which the instance, and not the request or its partner, is to blame."""
+        is_broken = failure.response is None or failure.response.status >= 500
+        if is_broken and not failure.stale and not failure.in_hand_over:
+            failure.instance.failed(time.monotonic(), str(failure))
 
-        Of an event stream, only whole events are sent, so that it can always be ended with an error event.
+    def _end_attempt(self, how: str) -> None:
+        """Keep the reasons of the attempt that has just ended, and how it ended."""
+        decisions = self._selection.decisions if self._selection else ()
+        self._records.append(AttemptRecord(decisions, how))
 
-        Returns:
-            False if the instance put the request down half-way, and another leg is to go on with it.
-        """
-        attempt = self.attempt
-        assert attempt is not None
-        if not attempt.is_event_stream:
-            answering = attempt.answering
-            if self._request.response_started:
-                raise Over(_no_continuation(f"{answering.instance.key} did not go on with the stream"))
-            if answering.exchange.ended:
-                return self._relay_whole(attempt, first)
-            if isinstance(self.stitcher, AnswerStitcher):
-                message = f"the answer of {answering.instance.key} is larger than {STITCHED_BYTES} bytes"
-                raise Over(_no_continuation(message))
-        try:
-            return await self._relay_pieces(attempt, first)
-        except UpstreamError as exc:
-            attempt.give_up(culprit=attempt.answering.instance)
-            role = attempt.answering.instance.role.value
-            self.attempt_ended(f"broke off: {exc}")
-            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
-            raise Over(error) from exc
+    def _break_off(self, attempt: Attempt, error: UpstreamError) -> RequestEnded:
+        """Give up an attempt whose answering leg failed in the middle of the response."""
+        attempt.break_off(error)
+        self._end_attempt(f"broke off: {error}")
+        role = attempt.answering.instance.role.value
+        message = f"{role} instance failed in the middle of its answer: {error}"
+        return RequestEnded(ApiError(502, message, f"{role}_failed"))
 
-    def _relay_whole(self, attempt: Attempt, answer: bytes) -> bool:
-        exchange = attempt.answering.exchange
-        if isinstance(self.stitcher, AnswerStitcher):
-            stitched = self.stitcher.feed(exchange.status, answer)
-            if stitched is None:
-                attempt.finish()
-                return False
-            answer = stitched
-        self._last = answer
-        self.respond(exchange.status, _end_to_end(exchange.headers, _HOP_BY_HOP), answer)
-        attempt.finish()
-        return True
-
-    async def _relay_pieces(self, attempt: Attempt, first: bytes) -> bool:
-        request, exchange = self._request, attempt.answering.exchange
-        stitcher = self.stitcher if isinstance(self.stitcher, StreamStitcher) else None
-        self._is_event_stream = self.record.streamed = attempt.is_event_stream
-        if not request.response_started:
-            self._start(exchange.status, _end_to_end(exchange.headers, _HOP_BY_HOP))
-        data, held = first, b""
-        while True:
-            ended = exchange.ended
-            if self._is_event_stream and not ended:
-                data, held = _whole_events(held + data if held else data)
-            elif held:
-                data, held = held + data, b""
-            if data:
-                if stitcher is not None:
-                    data = stitcher.feed(data)
-                self._note_piece(data)
-                if stitcher is not None and stitcher.preempted:
-                    attempt.finish()
-                    await request.send(data)
-                    return False
-            if ended:
-                break
-            if data:
-                await request.send(data)
-            data = await attempt.more(None if held else self._pass_on)
-        request.finish(data)
-        attempt.finish()
-        return True
-
-    def _pass_on(self, data: bytes) -> bool:
-        """Send on a piece in the middle of the answer as it comes; False where ``_relay_pieces`` must look at it."""
-        stitcher, sent = self.stitcher, data
-        if not self._request.is_ready or (self._is_event_stream and not data.endswith(_EVENT_ENDS)):
-            return False
-        if isinstance(stitcher, StreamStitcher):
-            if stitcher.must_parse(data):
-                return False
-            sent = stitcher.feed(data)
-        self._note_piece(sent)
-        self._request.send_now(sent)
-        return True
-
-    def _note_piece(self, sent: bytes) -> None:
-        if sent:
-            self._before_last, self._last = self._last, sent
-            self.record.chunks += 1
-            self.record.bytes_sent += len(sent)
-
-    def finish_locally(self) -> None:
-        """Give the client the end of an answer whose last leg was put down when nothing was left to generate."""
-        assert self.stitcher is not None
-        end = self.stitcher.finish_locally()
-        self._before_last, self._last = self._last, end
-        if self._request.response_started:
-            self._request.finish(end)
-        elif isinstance(self.stitcher, StreamStitcher):
-            self.respond(200, [(b"content-type", b"text/event-stream")], end)
-        else:
-            self.respond(200, _JSON, end)
-
-    def refuse(self, failure: LegFailed) -> None:
-        """Answer with the failure of the last attempt: the instance's own answer, unless prefill broke down."""
-        answer, role = failure.answer, failure.instance.role
-        own = answer is not None and (answer.status < 500 or role is not Role.PREFILL)
-        if answer is not None and own and not self._request.response_started:
-            self.respond(answer.status, _end_to_end(answer.headers, _HOP_BY_HOP), answer.body)
+    def _send_failure(self, failure: LegFailed) -> None:
+        """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
+        response, role = failure.response, failure.instance.role
+        is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
+        if response is not None and is_own and not self._request.response_started:
+            self._response.send(response.status, end_to_end(response.headers), response.body, self._own_headers())
         else:
             message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
-            raise Over(ApiError(502, message, f"{role.value}_failed"))
+            raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer."""
-        self._note_start(status)
-        self.record.bytes_sent = len(body)
-        self._request.respond(status, headers + self._own_headers(), body)
-
-    def turn_away(self, refused: Refused) -> None:
-        """Answer a request that was not let in."""
-        self.record.error = refused.error.code
-        self.respond(refused.error.status, _JSON + refused.headers, refused.error.body())
-
-    def end_with(self, error: ApiError | None) -> None:
-        """End the journey for the client, whatever it has got so far; and the attempt, if one still runs."""
+    def _end_with(self, error: ApiError | None) -> None:
+        """End the request for the client, however much it has got; and the attempt, if one still runs."""
         if self.attempt is not None:
             self.attempt.give_up()
-        self.record.error = error.code if error else "client_left"
-        if self._attempts > len(self.record.attempts):
-            self.attempt_ended(error.message if error else "the client left")
-        request = self._request
-        if request.response_complete:
-            return
-        if error is None:
-            request.cut()
-        elif not request.response_started:
-            self.respond(error.status, _JSON, error.body())
-        elif self._is_event_stream:
-            request.finish(error.sse())
-        else:
-            request.cut()  # the answer stays short of its announced length
-
-    def usage(self) -> Usage:
-        """What the engine said of tokens, in its answer's end."""
-        return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
-
-    def _start(self, status: int, headers: Headers) -> None:
-        self._note_start(status)
-        self._request.start(status, headers + self._own_headers())
-
-    def _note_start(self, status: int) -> None:
-        record = self.record
-        record.status = status
-        record.first_byte_ms = (time.perf_counter() - self.started) * 1e3
+        if self._num_attempts > len(self._records):
+            self._end_attempt(error.message if error else "the client left")
+        self._response.end_with(error, self._own_headers())
 
     def _own_headers(self) -> Headers:
         """Who served the request, and why; the whole story is at /admin/explain."""
         headers = []
-        if self.record.request_id:
+        if self.request_id:
             # A client's own id may hold any printable character.
-            headers.append((b"x-router-request-id", self.record.request_id.encode("ascii", "backslashreplace")))
-        selection = self.selection
+            headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
+        selection = self._selection
         if selection is not None:
             decision = selection.decisions[0]
             for instance in (selection.prefill, selection.answering):
@@ -416,35 +477,54 @@ class Journey:
             headers.append((b"x-router-decision", reason.encode()))
         return headers
 
+    def _record(self) -> None:
+        """Keep the story of the request, and let the policies learn from it."""
+        request, response = self._request, self._response
+        record = RequestRecord(
+            request.method,
+            request.path,
+            self._started_unix,
+            request_id=self.request_id,
+            client=self.client or "",
+            trace_id=self._trace_id,
+            status=response.status,
+            error=response.error_code,
+            streamed=response.is_event_stream,
+            first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
+            total_ms=(time.perf_counter() - self.started) * 1e3,
+            bytes_sent=response.bytes_sent,
+            chunks=response.chunks,
+            attempts=self._records,
+        )
+        if self._selection is not None and self.attempt is not None and self.body is not None:
+            self._record_serving(record, self._selection, self.attempt)
+        self._services.metrics.record(record)
+        self._services.audit.write(record)
 
-_NO_USAGE = Usage()
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
+    def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
+        """Note who served a completion, and let its policy learn from how it went."""
+        usage = self._response.read_usage()
+        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        prefill, answering, first = selection.prefill, selection.answering, selection.decisions[0]
+        if prefill is None:
+            leg, record.mixed = attempt.answering, answering.key
+        else:
+            assert attempt.prefill is not None
+            leg, record.prefill, record.decode = attempt.prefill, prefill.key, answering.key
+            if usage.cached_tokens is None:
+                usage = read_usage(leg.exchange.consumed) or usage
+        record.cached_tokens = usage.cached_tokens
+        record.predicted_cached_tokens = first.cached_tokens
+        if record.error or record.status >= 400:
+            return
+        ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
+        outcome = Outcome(
+            first.key, leg.queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+        )
+        self._services.selector.policies[leg.instance.role].observe(self._features, first, outcome)
 
 
-def _no_continuation(message: str) -> ApiError:
-    return ApiError(502, message, "cannot_continue")
-
-
-def _new_request_id() -> str:
+def _make_request_id() -> str:
     """A random UUID of version 4; not from ``uuid``, which asks the kernel for each."""
     text = f"{random.getrandbits(128):032x}"
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
-
-
-def _end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
-    """The headers that are for the other end, not for this hop."""
-    named = [value for name, value in headers if name == b"connection"]
-    if named:
-        dropped = dropped | {name.strip().lower() for value in named for name in value.split(b",")}
-    return [header for header in headers if header[0] not in dropped]
-
-
-def _whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """Split server-sent events after the last whole one."""
-    if data.endswith(_EVENT_ENDS):
-        return data, b""
-    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
-    if end == 0 and len(data) > EVENT_BYTES:
-        return data, b""
-    return data[:end], data[end:]

@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from router.fleet.pairing import can_decode_for, may_pair
-from router.fleet.registration import Registration, Role
-from router.fleet.registry import Instance, Registry
-from router.http.api_error import ApiError
+from router.fleet import Instance, Registration, Registry, Role, can_decode_for, may_pair
+from router.http import ApiError
 from router.policies import POLICIES, Candidate, Decision, Policy, RequestFeatures
 from router.settings import RouterSettings
 

@@ -1,1 +1,6 @@
-"""What operators see of the requests: metrics, access log, explanations."""
+"""Telemetry."""
+
+from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from router.telemetry.metrics import RouterMetrics
+
+__all__ = ["AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]

@@ -7,7 +7,7 @@ import pytest
 from router.fleet import scrape
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
-from router.http.pool import Upstream
+from router.http.pool import ConnectionPool
 from router.policies import POLICIES, Candidate
 from router.settings import RouterSettings
 from tests.router.conftest import RouterUnderTest
@@ -97,7 +97,7 @@ def test_figures_are_asked_for_at_the_metrics_port(make_router: MakeRouter, stan
 )
 def test_only_a_policy_in_use_counts(monkeypatch: pytest.MonkeyPatch, settings: RouterSettings, wanted: bool) -> None:
     monkeypatch.setattr(scrape, "WANTED_BY", frozenset({"random"}))
-    assert Scraper(settings, Registry(settings.splitwise), Upstream()).wanted is wanted
+    assert Scraper(settings, Registry(settings.splitwise), ConnectionPool()).wanted is wanted
 
 
 def test_the_policies_that_want_figures_exist() -> None:

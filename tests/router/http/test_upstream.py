@@ -21,8 +21,8 @@ from router.http.errors import (
     UpstreamError,
 )
 from router.http.exchange import HIGH_WATER, Exchange
-from router.http.message import Address, Answer
-from router.http.pool import Upstream
+from router.http.message import Address, Response
+from router.http.pool import ConnectionPool
 from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -31,33 +31,33 @@ MakeStandIn = Callable[..., StandIn]
 
 
 class Client:
-    """An ``Upstream`` in the test's loop."""
+    """An ``ConnectionPool`` in the test's loop."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread = thread
         self.upstream = thread.run(self._make())
 
-    async def _make(self) -> Upstream:
-        return Upstream()
+    async def _make(self) -> ConnectionPool:
+        return ConnectionPool()
 
-    def run(self, use: Callable[[Upstream], Awaitable[Any]]) -> Any:
+    def run(self, use: Callable[[ConnectionPool], Awaitable[Any]]) -> Any:
         async def main() -> Any:
             return await use(self.upstream)
 
         return self.thread.run(main())
 
-    def post(self, instance: StandIn, body: bytes = b"{}", method: str = "POST") -> Answer:
+    def post(self, instance: StandIn, body: bytes = b"{}", method: str = "POST") -> Response:
         """One whole exchange over the pool."""
 
-        async def post(upstream: Upstream) -> Answer:
+        async def post(upstream: ConnectionPool) -> Response:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), method, b"/x", [], body)
             try:
                 status = await exchange.head()
-                return Answer(status, exchange.headers, await exchange.read(1 << 30))
+                return Response(status, exchange.headers, await exchange.read(1 << 30))
             finally:
                 exchange.close()
 
-        answer: Answer = self.run(post)
+        answer: Response = self.run(post)
         return answer
 
 
@@ -96,7 +96,7 @@ def test_exchanges_at_the_same_time_use_connections_of_their_own(client: Client,
 
     instance = stand_in("mixed", waits_for_the_other)
 
-    async def both(upstream: Upstream) -> list[bytes]:
+    async def both(upstream: ConnectionPool) -> list[bytes]:
         async def one(body: bytes) -> bytes:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], body)
             await exchange.head()
@@ -132,7 +132,7 @@ def test_idle_connections_are_closed_though_nobody_asks_for_one_again(
     monkeypatch.setattr("router.http.pool.IDLE_SECONDS", 0.05)
     for _ in range(2):
         client.post(stand_in())
-        wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")
+        wait_until(lambda: repr(client.upstream) == "<ConnectionPool 0 connections, 0 idle>", "the connection's end")
 
 
 def test_a_pooled_connection_lost_without_a_byte_is_told_apart(client: Client, stand_in: MakeStandIn) -> None:
@@ -245,7 +245,7 @@ def test_a_body_nobody_takes_stops_being_read(client: Client, stand_in: MakeStan
 
     instance = stand_in("mixed", sends_much)
 
-    async def take_late(upstream: Upstream) -> tuple[str, int]:
+    async def take_late(upstream: ConnectionPool) -> tuple[str, int]:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
         await exchange.head()
         while _buffered(exchange) <= HIGH_WATER:
@@ -277,7 +277,7 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
     left = asyncio.Event()
     instance = stand_in("mixed", begins)
 
-    async def use(upstream: Upstream) -> None:
+    async def use(upstream: ConnectionPool) -> None:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
         asyncio.get_running_loop().call_later(0.05, exchange.fail, _Stop())
         try:
@@ -310,7 +310,7 @@ def test_a_sink_gets_what_comes_while_its_owner_waits(client: Client, stand_in: 
 
     instance = stand_in("mixed", one_by_one)
 
-    async def use(upstream: Upstream) -> list[bytes]:
+    async def use(upstream: ConnectionPool) -> list[bytes]:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"{}")
         await exchange.head()
         asyncio.get_running_loop().call_soon(go_on.set)
@@ -326,7 +326,7 @@ def test_a_sink_gets_what_comes_while_its_owner_waits(client: Client, stand_in: 
 def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in()
 
-    async def use(upstream: Upstream) -> None:
+    async def use(upstream: ConnectionPool) -> None:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
         asyncio.get_running_loop().call_soon(exchange.fail, _Stop())
         await exchange.head()
@@ -342,7 +342,7 @@ def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) ->
 
     instance = stand_in("mixed", hangs)
 
-    async def fetch(upstream: Upstream) -> Answer:
+    async def fetch(upstream: ConnectionPool) -> Response:
         return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=0.05)
 
     with pytest.raises(TimedOut, match=r"did not answer GET /x within 0\.05 s"):
@@ -351,7 +351,7 @@ def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) ->
 
 def test_repr_tells_how_many_connections_are_open_and_idle(client: Client, stand_in: MakeStandIn) -> None:
     client.post(stand_in())
-    assert repr(client.upstream) == "<Upstream 1 connections, 1 idle>"
+    assert repr(client.upstream) == "<ConnectionPool 1 connections, 1 idle>"
 
 
 def test_an_ipv6_address_is_written_with_brackets() -> None:
@@ -365,7 +365,7 @@ def test_an_ipv6_address_is_written_with_brackets() -> None:
 def test_it_is_told_apart_why_no_connection_was_made(
     client: Client, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[UpstreamError]
 ) -> None:
-    async def connect(upstream: Upstream) -> None:
+    async def connect(upstream: ConnectionPool) -> None:
         async def fails(*args: object) -> None:
             raise OSError(number, "no")
 
@@ -386,8 +386,8 @@ def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_i
 ) -> None:
     instance = stand_in()
 
-    async def fetch(upstream: Upstream) -> Answer:
+    async def fetch(upstream: ConnectionPool) -> Response:
         return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=5)
 
     client.run(fetch)
-    wait_until(lambda: repr(client.upstream) == "<Upstream 0 connections, 0 idle>", "the connection's end")
+    wait_until(lambda: repr(client.upstream) == "<ConnectionPool 0 connections, 0 idle>", "the connection's end")

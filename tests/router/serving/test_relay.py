@@ -15,7 +15,7 @@ import pytest
 
 from router.http.errors import NoRoom
 from router.http.message import Address
-from router.http.pool import Upstream
+from router.http.pool import ConnectionPool
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
 from tests.support.waiting import wait_until
@@ -333,10 +333,10 @@ def test_a_router_without_room_for_a_connection_blames_no_instance(
 ) -> None:
     router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True, health_failure_threshold=1)
 
-    async def no_room(upstream: Upstream, address: Address) -> None:
+    async def no_room(upstream: ConnectionPool, address: Address) -> None:
         raise NoRoom("the router cannot open one more connection: Too many open files")
 
-    monkeypatch.setattr("router.http.pool.Upstream.connect", no_room)
+    monkeypatch.setattr("router.http.pool.ConnectionPool.connect", no_room)
     response = router.chat()
     router.thread.run(router.app.health.check_all())
     assert (response.status_code, error_of(response)["code"]) == (503, "router_overloaded")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.body import InferenceBody, parse_inference
-from router.serving.resume import AnswerStitcher, StreamStitcher, strip_token_ids
+from router.serving.resume import ResponseMerger, StreamMerger, strip_token_ids
 from tests.router.scripted_engine import Engine
 
 ADDED_NAMES = {"prompt_token_ids", "completion_token_ids", "token_ids", "prompt_tokens", "completion_tokens"}
@@ -25,21 +25,21 @@ def _body(**members: Any) -> InferenceBody:
 
 def _streamed(engine: Engine, body: InferenceBody, preemptions: list[int], form: str, at_once: int) -> bytes:
     """What the client reads when leg after leg is preempted after so many tokens, ``at_once`` events a feed."""
-    stitcher = StreamStitcher(body)
+    merger = StreamMerger(body)
     members = {**body.members, "return_token_ids": True}
     given = b""
     for leg, preempted_after in enumerate([*preemptions, None]):
         if leg:
-            stitcher.next_leg()
+            merger.begin_segment()
         events = list(engine.stream(members, leg, preempted_after, form))
         for i in range(0, len(events), at_once):
-            given += stitcher.feed(b"".join(events[i : i + at_once]))
-        assert stitcher.preempted == (preempted_after is not None)
-        if not stitcher.preempted:
+            given += merger.feed(b"".join(events[i : i + at_once]))
+        assert merger.preempted == (preempted_after is not None)
+        if not merger.preempted:
             break
-        if stitcher.complete:
-            return given + stitcher.finish_locally()
-        added = stitcher.resumption()
+        if merger.complete:
+            return given + merger.make_end()
+        added = merger.resumption()
         assert added is not None
         members = {**body.members, "return_token_ids": True, **added}
     return given
@@ -122,17 +122,17 @@ def test_a_stream_is_resumed_after_each_token(token: int, form: str) -> None:
     assert seen["usage"] == [{"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}]
 
 
-def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamStitcher:
-    stitcher = StreamStitcher(body)
+def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
+    merger = StreamMerger(body)
     for event in engine.stream({**body.members, "return_token_ids": True}, 0, after, "error"):
-        stitcher.feed(event)
-    return stitcher
+        merger.feed(event)
+    return merger
 
 
 def test_a_resumption_counts_every_limit_once() -> None:
     body = _body(stream=True, max_tokens=10, max_completion_tokens=8, min_tokens=2, echo=True)
-    stitcher = _preempted(body, Engine([b"a", b"b", b"c", b"d"]), 3)
-    assert stitcher.resumption() == {
+    merger = _preempted(body, Engine([b"a", b"b", b"c", b"d"]), 3)
+    assert merger.resumption() == {
         "completion_token_ids": [100, 101, 102],
         "max_tokens": 7,
         "max_completion_tokens": 5,
@@ -141,12 +141,12 @@ def test_a_resumption_counts_every_limit_once() -> None:
     }
 
 
-def _limited(limit: float | str) -> StreamStitcher:
+def _limited(limit: float | str) -> StreamMerger:
     """Of a stream with this limit, preempted after three tokens."""
-    stitcher = StreamStitcher(_body(stream=True, max_tokens=limit))
+    merger = StreamMerger(_body(stream=True, max_tokens=limit))
     for event in Engine([b"a", b"b", b"c", b"d"]).stream({"return_token_ids": True}, 0, 3, "error"):
-        stitcher.feed(event)
-    return stitcher
+        merger.feed(event)
+    return merger
 
 
 @pytest.mark.parametrize("limit", [10.0, "10", "10.0"])
@@ -160,8 +160,8 @@ def test_a_stream_is_complete_at_its_limit_however_that_is_written(limit: float 
 
 
 def test_a_resumption_goes_on_before_an_unfinished_character() -> None:
-    stitcher = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
-    assert stitcher.resumption() == {"completion_token_ids": [100]}
+    merger = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
+    assert merger.resumption() == {"completion_token_ids": [100]}
 
 
 def test_a_stream_that_has_shown_nothing_begins_again() -> None:
@@ -174,35 +174,35 @@ def test_a_stream_that_cannot_go_on_exactly_is_given_up(members: dict[str, Any])
 
 
 def test_text_without_ids_cannot_be_resumed() -> None:
-    stitcher = StreamStitcher(_body(stream=True))
-    stitcher.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
-    stitcher.feed(b'data: {"error":{"message":"PD Error"}}\n\ndata: [DONE]\n\n')
-    assert stitcher.preempted
-    assert stitcher.resumption() is None
+    merger = StreamMerger(_body(stream=True))
+    merger.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
+    merger.feed(b'data: {"error":{"message":"PD Error"}}\n\ndata: [DONE]\n\n')
+    assert merger.preempted
+    assert merger.resumption() is None
 
 
 def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
     count = 2000
-    stitcher = _preempted(_body(stream=True), Engine([b"x" * 20] * (count + 1)), count)
-    assert stitcher.resumption() == {"completion_token_ids": list(range(100, 100 + count))}
+    merger = _preempted(_body(stream=True), Engine([b"x" * 20] * (count + 1)), count)
+    assert merger.resumption() == {"completion_token_ids": list(range(100, 100 + count))}
 
 
 def test_an_error_that_is_no_preemption_reaches_the_client() -> None:
     event = b'data: {"error":{"message":"out of memory"}}\n\ndata: [DONE]\n\n'
-    stitcher = StreamStitcher(_body(stream=True))
-    assert stitcher.feed(event) == event
-    assert not stitcher.preempted
+    merger = StreamMerger(_body(stream=True))
+    assert merger.feed(event) == event
+    assert not merger.preempted
 
 
 def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
-    stitcher = StreamStitcher(_body(stream=True))
+    merger = StreamMerger(_body(stream=True))
     delta = b'{"reasoning_content":"hm","completion_token_ids":[1,2]}'
-    stitcher.feed(b'data: {"choices":[{"index":0,"delta":' + delta + b"}]}\n\n")
-    stitcher.feed(b'data: {"error":{"message":"PD Error"}}\n\n')
-    stitcher.next_leg()
+    merger.feed(b'data: {"choices":[{"index":0,"delta":' + delta + b"}]}\n\n")
+    merger.feed(b'data: {"error":{"message":"PD Error"}}\n\n')
+    merger.begin_segment()
     details = {"completion_tokens_details": {"reasoning_tokens": 3}, "prompt_tokens_details": {"cached_tokens": 6}}
     usage = {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11, **details}
-    given = stitcher.feed(b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n")
+    given = merger.feed(b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n")
     assert json.loads(given.removeprefix(b"data: "))["usage"] == {
         "prompt_tokens": 4,
         "completion_tokens": 7,
@@ -279,8 +279,8 @@ def test_stripping_a_long_text_of_escapes_costs_no_memory_beyond_copies() -> Non
 
 def test_a_client_that_asked_for_ids_gets_them() -> None:
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n'
-    assert StreamStitcher(_body(stream=True, return_token_ids=True)).feed(event) == event
-    assert b"token_ids" not in StreamStitcher(_body(stream=True)).feed(event)
+    assert StreamMerger(_body(stream=True, return_token_ids=True)).feed(event) == event
+    assert b"token_ids" not in StreamMerger(_body(stream=True)).feed(event)
 
 
 # Whole answers.
@@ -288,18 +288,18 @@ def test_a_client_that_asked_for_ids_gets_them() -> None:
 
 def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detokenizes: bool = True) -> dict[str, Any]:
     """The client's whole answer when leg after leg is preempted after so many tokens."""
-    stitcher = AnswerStitcher(body)
+    merger = ResponseMerger(body)
     members = dict(body.members)
     for leg, preempted_after in enumerate([*preemptions, None]):
-        given = stitcher.feed(200, engine.answer(members, leg, preempted_after))
+        given = merger.feed(200, engine.answer(members, leg, preempted_after))
         assert (given is None) == (preempted_after is not None)
-        while (ids := stitcher.wants_detokenized) is not None:
-            stitcher.detokenized(engine.text(ids) if detokenizes else None)
-        if stitcher.complete:
-            given = stitcher.finish_locally()
+        while (ids := merger.ids_to_detokenize) is not None:
+            merger.take_detokenized(engine.text(ids) if detokenizes else None)
+        if merger.complete:
+            given = merger.make_end()
         if given is not None:
             break
-        members = {**body.members, **stitcher.resumption()}
+        members = {**body.members, **merger.resumption()}
     answer: dict[str, Any] = json.loads(given or b"")
     return {"choices": answer["choices"], "usage": answer["usage"]}
 
@@ -330,30 +330,30 @@ def test_a_whole_answer_preempted_anywhere_equals_an_undisturbed_one(
 
 def test_an_answer_that_was_not_preempted_passes_untouched() -> None:
     body = b'{"choices": [{"message": {"content": "what is pd_reschedule, what a PD Error?"}}]}'
-    assert AnswerStitcher(_body()).feed(200, body) == body
+    assert ResponseMerger(_body()).feed(200, body) == body
 
 
 def test_an_error_of_the_pair_is_a_preemption() -> None:
-    stitcher = AnswerStitcher(_body())
-    assert stitcher.feed(500, b'{"error":{"message":"PD Error: decode is out of blocks"}}') is None
-    assert stitcher.resumption() == {}
+    merger = ResponseMerger(_body())
+    assert merger.feed(500, b'{"error":{"message":"PD Error: decode is out of blocks"}}') is None
+    assert merger.resumption() == {}
 
 
 def test_a_stop_string_that_may_have_begun_makes_an_answer_begin_again() -> None:
     engine = Engine([b"x", b"a", b"b"], tells_text=True)
-    stitcher = AnswerStitcher(_body(stop="ab"))
-    stitcher.feed(200, engine.answer({}, 0, 2))
-    assert stitcher.resumption() == {}
+    merger = ResponseMerger(_body(stop="ab"))
+    merger.feed(200, engine.answer({}, 0, 2))
+    assert merger.resumption() == {}
 
 
 @pytest.mark.parametrize("member", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
 def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> None:
-    stitcher = AnswerStitcher(_body())
-    stitcher.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    merger = ResponseMerger(_body())
+    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
     last = {"choices": [{"index": 0, "message": {"content": "b", **member}, "finish_reason": "stop"}]}
-    assert stitcher.feed(200, orjson.dumps(last)) is None
-    assert stitcher.resumption() == {}
-    assert stitcher.feed(200, orjson.dumps(last)) == orjson.dumps(last)
+    assert merger.feed(200, orjson.dumps(last)) is None
+    assert merger.resumption() == {}
+    assert merger.feed(200, orjson.dumps(last)) == orjson.dumps(last)
 
 
 _odd = st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["a", "PD Error", "pd_reschedule"])
@@ -374,14 +374,14 @@ _odd_objects = st.dictionaries(
 @given(_odd_objects, st.lists(_odd_objects, max_size=3))
 def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answers: list[dict[str, Any]]) -> None:
     body = _body(**members)
-    streamed, whole = StreamStitcher(body), AnswerStitcher(body)
+    streamed, whole = StreamMerger(body), ResponseMerger(body)
     for answer in answers:
         streamed.feed(b"data: " + orjson.dumps(answer) + b"\n\n")
         streamed.resumption()
-        streamed.finish_locally()
-        streamed.next_leg()
+        streamed.make_end()
+        streamed.begin_segment()
         whole.feed(200, orjson.dumps(answer))
-        whole.detokenized("a" if whole.wants_detokenized else None)
+        whole.take_detokenized("a" if whole.ids_to_detokenize else None)
         whole.resumption()
         if whole.complete:
-            whole.finish_locally()
+            whole.make_end()

@@ -228,7 +228,7 @@ def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest
     assert (loads, decode.running) == ([(0, 0), (0, 0)], 0)
 
 
-def test_a_large_answer_is_stitched_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_large_answer_is_merged_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     preempting = Preempting([3])
 
     async def with_much_beside_the_text(request: Received, respond: Responder) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.serving.request import EVENT_BYTES, _whole_events
+from router.serving.response import EVENT_BYTES, _split_whole_events
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, stalls
 from tests.support.waiting import wait_until
@@ -176,7 +176,7 @@ _event_bytes = st.lists(
 
 @given(_event_bytes)
 def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
-    whole, rest = _whole_events(data)
+    whole, rest = _split_whole_events(data)
     assert whole + rest == data
     assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
     assert b"\n\n" not in rest
@@ -185,4 +185,4 @@ def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
     endless = b"x" * (EVENT_BYTES + 1)
-    assert _whole_events(endless) == (endless, b"")
+    assert _split_whole_events(endless) == (endless, b"")

@@ -1,0 +1,235 @@
+"""The response to one client: the bytes it has got so far, and the ways to give it more."""
+
+from __future__ import annotations
+
+import time
+
+from router.http import (
+    ApiError,
+    ClientRequest,
+    Headers,
+    InferenceBody,
+    Refused,
+    Usage,
+    end_to_end,
+    read_usage,
+)
+from router.serving.attempt import Attempt
+from router.serving.resume import ResponseMerger, StreamMerger
+
+__all__ = ["CLIENT_LEFT", "ClientResponse", "RequestEnded"]
+
+CLIENT_LEFT = 499
+"""The status that is recorded where the client left before it had one."""
+
+# A response that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made
+# good; one that may have to be continued by another attempt, up to there. Other responses are relayed as they come.
+HELD_BYTES = 1024 * 1024
+MERGED_BYTES = 64 * 1024 * 1024
+# An event longer than this is not waited for, but relayed in pieces. The first may carry the ids of the whole prompt.
+EVENT_BYTES = 16 * 1024 * 1024
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENT_STREAM = [(b"content-type", b"text/event-stream")]
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_NO_USAGE = Usage()
+
+
+class RequestEnded(Exception):
+    """The request ends now: with an error for the client, or with nothing because the client left."""
+
+    def __init__(self, error: ApiError | None) -> None:
+        super().__init__(error.message if error else "the client left")
+        self.error = error
+
+
+class ClientResponse:
+    """The response to one client. Its public attributes are for reading.
+
+    The router's own headers, which say who served the request, are an argument wherever a head may be sent.
+    """
+
+    __slots__ = (
+        "_before_last",
+        "_last",
+        "_request",
+        "bytes_sent",
+        "chunks",
+        "error_code",
+        "first_byte_at",
+        "is_event_stream",
+        "merger",
+        "status",
+    )
+
+    def __init__(self, request: ClientRequest) -> None:
+        self.status = CLIENT_LEFT
+        self.error_code = ""
+        """The code of the error that ended it; ``""`` if none did."""
+        self.is_event_stream = False
+        self.first_byte_at = 0.0
+        """When its head was sent, on ``time.perf_counter``; 0 until then."""
+        self.bytes_sent = 0
+        self.chunks = 0
+        """Pieces in which its body came from the instance."""
+        self.merger: StreamMerger | ResponseMerger | None = None
+        """Makes one response of segments; there from ``expect_segments`` on."""
+        self._request = request
+        # The last two pieces that the client got, in which the usage stands.
+        self._before_last = self._last = b""
+
+    def expect_segments(self, body: InferenceBody) -> None:
+        """The response may come in several segments: the decode instance may preempt the request half-way."""
+        if self.merger is None:
+            self.merger = StreamMerger(body) if body.members.get("stream") else ResponseMerger(body)
+
+    def hold_bytes(self, body: InferenceBody | None) -> int:
+        """How much of a response that is no event stream must be there before it is relayed."""
+        if body is None:
+            return 0
+        return MERGED_BYTES if isinstance(self.merger, ResponseMerger) else HELD_BYTES
+
+    async def relay(self, attempt: Attempt, first: bytes, own_headers: Headers) -> bool:
+        """Send an attempt's bytes to the client as they come; a slow client slows the instance down.
+
+        Of an event stream, only whole events are sent, so that it can always be ended with an error event.
+
+        Args:
+            attempt: it has begun.
+            first: its first bytes.
+            own_headers: the router's own.
+
+        Returns:
+            False if the instance preempted the request half-way, and another segment is to follow.
+
+        Raises:
+            UpstreamError: the answering leg failed.
+            RequestEnded: the bytes cannot be made part of this response; or the one that the attempt was failed with.
+        """
+        request, exchange = self._request, attempt.answering.exchange
+        if not attempt.is_event_stream:
+            if request.response_started:
+                raise RequestEnded(_no_continuation(f"{attempt.answering.instance.key} did not go on with the stream"))
+            if exchange.is_taken:
+                return self._relay_whole(attempt, first, own_headers)
+            if isinstance(self.merger, ResponseMerger):
+                key = attempt.answering.instance.key
+                raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
+        self.is_event_stream = attempt.is_event_stream
+        merger = self.merger if isinstance(self.merger, StreamMerger) else None
+        if not request.response_started:
+            self._note_head(exchange.status)
+            request.start(exchange.status, end_to_end(exchange.headers) + own_headers)
+        data, held = first, b""
+        while True:
+            is_end = exchange.is_taken
+            if held:
+                data, held = held + data, b""
+            if self.is_event_stream and not is_end:
+                data, held = _split_whole_events(data)
+            if data:
+                if merger is not None:
+                    data = merger.feed(data)
+                self._note_piece(data)
+                if merger is not None and merger.preempted:
+                    attempt.finish()
+                    await request.send(data)
+                    return False
+            if is_end:
+                break
+            if data:
+                await request.send(data)
+            data = await exchange.chunk(None if held else self._pass_on)
+        request.finish(data)
+        attempt.finish()
+        return True
+
+    def finish_merged(self, own_headers: Headers) -> None:
+        """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
+        assert self.merger is not None
+        end = self.merger.make_end()
+        self._before_last, self._last = self._last, end
+        if self._request.response_started:
+            self._request.finish(end)
+        else:
+            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_headers)
+
+    def send(self, status: int, headers: Headers, body: bytes, own_headers: Headers) -> None:
+        """Send a whole response."""
+        self._note_head(status)
+        self.bytes_sent = len(body)
+        self._request.respond(status, headers + own_headers, body)
+
+    def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
+        """Answer a request that was not let in."""
+        self.error_code = refused.error.code
+        self.send(refused.error.status, _JSON + refused.headers, refused.error.body(), own_headers)
+
+    def end_with(self, error: ApiError | None, own_headers: Headers) -> None:
+        """End it, however much of it the client has got; without ``error`` because nobody is there to read one."""
+        request = self._request
+        self.error_code = error.code if error else "client_left"
+        if request.response_complete:
+            return
+        if error is None:
+            request.cut()
+        elif not request.response_started:
+            self.send(error.status, _JSON, error.body(), own_headers)
+        elif self.is_event_stream:
+            request.finish(error.sse())
+        else:
+            request.cut()  # the response stays short of its announced length
+
+    def read_usage(self) -> Usage:
+        """The engine's figures of tokens, in the end of its response."""
+        return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
+
+    def _relay_whole(self, attempt: Attempt, body: bytes, own_headers: Headers) -> bool:
+        exchange = attempt.answering.exchange
+        if isinstance(self.merger, ResponseMerger):
+            merged = self.merger.feed(exchange.status, body)
+            if merged is None:
+                attempt.finish()
+                return False
+            body = merged
+        self._last = body
+        self.send(exchange.status, end_to_end(exchange.headers), body, own_headers)
+        attempt.finish()
+        return True
+
+    def _pass_on(self, data: bytes) -> bool:
+        """Send on a piece in the middle of the response as it comes; False where ``relay`` must look at it."""
+        merger, sent = self.merger, data
+        if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
+            return False
+        if isinstance(merger, StreamMerger):
+            if merger.must_parse(data):
+                return False
+            sent = merger.feed(data)
+        self._note_piece(sent)
+        self._request.send_now(sent)
+        return True
+
+    def _note_head(self, status: int) -> None:
+        self.status = status
+        self.first_byte_at = time.perf_counter()
+
+    def _note_piece(self, sent: bytes) -> None:
+        if sent:
+            self._before_last, self._last = self._last, sent
+            self.chunks += 1
+            self.bytes_sent += len(sent)
+
+
+def _no_continuation(message: str) -> ApiError:
+    return ApiError(502, message, "cannot_continue")
+
+
+def _split_whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """Split server-sent events after the last whole one."""
+    if data.endswith(_EVENT_ENDS):
+        return data, b""
+    end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+    if end == 0 and len(data) > EVENT_BYTES:
+        return data, b""
+    return data[:end], data[end:]
