@@ -75,8 +75,8 @@ def parse_inference(data: bytes) -> InferenceBody:
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
     token_ids = members.get("prompt_token_ids")
     prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
-    n, prompt = whole_number(members.get("n")), members.get("prompt")
-    choices = n if n is not None and n > 0 else 1
+    n, prompt = members.get("n"), members.get("prompt")
+    choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
     return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES))

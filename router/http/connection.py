@@ -89,14 +89,26 @@ class Connection(asyncio.Protocol):
         if self._exchange is None:
             self.abort()  # bytes that nobody asked for: this connection cannot be trusted with a request
             return
+        error = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self._hand_on()
-            self._fail_exchange(BadResponse(f"{self.address} did not answer in HTTP: {exc}"))
+            error = BadResponse(f"{self.address} did not answer in HTTP: {exc}")
+        exchange, pieces = self._exchange, self._pieces
+        body = b""
+        if pieces:
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            self._pieces = []
+        if self._is_whole:
+            self._exchange, self._is_whole = None, False
+            exchange.on_data(body, True)
+            self._end_exchange()
+        elif exchange.on_data(body, False) and not self._is_paused and not self._is_dropped:
+            self._is_paused = True
+            self._transport.pause_reading()
+        if error is not None:
+            self._fail_exchange(error)
             self.abort()
-        else:
-            self._hand_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
@@ -150,27 +162,12 @@ class Connection(asyncio.Protocol):
         if not self._is_informational:
             self._is_whole = True
 
-    def _hand_on(self) -> None:
-        """Tell the exchange what came, and if that is all, let the next one have the connection."""
-        exchange, pieces = self._exchange, self._pieces
-        if exchange is None:
-            return
-        if len(pieces) > 1:
-            data = b"".join(pieces)
-        else:
-            data = pieces[0] if pieces else b""
-        if pieces:
-            self._pieces = []
-        if not self._is_whole:
-            if exchange.on_data(data, False) and not self._is_paused and not self._is_dropped:
-                self._is_paused = True
-                self._transport.pause_reading()
-            return
-        self._exchange, self._is_whole = None, False
-        exchange.on_data(data, True)
+    def _end_exchange(self) -> None:
+        """The response is whole: let another exchange have the connection, if it may be used again."""
         if self._is_dropped:
             return
-        self.resume_reading()
+        if self._is_paused:
+            self.resume_reading()
         if self._keep_alive and not self._transport.is_closing():
             self._pool.give_back(self)
         else:

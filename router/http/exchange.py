@@ -209,8 +209,12 @@ class Exchange:
         if is_whole:
             self.complete = True
             self._connection = None
-        if self._waiter is not None or (is_whole and self._on_end is not None):
-            self._wake()
+            if self._on_end is not None:
+                self._wake()
+                return False
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
         return self._buffered > HIGH_WATER
 
     def on_lost(self, error: UpstreamError) -> None:
@@ -229,7 +233,9 @@ class Exchange:
         connection = None if self.fresh else self._pool.take_idle(self.address)
         if connection is not None:
             self._may_be_stale = True
-            self._send_on(connection)
+            self._connection, self.sent = connection, True
+            request, self._request = self._request, ()  # it may be large, and the response may take long
+            connection.send_request(self, request)
         else:
             self._connecting = asyncio.ensure_future(self._connect_and_send())
 
@@ -242,15 +248,11 @@ class Exchange:
             return
         finally:
             self._connecting = None
-        if self.error is None:
-            self._send_on(connection)
-        else:
+        if self.error is not None:
             connection.abort()
-
-    def _send_on(self, connection: Connection) -> None:
-        self._connection = connection
-        self.sent = True
-        request, self._request = self._request, ()  # it may be large, and the response may take long
+            return
+        self._connection, self.sent = connection, True
+        request, self._request = self._request, ()
         connection.send_request(self, request)
 
     def _release_error(self, error: Exception) -> Exception:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
 
 import httptools
@@ -44,8 +44,8 @@ class DataPlane(Protocol):
     def refusal(self, headers: Headers) -> Refused | None:
         """Why whoever sent these headers may not send a body; None if it may."""
 
-    async def serve(self, request: ClientRequest) -> None:
-        """Answer a request whose body has been read."""
+    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
+        """The work of answering a request whose body has been read, for a task of its own."""
 
     def on_refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` for what was not understood."""

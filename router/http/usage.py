@@ -29,5 +29,7 @@ def read_usage(data: bytes) -> Usage | None:
     start = data.rfind(_MARK)
     if start < 0:
         return None
-    found = {name.decode(): int(figure) for name, figure in _FIGURE.findall(data, start)}
+    found: dict[str, int] = {}
+    for name, figure in _FIGURE.findall(data, start):
+        found[name.decode()] = int(figure)
     return Usage(**found) if found else None

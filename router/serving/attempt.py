@@ -103,7 +103,8 @@ class Leg:
         """Close the exchange and stop counting the request; a second call does nothing."""
         if not self.is_finished:
             self.is_finished = True
-            self.exchange.close()
+            if not self.exchange.complete:
+                self.exchange.close()
             self.instance.candidate.remove_request(self._tokens, self._work)
 
 

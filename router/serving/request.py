@@ -138,11 +138,15 @@ class ServingRequest:
         # A client has told its engines to stop it: an attempt that fails now is the last.
         self._is_aborted = False
 
-    async def serve(self) -> None:
-        """Answer the request, whatever happens."""
+    async def serve(self, live: set[ServingRequest]) -> None:
+        """Answer the request, whatever happens; meanwhile it is one of those that ``live``."""
         response = self._response
+        live.add(self)
         try:
-            await self._enter()
+            client = self._services.auth.client(self._request.headers)
+            if not self._services.admission.try_enter(client):
+                await self._wait_in_line(client)
+            self.client = client
             self._read()
             await self._answer()
         except Refused as refused:
@@ -160,6 +164,7 @@ class ServingRequest:
             _log.exception("%s %s failed", self._request.method, self._request.path)
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
+            live.discard(self)
             self._ended = None  # its traceback leads to this request: only the collector could free both
             if self.client is not None:
                 self._services.admission.leave(self.client)
@@ -186,21 +191,17 @@ class ServingRequest:
         self._is_aborted = True
         return self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
 
-    async def _enter(self) -> None:
-        """Check who asks, and wait until it is its turn.
+    async def _wait_in_line(self, client: str) -> None:
+        """Wait until it is this request's turn.
 
         Raises:
-            Refused: it may not ask, or not so much at once.
+            Refused: there are too many requests.
             RequestEnded: the client left.
         """
-        admission = self._services.admission
-        client = self._services.auth.client(self._request.headers)
-        if not admission.try_enter(client):
-            self._queueing = asyncio.current_task()
-            self._watch_client()
-            await admission.enter(client)
-            self._queueing = None
-        self.client = client
+        self._queueing = asyncio.current_task()
+        self._watch_client()
+        await self._services.admission.enter(client)
+        self._queueing = None
 
     def _watch_client(self) -> None:
         """End the request when the client leaves.

@@ -118,7 +118,7 @@ class ClientResponse:
         self.is_event_stream = attempt.is_event_stream
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         if not request.response_started:
-            self._note_head(exchange.status)
+            self.status, self.first_byte_at = exchange.status, time.perf_counter()
             request.start(exchange.status, end_to_end(exchange.headers) + own_headers)
         data, held = first, b""
         while True:
@@ -156,7 +156,7 @@ class ClientResponse:
 
     def send(self, status: int, headers: Headers, body: bytes, own_headers: Headers) -> None:
         """Send a whole response."""
-        self._note_head(status)
+        self.status, self.first_byte_at = status, time.perf_counter()
         self.bytes_sent = len(body)
         self._request.respond(status, headers + own_headers, body)
 
@@ -209,10 +209,6 @@ class ClientResponse:
         self._note_piece(sent)
         self._request.send_now(sent)
         return True
-
-    def _note_head(self, status: int) -> None:
-        self.status = status
-        self.first_byte_at = time.perf_counter()
 
     def _note_piece(self, sent: bytes) -> None:
         if sent:
