@@ -46,7 +46,7 @@ class ApiError(NamedTuple):
 
 
 class Refused(Exception):
-    """A client may not have what it asked for: for who it is, or its size, or it has to wait its turn elsewhere."""
+    """A request is not served: for its client, or its size, or it has to wait its turn elsewhere."""
 
     def __init__(self, error: ApiError, retry_after: int = 0) -> None:
         """
@@ -60,7 +60,7 @@ class Refused(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the answer must have beside its body: ``Retry-After``, or how to say who one is (RFC 9110)."""
+        """The headers of the response: ``Retry-After``, or how to say who one is (RFC 9110)."""
         if self.retry_after:
             return [(b"retry-after", b"%d" % self.retry_after)]
         return [(b"www-authenticate", b"Bearer")] if self.error.status == 401 else []

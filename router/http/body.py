@@ -1,6 +1,6 @@
 """A request's body: read once, parsed once, and extended without being serialised again.
 
-Serialising again would change what the client wrote: 1.0 becomes 1, big integers lose digits, escapes change.
+Serialising again would change the client's text: 1.0 becomes 1, big integers lose digits, escapes change.
 So the router splices its own members into the original bytes.
 """
 
@@ -20,11 +20,11 @@ __all__ = [
 
 # A string or an array of numbers, as a whole; or a character that opens, closes or separates. Escapes must be hidden.
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
-# What stands for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
+# Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
 _BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
-# More sequences than any engine makes of one request; what a client writes must not size a list here.
+# More sequences than any engine makes of one request; a client's number must not size a list here.
 _MOST_CHOICES = 1024
 
 
@@ -37,7 +37,7 @@ class BadBody(ValueError):
 
 
 class InferenceBody(NamedTuple):
-    """What the router needs to know of a completion request, beside its bytes."""
+    """The members of a completion request that the router needs to know, beside its bytes."""
 
     data: bytes
     members: dict[str, Any]
@@ -115,7 +115,7 @@ def hide_escapes(data: bytes) -> bytes:
 
 
 def show_escapes(data: bytes) -> bytes:
-    """What ``hide_escapes`` was given."""
+    """The bytes as they were before ``hide_escapes``."""
     if b"\xff" not in data:
         return data
     return data.replace(_QUOTE, b'\\"').replace(_BACKSLASH, b"\\\\")

@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         return not self._is_dropped and not self._transport.is_closing()
 
     def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
-        """Begin ``exchange``, which from now on is told what comes, by writing the parts of its request."""
+        """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request."""
         self._exchange = exchange
         if self._is_dropped or self._transport.is_closing():
             self._fail_exchange(ConnectionLost(f"{self.address} closed the connection"))
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
         exchange.on_head(status, self._headers)
         if exchange.bodiless:
-            self._keep_alive = False  # the parser would take what follows for the body that HEAD does not get
+            self._keep_alive = False  # the parser would take the next bytes for the body that HEAD does not get
             self._is_whole = True
 
     def on_body(self, data: bytes) -> None:

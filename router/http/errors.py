@@ -1,11 +1,11 @@
-"""What an exchange with an instance raises.
+"""Why an exchange with an instance failed.
 
 ::
 
     UpstreamError
-    ├── NoRoom            this machine cannot open one more connection, to whichever instance
+    ├── NoRoom            this machine cannot open one more connection, to any instance
     ├── ConnectFailed     no connection was made, so the instance has not seen the request
-    │   └── ConnectRefused    nobody listens there: not yet, or no more, and then what was accepted may still go on
+    │   └── ConnectRefused    nobody listens there: not yet, or no more, and then accepted requests may still go on
     ├── ConnectionLost    the connection ended before the response did
     │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
     │                         certainly, the instance closed it while idle and never saw the request
@@ -36,7 +36,7 @@ class ConnectFailed(UpstreamError):
 
 
 class ConnectRefused(ConnectFailed):
-    """Nobody listens there. A process that ends may still finish what it has accepted."""
+    """Nobody listens there. A process that ends may still finish the requests it has accepted."""
 
 
 class NoRoom(UpstreamError):

@@ -1,7 +1,7 @@
 """One request to one instance and its response.
 
 ``Exchange.fail`` lets others (a client that left, the other leg of a pair, a timer) end an exchange from
-outside, with their own exception, whatever it is waiting for: so no task needs to be cancelled.
+outside, with their own exception, at any moment: so no task needs to be cancelled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Exchange:
 
     ``await head()`` sends the request and fills ``status`` and ``headers``; then ``await chunk()`` gives the part of
     the body that has come since the last call, ``b""`` at its end. Or ``consume`` sends it and calls back at its end,
-    which needs no task. Whoever made an exchange closes it. Its public attributes are for reading.
+    which needs no task. The maker of an exchange closes it. Its public attributes are for reading.
     """
 
     __slots__ = (
@@ -95,14 +95,14 @@ class Exchange:
         return self.complete and not self._chunks
 
     @property
-    def consumed(self) -> bytes:
+    def kept_body(self) -> bytes:
         """The body of an exchange that was consumed; of a long one its beginning and its end."""
         return b"".join(self._chunks)
 
     def consume(self, on_end: Callable[[], None]) -> None:
         """Send the request now, and call ``on_end`` once, when the response is complete or the exchange has failed.
 
-        Of the body, ``consumed`` keeps the beginning and the end.
+        Of the body, ``kept_body`` keeps the beginning and the end.
         """
         self._on_end = on_end
         self._send()
@@ -165,7 +165,7 @@ class Exchange:
         return b"".join(parts)
 
     def fail(self, error: Exception) -> None:
-        """End this exchange now: whoever waits on it gets ``error``. Without effect on a complete response."""
+        """End this exchange now: the task that waits on it gets ``error``. Without effect on a complete response."""
         if self.complete or self.error is not None:
             return
         self.error = error
@@ -202,7 +202,7 @@ class Exchange:
                 return False
             self._chunks.append(data)
             self._buffered += len(data)
-            if self._on_end is not None and self._buffered > 4 * KEPT_BYTES:  # twice what stays: not at every piece
+            if self._on_end is not None and self._buffered > 4 * KEPT_BYTES:  # not at every piece
                 body = b"".join(self._chunks)
                 self._chunks = [body[:KEPT_BYTES], body[-KEPT_BYTES:]]
                 self._buffered = 2 * KEPT_BYTES

@@ -22,7 +22,7 @@ IDLE_CONNECTIONS = 256
 JOINED_BYTES = 16 * 1024
 # An answer to a probe or a listing is not read further than this.
 FETCH_BYTES = 16 * 1024 * 1024
-# What connect() fails with when this machine, and not the instance, has run out of something.
+# connect()'s errors when this machine, and not the instance, has run out of something.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
 

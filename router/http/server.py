@@ -23,7 +23,7 @@ from router.http.message import Headers
 __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
 
 
-# A head, or whatever else is no body, that goes on for longer is not read further; as in most servers.
+# A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
 HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
@@ -34,21 +34,21 @@ READ_SECONDS = 60.0
 
 
 class DataPlane(Protocol):
-    """What takes the requests that are not the control plane's."""
+    """Takes the requests that are not the control plane's."""
 
     max_body_bytes: int
 
     def takes(self, path: str) -> bool:
         """Whether a request for this path belongs to the data plane."""
 
-    def refusal(self, headers: Headers) -> Refused | None:
-        """Why whoever sent these headers may not send a body; None if it may."""
+    def find_refusal(self, headers: Headers) -> Refused | None:
+        """Why the sender of these headers may not send a body; None if it may."""
 
     def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
         """The work of answering a request whose body has been read, for a task of its own."""
 
     def on_refused(self, method: str, path: str, error: ApiError) -> None:
-        """Note a request that was answered with ``error`` without being read; ``""`` for what was not understood."""
+        """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
 
 
 class _NobodyWaits:
@@ -119,7 +119,7 @@ class ClientRequest:
         self._chunked = False
         self._left_to_send = 0
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
         is_head = self.method == "HEAD"
         head = STATUS_LINE[status]
@@ -132,9 +132,9 @@ class ClientRequest:
             head += b"connection: close\r\n"
         self.response_started = True
         self._write(b"%s\r\n%s" % (head, b"" if is_head else body))
-        self._complete()
+        self._complete_response()
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start_response(self, status: int, headers: Headers) -> None:
         """Send the head of a response whose body comes in pieces."""
         head, length = STATUS_LINE[status], None
         for header in headers:
@@ -158,22 +158,22 @@ class ClientRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client has taken what was sent before."""
+        """Whether the client has taken all that was sent before."""
         return not self._protocol.flow.write_paused
 
-    async def send(self, data: bytes) -> None:
-        """Send a piece of the body, once the client has taken what was sent before."""
+    async def send_piece(self, data: bytes) -> None:
+        """Send a piece of the body, once the client has taken all that was sent before."""
         if self._protocol.flow.write_paused and not self.disconnected:
             await self._protocol.flow.drain()
-        self.send_now(data)
+        self.write_piece(data)
 
-    def send_now(self, data: bytes) -> None:
+    def write_piece(self, data: bytes) -> None:
         """Send a piece of the body."""
         if data and self.method != "HEAD":
             self._left_to_send -= len(data)
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
-    def finish(self, data: bytes) -> None:
+    def finish_response(self, data: bytes) -> None:
         """Send the last piece of the body."""
         if self._chunked:
             self._write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n")
@@ -183,18 +183,18 @@ class ClientRequest:
                 self._write(data)
             if self._left_to_send > 0 and self.method != "HEAD":
                 self.keep_alive = False  # short of its length: the client must see that it was cut
-        self._complete()
+        self._complete_response()
 
-    def cut(self) -> None:
+    def cut_response(self) -> None:
         """End an answer that cannot be completed so that the client sees it was cut."""
         self.keep_alive = False
-        self._complete()
+        self._complete_response()
 
-    def unblock(self) -> None:
-        """Let ``send`` wait no longer for a client that does not read: the answer is about to end."""
+    def unblock_sending(self) -> None:
+        """Let ``send_piece`` wait no longer for a client that does not read: the answer is about to end."""
         self._protocol.flow.resume_writing()
 
-    def leave(self) -> None:
+    def on_client_gone(self) -> None:
         """The client is gone."""
         self.disconnected = True
         on_leave, self.on_leave = self.on_leave, None
@@ -205,7 +205,7 @@ class ClientRequest:
         if not self.disconnected and not self._protocol.transport.is_closing():
             self._protocol.transport.write(data)
 
-    def _complete(self) -> None:
+    def _complete_response(self) -> None:
         if self.response_complete:
             return
         self.response_complete = True
@@ -224,7 +224,7 @@ class RouterProtocol(HttpToolsProtocol):
         application: Any = self.config.app
         self._data_plane: DataPlane = application.proxy
         self._served: ClientRequest | None = None
-        # What was received since the parser last came to something, and of the body of the request that it reads.
+        # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
         self._last_read = 0.0
@@ -237,7 +237,7 @@ class RouterProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
 
     def data_received(self, data: bytes) -> None:
-        """Read what the client sends."""
+        """Read the bytes that the client sends."""
         self._unset_keepalive_if_required()
         self._undigested += len(data)
         try:
@@ -245,11 +245,11 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
                 message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
-                self._refuse(ApiError(431, message, "head_too_large"))
+                self._refuse_request(ApiError(431, message, "head_too_large"))
             if self._is_reading:
                 self._last_read = self.loop.time()
                 if self._reading is None:
@@ -266,11 +266,11 @@ class RouterProtocol(HttpToolsProtocol):
         """Whether the answer to a request that has come in whole is under way."""
         return any(
             not request.response_complete and (request.response_started or not request.more_body)
-            for request in self._requests
+            for request in self._own_requests
         )
 
     @property
-    def _requests(self) -> list[Any]:
+    def _own_requests(self) -> list[Any]:
         """The one that is served, those that wait, and the one that was read last; some may have ended."""
         requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return [request for request in requests if request is not None]
@@ -287,7 +287,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             message = f"nothing more of the request came within {READ_SECONDS:g} s"
-            self._refuse(ApiError(408, message, "request_incomplete"))
+            self._refuse_request(ApiError(408, message, "request_incomplete"))
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
@@ -327,7 +327,7 @@ class RouterProtocol(HttpToolsProtocol):
             if not is_too_large:
                 super().on_body(body)
             elif not request.response_complete:
-                self._refuse(self._too_large())
+                self._refuse_request(self._too_large())
         elif request.refusal is not None:
             pass
         elif is_too_large:
@@ -335,7 +335,7 @@ class RouterProtocol(HttpToolsProtocol):
         elif request.arriving is not None:
             request.arriving += body
         elif request.body:
-            if (refused := self._data_plane.refusal(request.headers)) is not None:
+            if (refused := self._data_plane.find_refusal(request.headers)) is not None:
                 self._refuse_body(request, refused)  # or else anybody could fill the memory
                 return
             request.arriving = bytearray(request.body)
@@ -372,7 +372,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""
-        requests = self._requests
+        requests = self._own_requests
         super().connection_lost(exc)
         # They hold us, and only the collector could free both.
         self.cycle = self._served = None  # type: ignore[assignment]
@@ -380,7 +380,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._reading.cancel()
         for request in requests:
             if isinstance(request, ClientRequest):
-                request.leave()
+                request.on_client_gone()
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
@@ -388,7 +388,7 @@ class RouterProtocol(HttpToolsProtocol):
         The parser reads no body after such a head; so it is given the head again, without the question.
         """
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
+            self._refuse_request(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
             return
         start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -404,7 +404,7 @@ class RouterProtocol(HttpToolsProtocol):
             error = refused.error
             self._data_plane.on_refused(request.method, request.path, error)
             headers = [(b"content-type", b"application/json"), *refused.headers]
-            request.respond(error.status, headers, error.body())
+            request.send_response(error.status, headers, error.body())
 
     def _has_its_turn(self, request: Any) -> bool:
         """Whether the request that is being read does not wait for the answer to another one before it."""
@@ -414,8 +414,8 @@ class RouterProtocol(HttpToolsProtocol):
         limit = self._data_plane.max_body_bytes
         return ApiError(413, f"the body is larger than the {limit} bytes this router takes", "body_too_large")
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer what is not read to its end, and close the connection."""
+    def _refuse_request(self, error: ApiError) -> None:
+        """Answer a request that is not read to its end, and close the connection."""
         is_answering = self._is_answering
         if self.cycle is not None:
             self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection

@@ -1,4 +1,4 @@
-"""What an engine's answer says of tokens, read without parsing the answer."""
+"""An engine's token figures, read from its response without parsing it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,18 @@
-"""The way of one request: selection, attempts, the response, resumption."""
+"""The way of one request: selection, attempts, the response, resumption.
+
+proxy.py        the data plane: takes requests, knows those that live
+request.py      one request: its client, its attempts, its end
+retry.py        the instances it may still try, and the pause before the next attempt
+response.py     the response to its client
+attempt.py      one try at one instance or one pair
+resume.py       segments of a preempted request merged into one response
+selection.py    the instance or the pair that serves a request
+aborts.py       requests that nobody waits for, stopped at their engines
+"""
+
+from router.serving.aborts import ABORT_PATH, Aborter
+from router.serving.proxy import Proxy
+from router.serving.request import Services
+from router.serving.selection import Selector
+
+__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services"]

@@ -1,7 +1,7 @@
 """Aborts: tells engines to stop requests whose response nobody will read.
 
-Closing a connection is not enough: FastDeploy's engine stops at a disconnect only when configured to, and what a
-prefill instance has already handed over waits at the decode instance for good.
+Closing a connection is not enough: FastDeploy's engine stops at a disconnect only when configured to, and the
+KV that a prefill instance has already handed over waits at the decode instance for good.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABORT_SECONDS = 5.0
 
 
 class AbortOutcome(NamedTuple):
-    """What instances said to an abort: entries as they sent them, and one sentence per instance that failed."""
+    """The instances' answers to an abort: entries as they sent them, and one sentence per instance that failed."""
 
     aborted: list[Any]
     not_found: list[Any]
@@ -50,7 +50,7 @@ class Aborter:
         self._tasks.start(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:
-        """Send ``body`` to all ``instances`` at once and gather what they say."""
+        """Send ``body`` to all ``instances`` at once and gather their answers."""
         outcome = AbortOutcome([], [], [])
         responses = await asyncio.gather(*(self._post(instance, body) for instance in instances))
         for response in responses:

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import orjson
 
@@ -108,26 +109,28 @@ class Leg:
             self.instance.candidate.remove_request(self._tokens, self._work)
 
 
-class EngineIds:
+class EngineIds(NamedTuple):
     """The ids that engines give to the sequences of one request: ``<prefix><request id>_<number>``."""
 
-    __slots__ = ("_sequences", "full_id")
+    prefix: str
+    request_id: str
+    sequences: int
 
-    def __init__(self, prefix: str, request_id: str, sequences: int) -> None:
-        self.full_id = request_id if request_id.startswith(prefix) else prefix + request_id
+    @property
+    def whole(self) -> str:
         """The id without the number."""
-        self._sequences = sequences
+        return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:
         """The id of each sequence."""
-        return [f"{self.full_id}_{number}" for number in range(self._sequences)]
+        return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
 
 class Attempt:
     """One attempt at a request.
 
     ``begin`` gives the first bytes of the response; those that follow are taken from the answering leg's exchange.
-    ``fail`` ends both from outside. Whoever makes an attempt calls ``finish`` after a whole response, and ``give_up``
+    ``fail`` ends both from outside. The maker of an attempt calls ``finish`` after a whole response, and ``give_up``
     or ``break_off`` otherwise. ``is_event_stream`` says, once it has begun, whether the response is server-sent events.
     """
 
@@ -179,7 +182,7 @@ class Attempt:
 
         Raises:
             LegFailed: a leg failed.
-            NoRoom: a leg could not be sent, to whichever instance.
+            NoRoom: a leg could not be sent, to any instance.
             Exception: the one that ``fail`` was called with.
         """
         self.sent_at = time.perf_counter()
@@ -205,7 +208,7 @@ class Attempt:
         return first
 
     def fail(self, error: Exception) -> None:
-        """Give up all legs now, and make whoever waits for bytes of the response get ``error``."""
+        """Give up all legs now, and make the task that waits for bytes of the response get ``error``."""
         self.answering.exchange.fail(error)
         self.give_up()
 
@@ -280,7 +283,7 @@ class Attempt:
             return exchange.error
         if isinstance(exchange.error, UpstreamError):
             return self._make_failure(leg, exchange.error)
-        body = exchange.consumed
+        body = exchange.kept_body
         if not 200 <= exchange.status < 300:
             return _make_refusal(leg, body)
         # FastDeploy's prefill says so to its own client alone, in a response of status 200.

@@ -42,8 +42,8 @@ class Proxy:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
         return path.startswith("/v1/") and path not in _NOT_TAKEN
 
-    def refusal(self, headers: Headers) -> Refused | None:
-        """Why whoever sent these headers may not send a body; None if it may."""
+    def find_refusal(self, headers: Headers) -> Refused | None:
+        """Why the sender of these headers may not send a body; None if it may."""
         try:
             self._services.auth.client(headers)
         except Refused as refused:
@@ -72,7 +72,7 @@ class Proxy:
             self._end_older(late, time.perf_counter() - self._timeout)
 
     def on_instance_failure(self, instance: Instance) -> None:
-        """Give up what waits for an instance that no longer answers probes, and try it elsewhere where that may be."""
+        """Give up attempts that wait for an instance that answers no probes, and try elsewhere where that may be."""
         for serving in list(self._live):
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)

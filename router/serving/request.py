@@ -1,4 +1,4 @@
-"""One client's request on its way: who asks, what was tried, and how it goes on after a failure or a preemption."""
+"""One client's request on its way: its client, its attempts, and how it goes on after a failure or a preemption."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from router.serving.aborts import Aborter
 from router.serving.attempt import Attempt, EngineIds, Leg, LegFailed
 from router.serving.response import ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
 from router.settings import RouterSettings
 from router.telemetry import AttemptRecord, Audit, RequestRecord, RouterMetrics
@@ -48,8 +49,6 @@ _log = logging.getLogger("router.serving.request")
 
 # A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
 MAX_ATTEMPTS = 6
-# Before the second attempt after a failure that another instance may share, and doubled before each further one.
-BACK_OFF_SECONDS = 0.05
 # Longer ids are not taken: they are kept in memory, and sent back in a header.
 MAX_ID_CHARACTERS = 256
 DETOKENIZE_SECONDS = 5.0
@@ -83,10 +82,7 @@ class ServingRequest:
     """A request from its arrival to the end of its response. ``fail`` ends it early, from outside."""
 
     __slots__ = (
-        "_avoided",
         "_ended",
-        "_excluded",
-        "_failures",
         "_features",
         "_head",
         "_is_aborted",
@@ -96,9 +92,9 @@ class ServingRequest:
         "_records",
         "_request",
         "_response",
+        "_retries",
         "_selection",
         "_services",
-        "_stale",
         "_started_unix",
         "_trace_id",
         "attempt",
@@ -127,11 +123,8 @@ class ServingRequest:
         self._trace_id = ""
         self._features = _NO_FEATURES
         self._selection: Selection | None = None
-        # Keys of instances: not to be used again; better not used again; whose idle connections had been closed.
-        self._excluded: set[str] = set()
-        self._avoided: set[str] = set()
-        self._stale: set[str] = set()
-        self._num_attempts = self._failures = self._preemptions = 0
+        self._retries = Retries()
+        self._num_attempts = self._preemptions = 0
         self._records: list[AttemptRecord] = []
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
         self._ended: RequestEnded | None = None
@@ -139,7 +132,7 @@ class ServingRequest:
         self._is_aborted = False
 
     async def serve(self, live: set[ServingRequest]) -> None:
-        """Answer the request, whatever happens; meanwhile it is one of those that ``live``."""
+        """Answer the request; nothing is raised. Meanwhile it is one of those that ``live``."""
         response = self._response
         live.add(self)
         try:
@@ -147,8 +140,8 @@ class ServingRequest:
             if not self._services.admission.try_enter(client):
                 await self._wait_in_line(client)
             self.client = client
-            self._read()
-            await self._answer()
+            self._read_request()
+            await self._answer_client()
         except Refused as refused:
             response.send_rejection(refused, self._own_headers())
         except RequestEnded as ended:
@@ -157,8 +150,8 @@ class ServingRequest:
             _log.error("%s", exc)
             self._end_with(ApiError(503, str(exc), "router_overloaded"))
         except asyncio.CancelledError:
-            # While it waits in line, by ``fail``; otherwise uvicorn cancels what a client that does not read has held
-            # up beyond the grace of a shutdown.
+            # While it waits in line, by ``fail``; otherwise uvicorn cancels it, where a client that does not read has
+            # held it up beyond the grace of a shutdown.
             self._end_with(self._ended.error if self._ended else None)
         except Exception:
             _log.exception("%s %s failed", self._request.method, self._request.path)
@@ -168,17 +161,17 @@ class ServingRequest:
             self._ended = None  # its traceback leads to this request: only the collector could free both
             if self.client is not None:
                 self._services.admission.leave(self.client)
-            self._record()
+            self._write_record()
 
     def fail(self, ended: RequestEnded) -> None:
-        """End the request: whoever works on it gets ``ended``."""
+        """End the request: the task that works on it gets ``ended``."""
         if self._ended is None:
             self._ended = ended
             if self.attempt is not None:
                 self.attempt.fail(ended)
             if self._queueing is not None:
                 self._queueing.cancel()
-            self._request.unblock()
+            self._request.unblock_sending()
 
     def abort(self, asked: Collection[str] | None) -> Sequence[str]:
         """If one of these ids, or all (None), means this request: try it no more, and answer its engines' ids."""
@@ -186,7 +179,7 @@ class ServingRequest:
             return ()
         if asked is not None:
             sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, self.body.choices)
-            if {self.request_id, sent.full_id, *sent.list_ids()}.isdisjoint(asked):
+            if {self.request_id, sent.whole, *sent.list_ids()}.isdisjoint(asked):
                 return ()
         self._is_aborted = True
         return self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
@@ -216,7 +209,7 @@ class ServingRequest:
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    def _read(self) -> None:
+    def _read_request(self) -> None:
         """Parse the body if the request is a completion, and prepare the head that instances get.
 
         Raises:
@@ -246,42 +239,59 @@ class ServingRequest:
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
         self._head = prepare_head(request.method, request.target, headers)
 
-    async def _answer(self) -> None:
+    async def _answer_client(self) -> None:
         """Make attempts, and go on after preemptions, until the client has the whole response.
 
         Raises:
             RequestEnded: it cannot have it.
-            NoRoom: the router cannot send the request, to whichever instance.
+            NoRoom: the router cannot send the request, to any instance.
         """
         response = self._response
         try:
             while True:
-                first = await self._begin()
-                assert self.attempt is not None
-                try:
-                    if await response.relay(self.attempt, first, self._own_headers()):
-                        break
-                except UpstreamError as exc:
-                    raise self._break_off(self.attempt, exc) from exc
-                await self._resume()
+                first = await self._begin_attempt()
+                attempt = self.attempt
+                assert attempt is not None
+                if not attempt.is_event_stream and response.holds_whole(attempt):
+                    is_done = response.relay_whole(attempt, first, self._own_headers())
+                else:
+                    is_done = await self._relay_pieces(attempt, first)
+                if is_done:
+                    break
+                await self._prepare_next_segment()
                 if response.merger is not None and response.merger.complete:
-                    response.finish_merged(self._own_headers())
+                    response.finish_from_segments(self._own_headers())
                     break
         except LegFailed as failure:
             self._send_failure(failure)
         else:
             self._end_attempt("answered")
 
-    async def _begin(self) -> bytes:
+    async def _relay_pieces(self, attempt: Attempt, first: bytes) -> bool:
+        """Relay the response as it comes; False if the decode instance preempted the request half-way.
+
+        Raises:
+            RequestEnded: the answering leg failed, or the request was ended.
+        """
+        try:
+            return await self._response.relay_pieces(attempt, first, self._own_headers())
+        except UpstreamError as exc:
+            attempt.break_off(exc)
+            self._end_attempt(f"broke off: {exc}")
+            role = attempt.answering.instance.role.value
+            message = f"{role} instance failed in the middle of its answer: {exc}"
+            raise RequestEnded(ApiError(502, message, f"{role}_failed")) from exc
+
+    async def _begin_attempt(self) -> bytes:
         """Make attempts until one has the first bytes of a response.
 
         Raises:
             LegFailed: no attempt had; this is the last one's failure.
-            NoRoom: the router cannot send it, to whichever instance.
+            NoRoom: the router cannot send it, to any instance.
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._select()
+            selection = self._select_instances()
         except NoInstance as none:
             raise RequestEnded(none.error) from None
         attempts = 0
@@ -301,13 +311,13 @@ class ServingRequest:
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
                     raise
                 self._services.metrics.retried(failure.instance.key)
-                await self._record_failure_and_back_off(failure)
+                await self._retries.record_failure_and_back_off(failure, selection)
                 try:
-                    selection = self._select()
+                    selection = self._select_instances()
                 except NoInstance:
                     raise failure from None
 
-    async def _resume(self) -> None:
+    async def _prepare_next_segment(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
 
         Raises:
@@ -321,10 +331,10 @@ class ServingRequest:
         self._preemptions += 1
         self._services.metrics.rescheduled(decode.key)
         if settings.preempt_retry_exclude_decode:
-            self._avoided.add(decode.key)
+            self._retries.avoid(decode.key)
         if isinstance(merger, ResponseMerger):
             while (ids := merger.ids_to_detokenize) is not None:
-                merger.take_detokenized(await self._detokenize(decode, ids))
+                merger.take_text(await self._detokenize(decode, ids))
         if merger.complete:
             return
         if self._preemptions > settings.preempt_retry_count:
@@ -352,15 +362,8 @@ class ServingRequest:
             return None
         return text if isinstance(text, str) else None
 
-    def _select(self) -> Selection:
-        selector = self._services.selector
-        choose = selector.choose if self.body else selector.choose_any
-        if self._avoided:
-            try:
-                return choose(self._features, self._excluded | self._avoided)
-            except NoInstance:
-                pass  # rather one of those than none
-        return choose(self._features, self._excluded)
+    def _select_instances(self) -> Selection:
+        return self._retries.select(self._services.selector, self._features, self.body is not None)
 
     def _make_attempt(self, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet."""
@@ -383,7 +386,7 @@ class ServingRequest:
         return self.attempt
 
     def _make_leg(self, instance: Instance, data: bytes, work: float) -> Leg:
-        fresh = instance.key in self._stale
+        fresh = instance.key in self._retries.stale
         exchange = self._services.upstream.prepare_exchange(instance.address, self._head, data, fresh)
         return Leg(instance, exchange, self._features.prompt_tokens, work)
 
@@ -411,20 +414,6 @@ class ServingRequest:
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
         return splice(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
 
-    async def _record_failure_and_back_off(self, failure: LegFailed) -> None:
-        """Note which instances the next attempt should not use, and give the others a moment."""
-        key, selection = failure.instance.key, self._selection
-        if failure.stale and key not in self._stale:
-            self._stale.add(key)
-            return
-        if failure.in_hand_over and selection is not None and selection.prefill is not None:
-            self._avoided |= {selection.prefill.key, selection.answering.key}
-        else:
-            self._excluded.add(key)
-        self._failures += 1
-        if self._failures > 1:
-            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
-
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
         is_broken = failure.response is None or failure.response.status >= 500
@@ -435,14 +424,6 @@ class ServingRequest:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
         decisions = self._selection.decisions if self._selection else ()
         self._records.append(AttemptRecord(decisions, how))
-
-    def _break_off(self, attempt: Attempt, error: UpstreamError) -> RequestEnded:
-        """Give up an attempt whose answering leg failed in the middle of the response."""
-        attempt.break_off(error)
-        self._end_attempt(f"broke off: {error}")
-        role = attempt.answering.instance.role.value
-        message = f"{role} instance failed in the middle of its answer: {error}"
-        return RequestEnded(ApiError(502, message, f"{role}_failed"))
 
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
@@ -478,7 +459,7 @@ class ServingRequest:
             headers.append((b"x-router-decision", reason.encode()))
         return headers
 
-    def _record(self) -> None:
+    def _write_record(self) -> None:
         """Keep the story of the request, and let the policies learn from it."""
         request, response = self._request, self._response
         record = RequestRecord(
@@ -513,7 +494,7 @@ class ServingRequest:
             assert attempt.prefill is not None
             leg, record.prefill, record.decode = attempt.prefill, prefill.key, answering.key
             if usage.cached_tokens is None:
-                usage = read_usage(leg.exchange.consumed) or usage
+                usage = read_usage(leg.exchange.kept_body) or usage
         record.cached_tokens = usage.cached_tokens
         record.predicted_cached_tokens = first.cached_tokens
         if record.error or record.status >= 400:

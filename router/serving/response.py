@@ -89,7 +89,35 @@ class ClientResponse:
             return 0
         return MERGED_BYTES if isinstance(self.merger, ResponseMerger) else HELD_BYTES
 
-    async def relay(self, attempt: Attempt, first: bytes, own_headers: Headers) -> bool:
+    def holds_whole(self, attempt: Attempt) -> bool:
+        """Whether all of a response that is no event stream is there, so that it can be sent in one piece.
+
+        Raises:
+            RequestEnded: it cannot be made part of the response that the client has got so far.
+        """
+        key = attempt.answering.instance.key
+        if self._request.response_started:
+            raise RequestEnded(_no_continuation(f"{key} did not go on with the stream"))
+        is_whole = attempt.answering.exchange.is_taken
+        if not is_whole and isinstance(self.merger, ResponseMerger):
+            raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
+        return is_whole
+
+    def relay_whole(self, attempt: Attempt, body: bytes, own_headers: Headers) -> bool:
+        """Send the whole response of an attempt; False if the instance preempted the request, so that it goes on."""
+        exchange = attempt.answering.exchange
+        if isinstance(self.merger, ResponseMerger):
+            merged = self.merger.feed(exchange.status, body)
+            if merged is None:
+                attempt.finish()
+                return False
+            body = merged
+        self._last = body
+        self.send(exchange.status, end_to_end(exchange.headers), body, own_headers)
+        attempt.finish()
+        return True
+
+    async def relay_pieces(self, attempt: Attempt, first: bytes, own_headers: Headers) -> bool:
         """Send an attempt's bytes to the client as they come; a slow client slows the instance down.
 
         Of an event stream, only whole events are sent, so that it can always be ended with an error event.
@@ -104,22 +132,14 @@ class ClientResponse:
 
         Raises:
             UpstreamError: the answering leg failed.
-            RequestEnded: the bytes cannot be made part of this response; or the one that the attempt was failed with.
+            RequestEnded: the one that the attempt was failed with.
         """
         request, exchange = self._request, attempt.answering.exchange
-        if not attempt.is_event_stream:
-            if request.response_started:
-                raise RequestEnded(_no_continuation(f"{attempt.answering.instance.key} did not go on with the stream"))
-            if exchange.is_taken:
-                return self._relay_whole(attempt, first, own_headers)
-            if isinstance(self.merger, ResponseMerger):
-                key = attempt.answering.instance.key
-                raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
         self.is_event_stream = attempt.is_event_stream
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         if not request.response_started:
             self.status, self.first_byte_at = exchange.status, time.perf_counter()
-            request.start(exchange.status, end_to_end(exchange.headers) + own_headers)
+            request.start_response(exchange.status, end_to_end(exchange.headers) + own_headers)
         data, held = first, b""
         while True:
             is_end = exchange.is_taken
@@ -133,24 +153,24 @@ class ClientResponse:
                 self._note_piece(data)
                 if merger is not None and merger.preempted:
                     attempt.finish()
-                    await request.send(data)
+                    await request.send_piece(data)
                     return False
             if is_end:
                 break
             if data:
-                await request.send(data)
+                await request.send_piece(data)
             data = await exchange.chunk(None if held else self._pass_on)
-        request.finish(data)
+        request.finish_response(data)
         attempt.finish()
         return True
 
-    def finish_merged(self, own_headers: Headers) -> None:
+    def finish_from_segments(self, own_headers: Headers) -> None:
         """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
         assert self.merger is not None
         end = self.merger.make_end()
         self._before_last, self._last = self._last, end
         if self._request.response_started:
-            self._request.finish(end)
+            self._request.finish_response(end)
         else:
             self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_headers)
 
@@ -158,7 +178,7 @@ class ClientResponse:
         """Send a whole response."""
         self.status, self.first_byte_at = status, time.perf_counter()
         self.bytes_sent = len(body)
-        self._request.respond(status, headers + own_headers, body)
+        self._request.send_response(status, headers + own_headers, body)
 
     def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
         """Answer a request that was not let in."""
@@ -172,33 +192,20 @@ class ClientResponse:
         if request.response_complete:
             return
         if error is None:
-            request.cut()
+            request.cut_response()
         elif not request.response_started:
             self.send(error.status, _JSON, error.body(), own_headers)
         elif self.is_event_stream:
-            request.finish(error.sse())
+            request.finish_response(error.sse())
         else:
-            request.cut()  # the response stays short of its announced length
+            request.cut_response()  # the response stays short of its announced length
 
     def read_usage(self) -> Usage:
         """The engine's figures of tokens, in the end of its response."""
         return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
 
-    def _relay_whole(self, attempt: Attempt, body: bytes, own_headers: Headers) -> bool:
-        exchange = attempt.answering.exchange
-        if isinstance(self.merger, ResponseMerger):
-            merged = self.merger.feed(exchange.status, body)
-            if merged is None:
-                attempt.finish()
-                return False
-            body = merged
-        self._last = body
-        self.send(exchange.status, end_to_end(exchange.headers), body, own_headers)
-        attempt.finish()
-        return True
-
     def _pass_on(self, data: bytes) -> bool:
-        """Send on a piece in the middle of the response as it comes; False where ``relay`` must look at it."""
+        """Send on a piece in the middle of the response as it comes; False where ``relay_pieces`` must look at it."""
         merger, sent = self.merger, data
         if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
             return False
@@ -207,7 +214,7 @@ class ClientResponse:
                 return False
             sent = merger.feed(data)
         self._note_piece(sent)
-        self._request.send_now(sent)
+        self._request.write_piece(sent)
         return True
 
     def _note_piece(self, sent: bytes) -> None:

@@ -73,7 +73,7 @@ def strip_token_ids(events: bytes) -> bytes:
 class StreamMerger:
     """One client's event stream, from as many segments as it takes.
 
-    Whoever relays the stream asks the engine for ``return_token_ids`` and gives all events to ``feed``. Once
+    The relay of the stream asks the engine for ``return_token_ids`` and gives all events to ``feed``. Once
     ``preempted``, the segment is over: if ``complete``, ``make_end`` is the rest of the stream; otherwise
     ``resumption`` has the members to add to the body of the next request, and ``begin_segment`` is called before the
     events of its response are fed.
@@ -120,7 +120,7 @@ class StreamMerger:
         if self.preempted:
             return b""
         if self.must_parse(events):
-            return self._merge_parsed(events)
+            return self._merge_events(events)
         has_ids = _IDS_MARK in events
         if not self._blind:
             self._keep_events(events, has_ids)
@@ -207,7 +207,7 @@ class StreamMerger:
                 self._held.clear()
                 self._offset += len(text)
 
-    def _merge_parsed(self, events: bytes) -> bytes:
+    def _merge_events(self, events: bytes) -> bytes:
         """``feed`` where each event must be looked into."""
         self._fold_events()
         given: list[bytes] = []
@@ -260,7 +260,7 @@ class ResponseMerger:
     """One client's whole (not streamed) response, from as many segments as it takes.
 
     ``feed`` takes a segment's response, and gives the client's, or None where the segment was preempted. Then, as long
-    as ``ids_to_detokenize`` holds ids, an instance is asked for their text, which goes to ``take_detokenized``. After
+    as ``ids_to_detokenize`` holds ids, an instance is asked for their text, which goes to ``take_text``. After
     that, if ``complete``, ``make_end`` is the response; otherwise ``resumption`` is added to the next request's body.
     """
 
@@ -288,7 +288,7 @@ class ResponseMerger:
             return body
         return self._merge(body)
 
-    def take_detokenized(self, text: str | None) -> None:
+    def take_text(self, text: str | None) -> None:
         """The text of the ids in ``ids_to_detokenize``; None if no instance could tell."""
         ids = self.ids_to_detokenize or []
         self.ids_to_detokenize = None

@@ -79,18 +79,18 @@ class Selector:
         """
         now = self._clock()
         if excluded:
-            choice = self._gather(now, excluded)
+            choice = self._gather_choice(now, excluded)
         else:
             if self._generation != self._registry.generation or now >= self._good_until:
-                self._prepare(now)
+                self._prepare_choice(now)
             choice = self._choice
         if choice.empty:
-            raise NoInstance(self._why_none(excluded))
+            raise NoInstance(self._explain_none(excluded))
         if not self._registry.splitwise:
-            mixed, decision = self._apply(Role.MIXED, features, choice.first, now)
+            mixed, decision = self._apply_policy(Role.MIXED, features, choice.first, now)
             return Selection(mixed, None, (decision,))
-        prefill, first = self._apply(Role.PREFILL, features, choice.first, now)
-        decode, second = self._apply(Role.DECODE, features, choice.partners[prefill.key], now)
+        prefill, first = self._apply_policy(Role.PREFILL, features, choice.first, now)
+        decode, second = self._apply_policy(Role.DECODE, features, choice.partners[prefill.key], now)
         return Selection(decode, prefill, (first, second))
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
@@ -100,61 +100,63 @@ class Selector:
             NoInstance: none is left.
         """
         now = self._clock()
-        for instances in self._preferences(now, excluded):
+        for instances in self._rank_instances(now, excluded):
             for role in self._registry.roles:
                 group = _Group([i for i in instances if i.role is role])
                 if group.candidates:
-                    instance, decision = self._apply(role, features, group, now)
+                    instance, decision = self._apply_policy(role, features, group, now)
                     return Selection(instance, None, (decision,))
-        raise NoInstance(self._missing(self._registry.roles))
+        raise NoInstance(self._explain_missing(self._registry.roles))
 
-    def _prepare(self, now: float) -> None:
-        self._choice = self._gather(now, ())
+    def _prepare_choice(self, now: float) -> None:
+        self._choice = self._gather_choice(now, ())
         self._generation = self._registry.generation
-        available = self._available(())
+        available = self._list_available(())
         if any(instance.weight(now) < 1.0 for instance in available):
             self._good_until = now
         else:
             retries = [i.breaker.retry_at for i in available if not i.breaker.admits(now)]
             self._good_until = min(retries, default=math.inf)
 
-    def _gather(self, now: float, excluded: Collection[str]) -> _Choice:
+    def _gather_choice(self, now: float, excluded: Collection[str]) -> _Choice:
         """The choice among the instances that are preferred most, of those that leave any."""
         choice = _Choice((), self._registry.splitwise)
-        for instances in self._preferences(now, excluded):
+        for instances in self._rank_instances(now, excluded):
             choice = _Choice(instances, self._registry.splitwise)
             if not choice.empty:
                 break
         return choice
 
-    def _preferences(self, now: float, excluded: Collection[str]) -> Iterator[list[Instance]]:
+    def _rank_instances(self, now: float, excluded: Collection[str]) -> Iterator[list[Instance]]:
         """The instances that may be chosen; then the same with those that had better not be, as a last resort."""
-        available = self._available(excluded)
+        available = self._list_available(excluded)
         admitted = [i for i in available if i.breaker.admits(now)]
         yield [i for i in admitted if i.weight(now) >= 1.0 or self._chance() < i.weight(now)]
         yield admitted
         yield available
 
-    def _available(self, excluded: Collection[str]) -> list[Instance]:
+    def _list_available(self, excluded: Collection[str]) -> list[Instance]:
         return [i for i in self._registry if i.available and i.key not in excluded]
 
-    def _apply(self, role: Role, features: RequestFeatures, group: _Group, now: float) -> tuple[Instance, Decision]:
+    def _apply_policy(
+        self, role: Role, features: RequestFeatures, group: _Group, now: float
+    ) -> tuple[Instance, Decision]:
         decision = self.policies[role].choose(features, group.candidates)
         chosen = group.by_key[decision.key]
         if chosen.breaker.state != "closed":
             chosen.try_one(now)
         return chosen, decision
 
-    def _why_none(self, excluded: Collection[str]) -> ApiError:
-        available = self._available(excluded)
+    def _explain_none(self, excluded: Collection[str]) -> ApiError:
+        available = self._list_available(excluded)
         present = {instance.role for instance in available}
         missing = [role for role in self._registry.roles if role not in present]
-        return self._missing(missing) if missing else _unfit(available)
+        return self._explain_missing(missing) if missing else _explain_misfit(available)
 
-    def _missing(self, roles: Sequence[Role]) -> ApiError:
-        return ApiError(503, "; ".join(self._missing_role(role) for role in roles), "no_instance")
+    def _explain_missing(self, roles: Sequence[Role]) -> ApiError:
+        return ApiError(503, "; ".join(self._explain_missing_role(role) for role in roles), "no_instance")
 
-    def _missing_role(self, role: Role) -> str:
+    def _explain_missing_role(self, role: Role) -> str:
         known = [i for i in self._registry if i.role is role]
         if known:
             states = "; ".join(f"{i.key} is {i.state}{': ' + i.trouble if i.trouble else ''}" for i in known)
@@ -177,7 +179,7 @@ class _Group:
 
 
 class _Choice:
-    """What a request may choose from: ``first`` a mixed or prefill instance, then one of a prefill's ``partners``."""
+    """A request's choice: ``first`` a mixed or prefill instance, then one of a prefill's ``partners``."""
 
     __slots__ = ("empty", "first", "partners")
 
@@ -187,15 +189,15 @@ class _Choice:
             self.first = _Group([i for i in instances if i.role is Role.MIXED])
         else:
             prefills = [i for i in instances if i.role is Role.PREFILL]
-            self.partners = _partners(prefills, [i for i in instances if i.role is Role.DECODE])
+            self.partners = _group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.partners])
         self.empty = not self.first.candidates
 
 
-def _partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> dict[str, _Group]:
+def _group_partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> dict[str, _Group]:
     """The decode instances that each prefill instance may be paired with, of those that may be paired at all."""
     partners = {}
-    # Prefill instances that are alike in what pairing asks of them share a group: mostly, that is all of them.
+    # Prefill instances that are alike to pairing share a group: mostly, that is all of them.
     groups: dict[object, _Group] = {}
     for prefill in prefills:
         asked = prefill.registration
@@ -207,7 +209,7 @@ def _partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> dict
     return partners
 
 
-def _unfit(instances: Sequence[Instance]) -> ApiError:
+def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
     """Why none of the prefill instances may be paired with any of the decode instances."""
     prefills = [i.registration for i in instances if i.role is Role.PREFILL]
     decodes = [i.registration for i in instances if i.role is Role.DECODE]
@@ -221,7 +223,7 @@ def _unfit(instances: Sequence[Instance]) -> ApiError:
     if not {p.version for p in prefills} & {d.version for d in decodes}:
         reason = (
             "prefill and decode must be of one version; registered are "
-            f"prefill {_versions(prefills)} and decode {_versions(decodes)}"
+            f"prefill {_list_versions(prefills)} and decode {_list_versions(decodes)}"
         )
     else:
         reason = (
@@ -231,5 +233,5 @@ def _unfit(instances: Sequence[Instance]) -> ApiError:
     return ApiError(503, reason, "no_pair")
 
 
-def _versions(registrations: Sequence[Registration]) -> str:
+def _list_versions(registrations: Sequence[Registration]) -> str:
     return ", ".join(sorted({"without a version" if r.version is None else repr(r.version) for r in registrations}))

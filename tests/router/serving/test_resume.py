@@ -294,7 +294,7 @@ def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detok
         given = merger.feed(200, engine.answer(members, leg, preempted_after))
         assert (given is None) == (preempted_after is not None)
         while (ids := merger.ids_to_detokenize) is not None:
-            merger.take_detokenized(engine.text(ids) if detokenizes else None)
+            merger.take_text(engine.text(ids) if detokenizes else None)
         if merger.complete:
             given = merger.make_end()
         if given is not None:
@@ -381,7 +381,7 @@ def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answ
         streamed.make_end()
         streamed.begin_segment()
         whole.feed(200, orjson.dumps(answer))
-        whole.take_detokenized("a" if whole.ids_to_detokenize else None)
+        whole.take_text("a" if whole.ids_to_detokenize else None)
         whole.resumption()
         if whole.complete:
             whole.make_end()

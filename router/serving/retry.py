@@ -1,0 +1,60 @@
+"""Retries of one request: which instances may still be tried, and how long to wait before the next attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from router.policies import RequestFeatures
+from router.serving.attempt import LegFailed
+from router.serving.selection import NoInstance, Selection, Selector
+
+__all__ = ["Retries"]
+
+# Before the second attempt after a failure that another instance may share, and doubled before each further one.
+BACK_OFF_SECONDS = 0.05
+
+
+class Retries:
+    """The instances at which a request has failed, by their keys."""
+
+    __slots__ = ("_avoided", "_excluded", "_failures", "stale")
+
+    def __init__(self) -> None:
+        self.stale: set[str] = set()
+        """Instances whose idle connections had been closed: the next attempt uses a connection of its own there."""
+        self._excluded: set[str] = set()  # not to be used again
+        self._avoided: set[str] = set()  # used again only if there is no other
+        self._failures = 0
+
+    def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
+        """The instance or the pair for the next attempt.
+
+        Raises:
+            NoInstance: none is left.
+        """
+        choose = selector.choose if is_completion else selector.choose_any
+        if self._avoided:
+            try:
+                return choose(features, self._excluded | self._avoided)
+            except NoInstance:
+                pass  # rather one of those than none
+        return choose(features, self._excluded)
+
+    def avoid(self, key: str) -> None:
+        """Use this instance again only if there is no other."""
+        self._avoided.add(key)
+
+    async def record_failure_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
+        """Note which instances the next attempt should not use, and give the others a moment."""
+        key = failure.instance.key
+        if failure.stale and key not in self.stale:
+            self.stale.add(key)
+            return
+        if failure.in_hand_over and selection.prefill is not None:
+            self._avoided |= {selection.prefill.key, selection.answering.key}
+        else:
+            self._excluded.add(key)
+        self._failures += 1
+        if self._failures > 1:
+            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
