@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from router.app import RouterApp
+from router.http import Exchange, RouterProtocol
+from router.http.connection import Connection
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer, full_backlog
@@ -325,11 +327,10 @@ def of_requests(one: object, router: RouterApp) -> bool:
 
     Not everybody's: clients and stand-ins of this process leave garbage too, and so do routers of tests before.
     """
-    match type(one).__name__:
-        case "RouterProtocol":
-            return getattr(one, "_data_plane", None) is router.proxy
-        case "Exchange" | "_Connection":
-            return getattr(one, "_upstream", None) is router.upstream
+    if isinstance(one, RouterProtocol):
+        return one._data_plane is router.proxy
+    if isinstance(one, Exchange | Connection):
+        return one._pool is router.upstream
     return False
 
 
