@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.fleet.registry import Instance
-from router.fleet.tasks import Tasks
+from router.fleet import Instance, Tasks
 from router.http.errors import UpstreamError
 from router.http.pool import Upstream
 
@@ -49,7 +48,7 @@ class Aborter:
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
         """Abort requests at one instance, in the background; a failure is logged and otherwise ignored."""
         self._count(instance.key)
-        self._tasks.start(self._abort_quietly(instance, engine_ids))
+        self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:
         """Send ``body`` to all ``instances`` at once and gather what they say."""

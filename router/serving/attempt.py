@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from router.fleet.registry import Instance
+from router.fleet import Instance
 from router.http.errors import NoRoom, StaleConnection, TimedOut, UpstreamError
 from router.http.exchange import Exchange
 from router.http.message import Answer, Headers
@@ -82,9 +82,9 @@ class Leg:
         self.finished = False
         self._tokens = tokens
         self._work = work
-        candidate = instance.candidate
+        candidate = instance.load
         self.queued = candidate.queued
-        """The instance's ``Candidate.queued`` before this leg."""
+        """The instance's ``InstanceLoad.queued`` before this leg."""
         candidate.requests += 1
         candidate.tokens += tokens
         candidate.queued += work
@@ -92,7 +92,7 @@ class Leg:
     def succeeded(self) -> None:
         """Its answer is a good one, as far as it has come."""
         if self.instance.breaker.failures:
-            self.instance.succeeded(time.monotonic())
+            self.instance.record_success(time.monotonic())
 
     @property
     def runs_at_engine(self) -> bool:
@@ -101,7 +101,7 @@ class Leg:
 
     def prefilled(self) -> None:
         """The first token is there."""
-        candidate = self.instance.candidate
+        candidate = self.instance.load
         candidate.tokens -= self._tokens
         candidate.queued -= self._work
         self._tokens, self._work = 0, 0.0
@@ -112,7 +112,7 @@ class Leg:
             self.finished = True
             self.exchange.close()
             self.prefilled()
-            self.instance.candidate.requests -= 1
+            self.instance.load.requests -= 1
 
 
 class Attempt:

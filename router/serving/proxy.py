@@ -14,12 +14,8 @@ from collections.abc import Collection
 
 import orjson
 
-from router.access.admission import Admission
-from router.access.auth import Auth
-from router.fleet.health import HealthMonitor
-from router.fleet.pairing import disaggregate_info
-from router.fleet.registration import Registration
-from router.fleet.registry import Instance
+from router.access import Admission, Auth
+from router.fleet import HealthMonitor, Instance, Registration, disaggregate_info
 from router.http.api_error import ApiError, Refused
 from router.http.body import encode_member
 from router.http.errors import ConnectFailed, NoRoom, UpstreamError
@@ -34,8 +30,7 @@ from router.serving.request import Journey, Over
 from router.serving.resume import AnswerStitcher
 from router.serving.selection import NoInstance, Selection, Selector
 from router.settings import RouterSettings
-from router.telemetry.audit import Audit, RequestRecord
-from router.telemetry.metrics import RouterMetrics
+from router.telemetry import Audit, RequestRecord, RouterMetrics
 
 __all__ = ["Proxy"]
 
@@ -92,7 +87,7 @@ class Proxy:
     def refusal(self, headers: Headers) -> Refused | None:
         """Why whoever sent these headers may not send a body; None if it may."""
         try:
-            self._auth.client(headers)
+            self._auth.identify_client(headers)
         except Refused as refused:
             return refused
         return None
@@ -129,8 +124,7 @@ class Proxy:
     def refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read."""
         record = RequestRecord(method, path, time.time(), status=error.status, error=error.code)
-        self._metrics.record(record)
-        self._audit.write(record)
+        self._audit.add_record(record)
 
     def stop(self) -> None:
         """End every request in progress with a clear error: the router is stopping."""
@@ -163,7 +157,7 @@ class Proxy:
         Raises:
             Refused: it may not ask, or not so much at once.
         """
-        client = self._auth.client(journey.request_headers)
+        client = self._auth.identify_client(journey.request_headers)
         if not self._admission.try_enter(client):
             journey.queueing = asyncio.current_task()
             journey.watch_client()
@@ -212,7 +206,7 @@ class Proxy:
                 self._note_failure(failure)
                 if not failure.another_may_serve or attempts == ATTEMPTS:
                     raise
-                self._metrics.retried(failure.instance.key)
+                self._metrics.count_retry(failure.instance.key)
                 await journey.back_off(failure)
                 try:
                     selection = self._select(journey)
@@ -231,7 +225,7 @@ class Proxy:
         decode = selection.answering
         journey.attempt_ended("preempted")
         journey.preemptions += 1
-        self._metrics.rescheduled(decode.key)
+        self._metrics.count_preemption(decode.key)
         if self._exclude_preempting:
             journey.avoided.add(decode.key)
         if isinstance(stitcher, AnswerStitcher):
@@ -310,21 +304,20 @@ class Proxy:
         """Count what the instance, and not the request or its partner, is to blame for."""
         broken = failure.answer is None or failure.answer.status >= 500
         if broken and not failure.stale and not failure.in_hand_over:
-            failure.instance.failed(time.monotonic(), str(failure))
+            failure.instance.record_failure(time.monotonic(), str(failure))
 
     def _note_trouble(self, instance: Instance, error: Exception) -> None:
         if isinstance(error, ConnectFailed):
             instance.mark_unhealthy(str(error))
         else:
-            self._health.suspect(instance)
+            self._health.probe_soon(instance)
 
     def _record(self, journey: Journey) -> None:
         record = journey.record
         record.total_ms = (time.perf_counter() - journey.started) * 1e3
         if journey.selection is not None and journey.body is not None:
             self._record_serving(journey, journey.selection)
-        self._metrics.record(record)
-        self._audit.write(record)
+        self._audit.add_record(record)
 
     def _record_serving(self, journey: Journey, selection: Selection) -> None:
         """Note who served a completion, and let the policies learn from how it went."""
@@ -350,4 +343,4 @@ class Proxy:
         outcome = Outcome(
             first.key, leg.queued, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
         )
-        self._selector.policies[leg.instance.role].observe(journey.features, first, outcome)
+        self._selector.policies[leg.instance.role].observe_outcome(journey.features, first, outcome)

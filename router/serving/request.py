@@ -7,19 +7,18 @@ import random
 import time
 from collections.abc import Collection, Sequence
 
-from router.fleet.registration import Role
+from router.fleet import Role
 from router.http.api_error import ApiError, Refused
 from router.http.body import BadBody, InferenceBody, encode_member, estimate_tokens, parse_inference, splice
 from router.http.errors import UpstreamError
 from router.http.message import Headers, PreparedHead, prepare_head
 from router.http.server import ClientRequest
 from router.http.usage import Usage, read_usage
-from router.policies import RequestFeatures
-from router.policies.features import request_features
+from router.policies import RequestFeatures, request_features
 from router.serving.attempt import Attempt, LegFailed
 from router.serving.resume import AnswerStitcher, StreamStitcher
 from router.serving.selection import Selection
-from router.telemetry.audit import AttemptRecord, RequestRecord
+from router.telemetry import AttemptRecord, RequestRecord
 
 __all__ = ["Journey", "Over"]
 

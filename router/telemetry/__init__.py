@@ -1,1 +1,10 @@
-"""What operators see of the requests: metrics, access log, explanations."""
+"""Telemetry: the requests as operators see them.
+
+audit.py     Audit: one record a request, its line in the access log, and its explanation
+metrics.py   RouterMetrics: figures for Prometheus
+"""
+
+from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord
+from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
+
+__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]
