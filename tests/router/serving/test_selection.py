@@ -265,7 +265,7 @@ class TestForgettingCaches:
 
     def test_the_policy_of_each_role_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[str] = []
-        monkeypatch.setattr(RoundRobin, "forget", lambda policy, key: told.append(key))
+        monkeypatch.setattr(RoundRobin, "forget_instance", lambda policy, key: told.append(key))
         fleet = Fleet()
         fleet.come_back(fleet.add("decode", "d:1"))
         assert told == ["d:1", "d:1"]
