@@ -15,39 +15,35 @@ from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from router.access.admission import Admission
-from router.access.auth import Auth
-from router.fleet.health import HealthMonitor
-from router.fleet.pairing import PairInfo
-from router.fleet.register_file import expect_registered
-from router.fleet.registration import Registration, RegistrationError, Role
-from router.fleet.registry import Instance, Registry
-from router.fleet.scrape import Scraper
-from router.fleet.snapshot import Snapshot
-from router.fleet.tasks import Tasks
-from router.http.api_error import ApiError, Refused
-from router.http.body import BadBody, parse_object
-from router.http.errors import UpstreamError
-from router.http.message import Headers
-from router.http.pool import ConnectionPool
-from router.serving.aborts import ABORT_PATH, Aborter
-from router.serving.proxy import Proxy
-from router.serving.request import Services
-from router.serving.selection import Selector
+from router.access import Admission, Auth
+from router.fleet import (
+    HealthMonitor,
+    Instance,
+    PairInfo,
+    Registration,
+    RegistrationError,
+    Registry,
+    Role,
+    Scraper,
+    Snapshot,
+    Tasks,
+    add_listed_instances,
+)
+from router.http import ApiError, BadBody, ConnectionPool, Headers, Refused, UpstreamError, parse_object
+from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services
 from router.settings import RouterSettings
-from router.telemetry.audit import KEPT_RECORDS, Audit
-from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
 
 _log = logging.getLogger("router.app")
 
 MODELS_SECONDS = 5.0
-# What the router still has to tell engines when it stops (aborts) gets this long.
+# Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
-# What changes the instances, or tells where they are, is for who holds the admin token. The rest of the control plane
-# is for probes and figures, or, under /v1, for clients.
+# Paths that change the instances, or tell where they are, are for the holder of the admin token. The rest of the
+# control plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/register", "/registered", "/decode_instances"})
 
 
@@ -68,7 +64,7 @@ class RouterApp:
             else None
         )
         if settings.register_path:
-            expect_registered(self.registry, Path(settings.register_path), time.monotonic())
+            add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
         self.admission = Admission(settings)
         self.audit = Audit(settings)
@@ -76,7 +72,7 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
-        self.aborter = Aborter(self.upstream, self.tasks, self.metrics.aborted)
+        self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(
             Services(
@@ -92,34 +88,34 @@ class RouterApp:
                 audit=self.audit,
             )
         )
-        self.registry.on_failure(self.proxy.on_instance_failure)
+        self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The control plane; ``RouterProtocol`` gives the data plane's requests to ``proxy``."""
+        """Answer a request of the control plane; ``RouterProtocol`` gives the data plane's to ``proxy``."""
         if scope["type"] == "http":
             try:
-                self._check(scope["path"], scope["headers"])
+                self._check_access(scope["path"], scope["headers"])
             except Refused as refused:
-                await _refusal(refused)(scope, receive, send)
+                await _refusal_reply(refused)(scope, receive, send)
                 return
         try:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
 
-    def _check(self, path: str, headers: Headers) -> None:
-        """Raise ``Refused`` if whoever sent this may not ask for ``path``."""
+    def _check_access(self, path: str, headers: Headers) -> None:
+        """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
         if path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
-        elif path.startswith("/v1/") and path != ABORT_PATH:  # who may abort depends on what
-            self.auth.client(headers)
+        elif path.startswith("/v1/") and path != ABORT_PATH:  # its check depends on its body
+            self.auth.identify_client(headers)
 
 
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        work = [router.health.run(), router.proxy.watch_the_clock(), router.scraper.run()]
+        work = [router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()]
         if router.snapshot:
             router.snapshot.restore(time.monotonic())
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
@@ -136,79 +132,79 @@ def _control_plane(router: RouterApp) -> FastAPI:
     app = FastAPI(title="KV router", lifespan=lifespan)
 
     @app.post("/register")
-    async def register(request: Request) -> Response:
+    async def register_instance(request: Request) -> Response:
         try:
-            registration = Registration.parse(parse_object(await request.body()))
-            await router.health.register(registration)
+            registration = Registration.from_fields(parse_object(await request.body()))
+            await router.health.probe_and_register(registration)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
-            return _json(400, {"detail": str(exc)})
-        return _json(200, {"status": "success"})
+            return _json_reply(400, {"detail": str(exc)})
+        return _json_reply(200, {"status": "success"})
 
     @app.get("/registered")
-    async def registered() -> Response:
+    async def list_instances() -> Response:
         instances: dict[str, Any] = {role.value: [] for role in Role}
         for instance in router.registry:
-            instances[instance.role.value].append(_describe(instance))
-        return _json(200, {"code": 200, "msg": "success", **instances})
+            instances[instance.role.value].append(_describe_instance(instance))
+        return _json_reply(200, {"code": 200, "msg": "success", **instances})
 
     @app.get("/registered_number")
-    async def registered_number() -> Response:
+    async def count_healthy_instances() -> Response:
         numbers = {role.value: 0 for role in Role}
         for instance in router.registry:
             numbers[instance.role.value] += instance.healthy
-        return _json(200, numbers)
+        return _json_reply(200, numbers)
 
     @app.get("/decode_instances")
-    async def decode_instances(version: str | None = None) -> Response:
+    async def list_decode_instances(version: str | None = None) -> Response:
         # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep what they get.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
-        wanted = [_in_fastdeploys_form(decode) for decode in decodes if version in (None, decode.version)]
-        return _json(200, wanted)
+        wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
+        return _json_reply(200, wanted)
 
     @app.get("/health")
-    async def health() -> Response:
+    async def answer_health_probe() -> Response:
         return Response(status_code=200)
 
     @app.get("/health_generate")
-    async def health_generate() -> Response:
-        troubles = await router.health.troubles()
+    async def probe_instances() -> Response:
+        troubles = await router.health.find_troubles()
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
         if bad or not troubles:
-            return _json(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return _json(200, {"code": 200, "msg": "Health check complete"})
+            return _json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
+        return _json_reply(200, {"code": 200, "msg": "Health check complete"})
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(router.metrics.text(), media_type=CONTENT_TYPE)
+    async def show_metrics() -> Response:
+        return Response(router.metrics.render_text(), media_type=CONTENT_TYPE)
 
     @app.post("/admin/drain")
-    async def drain(request: Request) -> Response:
-        return _drain(router.registry, await request.body())
+    async def drain_instance(request: Request) -> Response:
+        return _drain_instance(router.registry, await request.body())
 
     @app.get("/admin/explain/{request_id:path}")
-    async def explain(request_id: str) -> Response:
-        explanation = router.audit.explain(request_id)
+    async def explain_request(request_id: str) -> Response:
+        explanation = router.audit.explain_request(request_id)
         if explanation is None:
-            message = f"request {request_id!r} is none of the last {KEPT_RECORDS} that have ended"
-            return _error(ApiError(404, message, "unknown_request"))
-        return _json(200, explanation)
+            message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
+            return _error_reply(ApiError(404, message, "unknown_request"))
+        return _json_reply(200, explanation)
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await _models(router, request)
+    async def list_models(request: Request) -> Response:
+        return await _gather_models(router, request)
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
         try:
-            return await _abort_requests(router, request.headers.raw, await request.body())
+            return await _pass_on_abort(router, request.headers.raw, await request.body())
         except Refused as refused:
-            return _refusal(refused)
+            return _refusal_reply(refused)
 
     return app
 
 
-async def _models(router: RouterApp, request: Request) -> Response:
+async def _gather_models(router: RouterApp, request: Request) -> Response:
     """The models of all instances, each once."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
@@ -228,34 +224,34 @@ async def _models(router: RouterApp, request: Request) -> Response:
     for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return _json(200, {"object": "list", "data": list(models.values())})
+    return _json_reply(200, {"object": "list", "data": list(models.values())})
 
 
-async def _abort_requests(router: RouterApp, headers: Headers, body: bytes) -> Response:
-    """Pass an abort on to every instance, and say what they aborted.
+async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
+    """Pass an abort on to every instance, and gather the requests they aborted.
 
     Raises:
-        Refused: who asks is no client; or wants to abort everybody's requests, and is not who holds the admin token.
+        Refused: the asker is no client; or wants to abort everybody's requests, and does not hold the admin token.
     """
     try:
         members = parse_object(body)
     except BadBody as exc:
-        return _error(ApiError(400, str(exc), "invalid_body"))
+        return _error_reply(ApiError(400, str(exc), "invalid_body"))
     req_ids = members.get("req_ids")
     if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
         message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
-        return _error(ApiError(400, message, "invalid_body", "req_ids"))
+        return _error_reply(ApiError(400, message, "invalid_body", "req_ids"))
     if members.get("abort_all") and router.auth.has_admin_token:
         router.auth.check_admin(headers)
     else:
-        router.auth.client(headers)
+        router.auth.identify_client(headers)
     if members.get("abort_all"):
         router.proxy.abort(None)
     elif isinstance(req_ids, list):
         called = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
         body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
     outcome = await router.aborter.abort_everywhere(router.registry, body)
-    return _json(
+    return _json_reply(
         200,
         {
             "status": "error" if outcome.errors else "success",
@@ -265,27 +261,29 @@ async def _abort_requests(router: RouterApp, headers: Headers, body: bytes) -> R
     )
 
 
-def _drain(registry: Registry, body: bytes) -> Response:
+def _drain_instance(registry: Registry, body: bytes) -> Response:
     """Let an instance take no new requests, or, with ``undrain``, take them again."""
     try:
         members = parse_object(body)
     except BadBody as exc:
-        return _error(ApiError(400, str(exc), "invalid_body"))
+        return _error_reply(ApiError(400, str(exc), "invalid_body"))
     key, undrain = members.get("instance"), members.get("undrain", False)
     if not isinstance(key, str):
-        return _error(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
+        return _error_reply(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
     if not isinstance(undrain, bool):
-        return _error(ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain"))
+        return _error_reply(
+            ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain")
+        )
     instance = registry.get(key)
     if instance is None:
         known = ", ".join(each.key for each in registry) or "none"
-        return _error(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
-    instance.drain(not undrain)
-    state, running = instance.state, instance.candidate.requests
-    return _json(200, {"instance": key, "state": state, "running_requests": running})
+        return _error_reply(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
+    instance.set_draining(not undrain)
+    state, running = instance.state, instance.load.requests
+    return _json_reply(200, {"instance": key, "state": state, "running_requests": running})
 
 
-def _in_fastdeploys_form(registration: Registration) -> dict[str, Any]:
+def _format_registration(registration: Registration) -> dict[str, Any]:
     """All that the instance sent, with role, ports and ids as FastDeploy's Python router gives them back."""
     fields = registration.fields
     return {
@@ -295,7 +293,7 @@ def _in_fastdeploys_form(registration: Registration) -> dict[str, Any]:
         "port": str(registration.address.port),
         "metrics_port": str(registration.metrics_port),
         "connector_port": registration.connector_port,
-        "engine_worker_queue_port": _text(fields.get("engine_worker_queue_port")),
+        "engine_worker_queue_port": _format_text(fields.get("engine_worker_queue_port")),
         "transfer_protocol": registration.transfer_protocol,
         "rdma_ports": registration.rdma_ports,
         "device_ids": registration.device_ids,
@@ -305,14 +303,14 @@ def _in_fastdeploys_form(registration: Registration) -> dict[str, Any]:
     }
 
 
-def _describe(instance: Instance) -> dict[str, Any]:
-    """What FastDeploy's Go router tells of an instance, all that the instance sent, and how it does."""
+def _describe_instance(instance: Instance) -> dict[str, Any]:
+    """The entry that FastDeploy's Go router has for an instance, all fields that the instance sent, and its state."""
     registration = instance.registration
     return {
-        **_in_fastdeploys_form(registration),
+        **_format_registration(registration),
         "role": registration.role.value,
         "connector_port": registration.connector_port or "",
-        "engine_worker_queue_port": _text(registration.fields.get("engine_worker_queue_port")) or "",
+        "engine_worker_queue_port": _format_text(registration.fields.get("engine_worker_queue_port")) or "",
         "url": f"http://{instance.key}",
         "worker_type": registration.role.value,
         "state": instance.state,
@@ -320,26 +318,26 @@ def _describe(instance: Instance) -> dict[str, Any]:
         "breaker": instance.breaker.state,
         "failed_requests_in_a_row": instance.breaker.failures,
         "weight": round(instance.weight(time.monotonic()), 2),
-        "running_requests": instance.candidate.requests,
-        "running_tokens": instance.candidate.tokens,
+        "running_requests": instance.load.requests,
+        "running_tokens": instance.load.tokens,
     }
 
 
-def _text(value: Any) -> str | None:
+def _format_text(value: Any) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return None if value is None else str(value)
 
 
-def _json(status: int, value: Any) -> Response:
+def _json_reply(status: int, value: Any) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
+def _error_reply(error: ApiError) -> Response:
     return Response(error.body(), status_code=error.status, media_type="application/json")
 
 
-def _refusal(refused: Refused) -> Response:
-    answer = _error(refused.error)
+def _refusal_reply(refused: Refused) -> Response:
+    answer = _error_reply(refused.error)
     answer.raw_headers += refused.headers
     return answer

@@ -31,11 +31,11 @@ _log = logging.getLogger("router.launch")
 
 # Requests that still run get so long; then they are ended with an error. Kubernetes kills 30 s after its SIGTERM.
 GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
-# A client that has not taken its answer's end by then is cut off.
-LAST_WORDS_SECONDS = 1.0
+# A client that has not taken its response's end by then is cut off.
+FLUSH_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
 CLIENT_IDLE_SECONDS = 65
-# The collector need not look often: what requests leave is freed without it (tests/router/serving/test_fault_table.py).
+# The collector need not look often: requests leave no circles (tests/router/serving/test_fault_table.py).
 GC_THRESHOLDS = (20_000, 10, 10)
 # As of FastDeploy's Go router: under the folder it is started in.
 LOG_FILE = Path("logs/router.log")
@@ -57,7 +57,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new; wait for what runs, or end it."""
+        """Accept nothing new; wait for requests that run, or end them."""
         ending = asyncio.ensure_future(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
@@ -66,7 +66,7 @@ class _Server(uvicorn.Server):
         while time.monotonic() < self._ends_requests_at:
             await asyncio.sleep(0.1)
         self._router.proxy.stop()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until SIGTERM or SIGINT; return the exit status."""
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv)
-        handler = _log_handler(settings)
-        listener = _listen(settings.host, settings.port)
+        handler = _make_log_handler(settings)
+        listener = _open_listener(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
         logging.basicConfig(
             level=settings.log_level.upper(),
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             date_header=False,
             proxy_headers=False,
             timeout_keep_alive=CLIENT_IDLE_SECONDS,
-            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * LAST_WORDS_SECONDS),
+            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
         ),
         router,
     )
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    _log.info("%s", _startup_line(settings))
+    _log.info("%s", _format_startup_line(settings))
     # The records kept to be explained would be looked through again and again for garbage that is not there.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -122,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _log_handler(settings: RouterSettings) -> logging.Handler:
-    """Where the log goes.
+def _make_log_handler(settings: RouterSettings) -> logging.Handler:
+    """The handler that writes the log where ``log.output`` says.
 
     Raises:
         SettingsError: the log file cannot be written.
@@ -139,7 +139,7 @@ def _log_handler(settings: RouterSettings) -> logging.Handler:
         raise SettingsError(f"log.output is 'file', but {LOG_FILE} cannot be written: {exc.strerror}") from exc
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     """A socket bound to ``host:port``.
 
     Raises:
@@ -166,12 +166,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _open_more_files() -> None:
     """Take as many descriptors as the system gives: a request needs three, and the usual limit is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited", and does not mean it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _startup_line(settings: RouterSettings) -> str:
+def _format_startup_line(settings: RouterSettings) -> str:
     if settings.splitwise:
         mode = f"prefill by {settings.prefill_policy}, decode by {settings.decode_policy}"
     else:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from router.policies import POLICIES, Candidate, Decision, Outcome, Policy, PolicyOptions, RequestFeatures
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, PolicyOptions, RequestFeatures
 
 __all__ = ["Arrival", "BadInput", "Cluster", "Report", "main", "read_trace", "replay"]
 
@@ -59,13 +59,13 @@ def read_trace(path: Path) -> list[Arrival]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise BadInput(f"--trace {path} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-    arrivals = sorted(_arrival(line, f"{path}, line {number}") for number, line in enumerate(lines, 1))
+    arrivals = sorted(_parse_arrival(line, f"{path}, line {number}") for number, line in enumerate(lines, 1))
     if not arrivals or arrivals[-1].at <= arrivals[0].at:
         raise BadInput(f"{path} has no requests over some time; at least two at different timestamps are needed")
     return arrivals
 
 
-def _arrival(line: str, where: str) -> Arrival:
+def _parse_arrival(line: str, where: str) -> Arrival:
     try:
         entry = json.loads(line)
         at, tokens, blocks = entry["timestamp"] / 1000, entry["input_length"], tuple(entry["hash_ids"])
@@ -80,7 +80,7 @@ def _arrival(line: str, where: str) -> Arrival:
 
 
 class Cluster(NamedTuple):
-    """What is simulated."""
+    """The instances and the pool that are simulated."""
 
     instances: int
     tokens_per_second: float
@@ -110,19 +110,19 @@ class Report:
 class _Blocks:
     """Blocks kept, the longest unused being dropped for new ones."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def leading(self, blocks: Sequence[int]) -> int:
+    def count_leading(self, blocks: Sequence[int]) -> int:
         """How many of the first ones are here."""
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
-    def use(self, blocks: Iterable[int]) -> None:
+    def use_blocks(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self._most:
+        while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
 
@@ -139,7 +139,7 @@ class _Instance:
     """Prefills one request after another."""
 
     def __init__(self, key: str, cache_blocks: int) -> None:
-        self.candidate = Candidate(key)
+        self.load = InstanceLoad(key)
         self.blocks = _Blocks(cache_blocks)
         self.line: deque[_Placed] = deque()
         self.own_tokens = self.cached_tokens = 0  # of the request being prefilled
@@ -150,77 +150,77 @@ def replay(
     cluster: Cluster,
     make_policy: Callable[..., Policy],
 ) -> Report:
-    """Send the requests where a policy says, at their times, and let it learn from what becomes of them."""
+    """Send the requests where a policy says, at their times, and let it learn from their outcomes."""
     random.seed(0)
     now = 0.0
     policy = make_policy(PolicyOptions(), lambda: now)
     instances = {
         key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}".format, range(cluster.instances))
     }
-    candidates = [instance.candidate for instance in instances.values()]
+    candidates = [instance.load for instance in instances.values()]
     pool = _Blocks(cluster.pool_blocks)
     report = Report()
     ends: list[tuple[float, str]] = []  # when, and whose prefill
 
-    def begin(instance: _Instance) -> None:
+    def begin_prefill(instance: _Instance) -> None:
         arrival = instance.line[0].arrival
-        own = instance.blocks.leading(arrival.blocks)
-        shared = max(own, pool.leading(arrival.blocks))
+        own = instance.blocks.count_leading(arrival.blocks)
+        shared = max(own, pool.count_leading(arrival.blocks))
         own_tokens = instance.own_tokens = min(own * TOKENS_PER_BLOCK, arrival.tokens)
         instance.cached_tokens = min(shared * TOKENS_PER_BLOCK, arrival.tokens)
         pool_tokens = instance.cached_tokens - own_tokens
-        instance.blocks.use(arrival.blocks[:shared])
+        instance.blocks.use_blocks(arrival.blocks[:shared])
         report.tokens += arrival.tokens
         report.own_tokens += own_tokens
         report.pool_tokens += pool_tokens
         work = arrival.tokens - instance.cached_tokens + cluster.fetch_cost * pool_tokens
-        heapq.heappush(ends, (now + work / cluster.tokens_per_second, instance.candidate.key))
+        heapq.heappush(ends, (now + work / cluster.tokens_per_second, instance.load.key))
 
-    def end(instance: _Instance) -> None:
+    def end_prefill(instance: _Instance) -> None:
         arrival, features, decision, queued = instance.line.popleft()
-        candidate = instance.candidate
-        candidate.requests -= 1
-        candidate.tokens -= arrival.tokens
-        candidate.queued -= decision.work
+        load = instance.load
+        load.requests -= 1
+        load.tokens -= arrival.tokens
+        load.queued -= decision.work
         ttft = now - arrival.at
         report.ttft.append(ttft)
-        instance.blocks.use(arrival.blocks)
-        pool.use(arrival.blocks)
-        policy.observe(
+        instance.blocks.use_blocks(arrival.blocks)
+        pool.use_blocks(arrival.blocks)
+        policy.observe_outcome(
             features,
             decision,
-            Outcome(candidate.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens),
+            Outcome(load.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens),
         )
         if instance.line:
-            begin(instance)
+            begin_prefill(instance)
 
-    def place(arrival: Arrival) -> None:
+    def place_request(arrival: Arrival) -> None:
         features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
         started = time.process_time()
-        decision = policy.choose(features, candidates)
+        decision = policy.choose_instance(features, candidates)
         report.decision_seconds += time.process_time() - started
         instance = instances[decision.key]
-        candidate = instance.candidate
-        instance.line.append(_Placed(arrival, features, decision, candidate.queued))
-        candidate.requests += 1
-        candidate.tokens += arrival.tokens
-        candidate.queued += decision.work
+        load = instance.load
+        instance.line.append(_Placed(arrival, features, decision, load.queued))
+        load.requests += 1
+        load.tokens += arrival.tokens
+        load.queued += decision.work
         if len(instance.line) == 1:
-            begin(instance)
+            begin_prefill(instance)
 
     for arrival in arrivals:
         while ends and ends[0][0] <= arrival.at:
             now, key = heapq.heappop(ends)
-            end(instances[key])
+            end_prefill(instances[key])
         now = arrival.at
-        place(arrival)
+        place_request(arrival)
     while ends:
         now, key = heapq.heappop(ends)
-        end(instances[key])
+        end_prefill(instances[key])
     return report
 
 
-def _paced(
+def _pace_arrivals(
     arrivals: Sequence[Arrival], instances: int, headroom: float, cache_blocks: int
 ) -> tuple[list[Arrival], Cluster]:
     """The requests at the pace of so many instances, which can compute ``headroom`` times all their tokens."""
@@ -230,7 +230,7 @@ def _paced(
     return paced, Cluster(instances, headroom * demand / instances, cache_blocks, _POOL_BLOCKS)
 
 
-def _row(name: str, report: Report) -> str:
+def _format_row(name: str, report: Report) -> str:
     cuts = statistics.quantiles(report.ttft, n=100)
     return (
         f"{name:24}{report.own_tokens / report.tokens:8.1%}{report.pool_tokens / report.tokens:8.1%}"
@@ -246,27 +246,27 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m router.simulate",
         description="Replays a trace of requests over simulated instances, by each policy of the router.",
         allow_abbrev=False,
     )
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines, as Mooncake's traces")
-    parser.add_argument("--instances", type=_positive(int), default=8, metavar="N", help="(default 8)")
+    parser.add_argument("--instances", type=_positive_number(int), default=8, metavar="N", help="(default 8)")
     parser.add_argument(
-        "--headroom", type=_positive(float), default=0.9, metavar="H",
+        "--headroom", type=_positive_number(float), default=0.9, metavar="H",
         help="what all instances can compute, as a part of all prompt tokens (default 0.9)",
     )  # fmt: skip
     parser.add_argument(
-        "--cache-blocks", type=_positive(int), default=3000, metavar="N",
+        "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",
         help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance keeps (default 3000)",
     )  # fmt: skip
     parser.add_argument("--policy", choices=POLICIES, action="append", help="only this one; may come more than once")
     return parser
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def _positive_number(kind: type[int] | type[float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
         if not 0 < value < math.inf:
@@ -280,8 +280,8 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     try:
-        args = _parser().parse_args(argv)
-        arrivals, cluster = _paced(read_trace(args.trace), args.instances, args.headroom, args.cache_blocks)
+        args = _make_parser().parse_args(argv)
+        arrivals, cluster = _pace_arrivals(read_trace(args.trace), args.instances, args.headroom, args.cache_blocks)
     except BadInput as exc:
         print(f"router.simulate: {exc}", file=sys.stderr)
         return 2
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(f"{'policy':24}{'own':>8}{'pool':>8}{'TTFT mean':>10}{'p50':>10}{'p99 (s)':>10}{'CPU ms each':>12}")
     for name in args.policy or POLICIES:
-        print(_row(name, replay(arrivals, cluster, POLICIES[name])), flush=True)
+        print(_format_row(name, replay(arrivals, cluster, POLICIES[name])), flush=True)
     return 0
 
 

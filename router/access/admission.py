@@ -1,10 +1,10 @@
-"""Admission: how many requests are served at once, in all and for each client, and who of those waiting is next.
+"""Admission: how many requests are served at once, in all and for each client, and which of those waiting is next.
 
-Who cannot be served at once waits in one line of bounded length, in which clients take turns: a client with a
-thousand requests waiting delays another's only request by one turn, not by a thousand. When the line is full, the
+A request that cannot be served at once waits in one line of bounded length, in which clients take turns: a client with
+a thousand requests waiting delays another's only request by one turn, not by a thousand. When the line is full, the
 client that has most requests in it loses its last one to a newcomer that has fewer.
 
-Whoever was let in (``try_enter`` said True, or ``enter`` returned) leaves again with ``leave``.
+A request that was let in (``try_enter`` returned True, or ``enter`` returned) leaves again with ``leave``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from typing import TYPE_CHECKING
 
-from router.http.api_error import ApiError, Refused
-from router.settings import RouterSettings
+from router.http import ApiError, Refused
+
+if TYPE_CHECKING:
+    from router.settings import RouterSettings
 
 __all__ = ["Admission"]
 
-# A waiter's future is given None when it is its turn, and otherwise why it is not let in.
+# A waiter's future is given None when it is its turn, and otherwise the refusal.
 _Turn = asyncio.Future["Refused | None"]
 
 
@@ -31,7 +34,7 @@ class Admission:
         self.waiting = 0
         """Requests in the line."""
         self.refused: dict[str, int] = {"queue_full": 0, "queue_timeout": 0}
-        """Requests turned away so far, by the code of their error."""
+        """Requests rejected so far, by the code of their error."""
         self._limit = settings.max_concurrent_requests or sys.maxsize
         self._client_limit = settings.max_concurrent_requests_per_key or sys.maxsize
         self._line_limit = settings.max_queued_requests
@@ -47,7 +50,7 @@ class Admission:
     def try_enter(self, client: str) -> bool:
         """Let a request of ``client`` in if there is room for it now.
 
-        It overtakes nobody: whoever waits while there is room for others waits for another request of its own client.
+        It overtakes nobody: a request that waits while there is room for others waits for one of its own client.
         """
         running = self._running_of.get(client, 0)
         if self.running >= self._limit or running >= self._client_limit:
@@ -71,7 +74,7 @@ class Admission:
         turn: _Turn = loop.create_future()
         self._lines.setdefault(client, {})[turn] = None
         self.waiting += 1
-        timer = loop.call_later(self._patience, self._give_up, client, turn)
+        timer = loop.call_later(self._patience, self._time_out, client, turn)
         try:
             refused = await turn
         except asyncio.CancelledError:
@@ -87,7 +90,7 @@ class Admission:
         self._usual_wait += 0.1 * (loop.time() - since - self._usual_wait)
 
     def leave(self, client: str) -> None:
-        """A request of ``client`` that was let in has ended; whose turn it is comes in."""
+        """A request of ``client`` that was let in has ended; let in the next ones in line."""
         self.running -= 1
         running = self._running_of[client] - 1
         if running:
@@ -115,21 +118,22 @@ class Admission:
                 turn.set_result(None)
 
     def _make_room(self, client: str) -> None:
-        """Turn away the last request of the client that has most in line; or this one, if no client has more."""
+        """Reject the last request of the client that has most in line; or this one, if no client has more."""
         greediest = max(self._lines, key=lambda c: len(self._lines[c]), default=client)
         if len(self._lines.get(greediest, ())) <= len(self._lines.get(client, ())) + 1:
-            raise self._refusal("queue_full", f"{self.running} requests run and {self.waiting} wait; no more may wait")
+            message = f"{self.running} requests run and {self.waiting} wait; no more may wait"
+            raise self._count_refusal("queue_full", message)
         last = next(reversed(self._lines[greediest]))
         self._leave_line(greediest, last)
         if not last.done():
             message = f"{self.waiting} requests wait, and others' clients have fewer of them; this one had to give way"
-            last.set_result(self._refusal("queue_full", message))
+            last.set_result(self._count_refusal("queue_full", message))
 
-    def _give_up(self, client: str, turn: _Turn) -> None:
+    def _time_out(self, client: str, turn: _Turn) -> None:
         if not turn.done():
             self._leave_line(client, turn)
             message = f"it was not this request's turn within {self._patience:g} s; {self.running} requests run"
-            turn.set_result(self._refusal("queue_timeout", message))
+            turn.set_result(self._count_refusal("queue_timeout", message))
 
     def _leave_line(self, client: str, turn: _Turn) -> None:
         line = self._lines.get(client, {})
@@ -139,7 +143,7 @@ class Admission:
             if not line:
                 del self._lines[client]
 
-    def _refusal(self, code: str, message: str) -> Refused:
+    def _count_refusal(self, code: str, message: str) -> Refused:
         self.refused[code] += 1
         # Who comes back after as long as others wait at present will most likely not find the same crowd.
         return Refused(ApiError(429, message, code), max(1, math.ceil(min(self._usual_wait, self._patience))))

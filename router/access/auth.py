@@ -1,4 +1,4 @@
-"""Who is asking: API keys of clients, and the token of those who may change the router's instances.
+"""Auth: the API keys of clients, and the token of those who may change the router's instances.
 
 Both are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so
 that neither a look-up's time nor a dump of memory says anything about them.
@@ -12,13 +12,10 @@ import logging
 import secrets
 from pathlib import Path
 
-import yaml
+from router.http import ApiError, Headers, Refused
+from router.settings import RouterSettings, read_keys, read_token
 
-from router.http.api_error import ApiError, Refused
-from router.http.message import Headers
-from router.settings import RouterSettings, SettingsError
-
-__all__ = ["Auth", "read_token"]
+__all__ = ["Auth"]
 
 _log = logging.getLogger("router.access.auth")
 
@@ -36,11 +33,12 @@ class Auth:
         self._salt = secrets.token_bytes(32)
         self._clients = {}
         if settings.api_keys_file:
-            keys = _read_keys(Path(settings.api_keys_file), "server.api-keys-file")
-            self._clients = {self._digest(key.encode()): name for name, key in keys.items()}
+            keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
+            self._clients = {self._hash_secret(key.encode()): name for name, key in keys.items()}
         self._admin: bytes | None = None
         if settings.admin_token_file:
-            self._admin = self._digest(read_token(Path(settings.admin_token_file), "server.admin-token-file").encode())
+            token = read_token(Path(settings.admin_token_file), "server.admin-token-file")
+            self._admin = self._hash_secret(token.encode())
         elif not _is_loopback(settings.host):
             _log.warning(
                 "whoever reaches %s can register an instance and read what is sent to it; "
@@ -56,7 +54,7 @@ class Auth:
         """Whether there is an admin token, so that not everyone may change the instances."""
         return self._admin is not None
 
-    def client(self, headers: Headers) -> str:
+    def identify_client(self, headers: Headers) -> str:
         """The name of the client that holds the key sent; ``""`` for everyone where there are no keys.
 
         Raises:
@@ -64,11 +62,11 @@ class Auth:
         """
         if not self._clients:
             return ""
-        sent = _bearer(headers)
+        sent = _find_bearer_token(headers)
         if sent is None:
             message = "this router serves those who hold an API key; send it as 'Authorization: Bearer KEY'"
             raise Refused(ApiError(401, message, "missing_api_key"))
-        name = self._clients.get(self._digest(sent))
+        name = self._clients.get(self._hash_secret(sent))
         if name is None:
             raise Refused(ApiError(401, "the API key sent is none of this router's", "invalid_api_key"))
         return name
@@ -81,82 +79,22 @@ class Auth:
         """
         if self._admin is None:
             return
-        sent = _bearer(headers)
+        sent = _find_bearer_token(headers)
         if sent is None:
             message = "this takes the router's admin token; send it as 'Authorization: Bearer TOKEN'"
             raise Refused(ApiError(401, message, "missing_admin_token"))
-        if not secrets.compare_digest(self._digest(sent), self._admin):
+        if not secrets.compare_digest(self._hash_secret(sent), self._admin):
             raise Refused(ApiError(401, "the token sent is not the router's admin token", "invalid_admin_token"))
 
-    def _digest(self, secret: bytes) -> bytes:
+    def _hash_secret(self, secret: bytes) -> bytes:
         return hashlib.blake2b(secret, key=self._salt, digest_size=32).digest()
 
 
-def _bearer(headers: Headers) -> bytes | None:
+def _find_bearer_token(headers: Headers) -> bytes | None:
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == _SCHEME:
             return value[7:].strip()
     return None
-
-
-def _read_keys(path: Path, setting: str) -> dict[str, str]:
-    """Names and keys of a file with ``name: key`` or one key a line; holders without a name are ``key1`` and so on."""
-    lines = _lines(path, setting)
-    if not any(":" in line for line in lines):
-        pairs = [(f"key{number}", key.strip()) for number, key in enumerate(lines, start=1)]
-    else:
-        pairs = _pairs("\n".join(lines), path, setting)
-    names: dict[str, str] = {}
-    holders: dict[str, str] = {}
-    for name, key in pairs:
-        if not key or any(character.isspace() for character in key):
-            raise SettingsError(f"{setting} {path}: the key of {name!r} is empty or has a space in it")
-        if name in names:
-            raise SettingsError(f"{setting} {path}: the name {name!r} stands there twice")
-        if key in holders:
-            raise SettingsError(f"{setting} {path}: {holders[key]!r} and {name!r} have the same key")
-        names[name], holders[key] = key, name
-    return names
-
-
-def _pairs(text: str, path: Path, setting: str) -> list[tuple[str, str]]:
-    # Composed, not loaded: loading would make a number of key 1234, and drop a name that stands there twice. What YAML
-    # says of a fault quotes the line it is in, and so the key; hence it is not repeated here.
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        node = None
-    if isinstance(node, yaml.MappingNode) and all(
-        isinstance(part, yaml.ScalarNode) for entry in node.value for part in entry
-    ):
-        return [(name.value, key.value) for name, key in node.value]
-    raise SettingsError(f"{setting} {path} must have lines 'name: key', or one key a line and no ':' anywhere")
-
-
-def read_token(path: Path, setting: str) -> str:
-    """The token in a file of its own.
-
-    Raises:
-        SettingsError: the file cannot be read, or has anything beside one word; it names ``setting``.
-    """
-    lines = _lines(path, setting)
-    if len(lines) != 1 or len(lines[0].split()) != 1:
-        raise SettingsError(f"{setting} {path} must have the token as its only line, with no space in it")
-    return lines[0].strip()
-
-
-def _lines(path: Path, setting: str) -> list[str]:
-    """The lines of the file that are neither empty nor a comment, at least one."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise SettingsError(f"{setting} {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise SettingsError(f"{setting} {path} is not text in UTF-8") from exc
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if not lines:
-        raise SettingsError(f"{setting} {path} is empty")
-    return lines
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,12 +1,29 @@
-"""The instances."""
+"""The instances: who has registered, who is healthy, who may be paired with whom.
+
+registration.py   Registration: the fields that an instance sends about itself, parsed
+instance.py       Instance: one registered instance, its health and its load
+breaker.py        Breaker: takes an instance out of the choice whose live requests fail
+registry.py       Registry: all instances by host:port
+pairing.py        which prefill and decode instance may pair, and what each is told of the other
+health.py         HealthMonitor: probes instances
+scrape.py         Scraper: asks instances for their own account of their load
+register_file.py  instances that are listed in a file instead of registering themselves
+snapshot.py       Snapshot: instances and prefixes for the next start
+tasks.py          Tasks: background work that nobody awaits
+"""
 
 from router.fleet.health import HealthMonitor
+from router.fleet.instance import STATES, Instance
 from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair
+from router.fleet.register_file import add_listed_instances
 from router.fleet.registration import Registration, RegistrationError, Role
-from router.fleet.registry import Instance, Registry
+from router.fleet.registry import Registry
+from router.fleet.scrape import Scraper
+from router.fleet.snapshot import Snapshot
 from router.fleet.tasks import Tasks
 
 __all__ = [
+    "STATES",
     "HealthMonitor",
     "Instance",
     "PairInfo",
@@ -14,7 +31,10 @@ __all__ = [
     "RegistrationError",
     "Registry",
     "Role",
+    "Scraper",
+    "Snapshot",
     "Tasks",
+    "add_listed_instances",
     "can_decode_for",
     "disaggregate_info",
     "may_pair",

@@ -31,7 +31,7 @@ class Breaker:
         self.failures = 0
         """Failed requests in a row."""
         self.retry_at = -math.inf
-        """From when on a request may go there."""
+        """The time from which on a request may go there."""
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self.failures}>"
@@ -40,7 +40,7 @@ class Breaker:
         """Whether a request may go there."""
         return now >= self.retry_at
 
-    def succeeded(self) -> bool:
+    def record_success(self) -> bool:
         """Note a request that was answered; return whether this closed the breaker."""
         self.failures = 0
         if self.state == "closed":
@@ -48,7 +48,7 @@ class Breaker:
         self.state, self.retry_at = "closed", -math.inf
         return True
 
-    def failed(self, now: float) -> bool:
+    def record_failure(self, now: float) -> bool:
         """Note a request that failed; return whether this opened the breaker."""
         self.failures += 1
         # Requests that were under way when it opened say nothing new.
@@ -57,6 +57,6 @@ class Breaker:
         self.state, self.retry_at = "open", now + OPEN_SECONDS
         return True
 
-    def try_one(self, now: float) -> None:
-        """A request is on its way there although the breaker is not closed; no other one for the time being."""
+    def begin_half_open_trial(self, now: float) -> None:
+        """Let one request through although the breaker is not closed, and no other one for the time being."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

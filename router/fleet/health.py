@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from router.fleet.registration import Registration, RegistrationError
-from router.fleet.registry import Instance, Registry
+from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks
-from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, UpstreamError
-from router.http.message import Address
-from router.http.pool import ConnectionPool
-from router.settings import RouterSettings
+from router.http import Address, ConnectFailed, ConnectRefused, NoRoom, UpstreamError
+
+if TYPE_CHECKING:
+    from router.fleet.instance import Instance
+    from router.http import ConnectionPool
+    from router.settings import RouterSettings
 
 __all__ = ["HealthMonitor"]
 
@@ -29,7 +32,7 @@ class HealthMonitor:
         self._tasks = tasks
         self._suspects: set[str] = set()
 
-    async def run(self) -> None:
+    async def keep_probing(self) -> None:
         """Probe all instances, now and every ``health_check_interval_secs``, until cancelled."""
         while True:
             try:
@@ -39,7 +42,7 @@ class HealthMonitor:
                 _log.exception("a round of probes failed; the next one follows")
             await asyncio.sleep(self._settings.health_check_interval_secs)
 
-    async def register(self, registration: Registration) -> Instance:
+    async def probe_and_register(self, registration: Registration) -> Instance:
         """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.
 
         Raises:
@@ -49,27 +52,27 @@ class HealthMonitor:
         known = self._registry.get(registration.key)
         if known is None or not known.healthy:
             try:
-                await self._probe(registration.address)
+                await self._probe_address(registration.address)
             except UpstreamError as exc:
                 raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
         return self._registry.register(registration, time.monotonic())
 
     async def check_all(self) -> None:
-        """Probe all instances at once, and note what comes of it."""
-        await asyncio.gather(*map(self._check, self._registry))
+        """Probe all instances at once, and note the results."""
+        await asyncio.gather(*map(self._check_instance, self._registry))
 
-    async def troubles(self) -> dict[str, str]:
-        """Probe all instances at once; return what is wrong with each, ``""`` where nothing is. Nothing is noted."""
+    async def find_troubles(self) -> dict[str, str]:
+        """Probe all instances at once; return the trouble of each, ``""`` where all is well. Nothing is noted."""
 
-        async def trouble(instance: Instance) -> str:
+        async def find_trouble(instance: Instance) -> str:
             try:
-                await self._probe(instance.address)
+                await self._probe_address(instance.address)
             except UpstreamError as exc:
                 return str(exc)
             return ""
 
         instances = list(self._registry)
-        found = await asyncio.gather(*map(trouble, instances))
+        found = await asyncio.gather(*map(find_trouble, instances))
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def on_trouble(self, instance: Instance, error: Exception) -> None:
@@ -77,32 +80,32 @@ class HealthMonitor:
         if isinstance(error, ConnectFailed):
             instance.mark_unhealthy(str(error))
         else:
-            self.suspect(instance)
+            self.probe_soon(instance)
 
-    def suspect(self, instance: Instance) -> None:
+    def probe_soon(self, instance: Instance) -> None:
         """Probe ``instance`` soon, because a connection to it broke."""
         if instance.key not in self._suspects:
             self._suspects.add(instance.key)
-            self._tasks.start(self._recheck(instance))
+            self._tasks.run_in_background(self._check_suspect(instance))
 
-    async def _recheck(self, instance: Instance) -> None:
+    async def _check_suspect(self, instance: Instance) -> None:
         try:
-            await self._check(instance)
+            await self._check_instance(instance)
         finally:
             self._suspects.discard(instance.key)
 
-    async def _check(self, instance: Instance) -> None:
+    async def _check_instance(self, instance: Instance) -> None:
         try:
-            await self._probe(instance.address)
+            await self._probe_address(instance.address)
         except NoRoom as exc:
             _log.error("%s was not probed: %s", instance.key, exc)
         except UpstreamError as exc:
             threshold = self._settings.health_failure_threshold
-            instance.probe_failed(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
+            instance.record_failed_probe(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
         else:
-            instance.probe_passed(time.monotonic(), self._settings.health_success_threshold)
+            instance.record_passed_probe(time.monotonic(), self._settings.health_success_threshold)
 
-    async def _probe(self, address: Address) -> None:
+    async def _probe_address(self, address: Address) -> None:
         """Ask whether all is well at ``address``.
 
         Raises:
@@ -110,6 +113,6 @@ class HealthMonitor:
         """
         endpoint = self._settings.health_check_endpoint
         timeout = self._settings.health_check_timeout_secs
-        answer = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
-        if answer.status != 200:
-            raise UpstreamError(f"{address} answered GET {endpoint} with {answer.status}")
+        response = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
+        if response.status != 200:
+            raise UpstreamError(f"{address} answered GET {endpoint} with {response.status}")

@@ -1,12 +1,12 @@
-"""Pairing: which prefill and decode instance may work together, and what each is told of the other."""
+"""Pairing: which prefill and decode instance may work together, and the addresses that each is given of the other."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+from router.fleet.instance import Instance
 from router.fleet.registration import Registration
-from router.fleet.registry import Instance
 from router.http import encode_member
 
 __all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair"]
@@ -21,7 +21,7 @@ def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bo
 
 
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
-    """What a pair's two engines must know of each other, in FastDeploy's form."""
+    """The member of a request by which a pair's two engines know of each other, in FastDeploy's form."""
     one_host = prefill.address.host == decode.address.host
     shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
     use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size
@@ -40,7 +40,7 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 def may_pair(prefill: Registration, decode: Registration) -> bool:
-    """Whether what ``prefill`` computes can be handed over to ``decode``.
+    """Whether the KV blocks that ``prefill`` computes can be handed over to ``decode``.
 
     KV blocks of two versions of a model must never meet. A prefill instance that connects to decode instances ahead
     (FastDeploy's FD_ENABLE_PD_RDMA_EAGER_CONNECT) hands over to those it names, once it names any.

@@ -9,17 +9,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
-from router.settings import SettingsError
-from router.settings.yaml_file import YamlFileError, read_yaml
+from router.settings import SettingsError, YamlFileError, read_yaml, suggest_name
 
-__all__ = ["expect_registered", "read_register_file"]
+__all__ = ["add_listed_instances", "read_register_file"]
 
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
@@ -28,7 +26,7 @@ _FIELDS = (
 
 
 def read_register_file(path: Path) -> list[Registration]:
-    """The instances that the file names.
+    """The instances that the file lists.
 
     Raises:
         SettingsError: the file cannot be read, or an entry makes no sense; it names the entry and the field.
@@ -43,12 +41,12 @@ def read_register_file(path: Path) -> list[Registration]:
     entries = document["instances"]
     if not isinstance(entries, list | None):
         raise SettingsError(f"{where}: instances is {entries!r}; it must be a list")
-    registrations = [_entry(entry, f"{where}: instances[{i}]") for i, entry in enumerate(entries or [])]
+    registrations = [_parse_entry(entry, f"{where}: instances[{i}]") for i, entry in enumerate(entries or [])]
     _check_unique(registrations, where)
     return registrations
 
 
-def expect_registered(registry: Registry, path: Path, now: float) -> None:
+def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
     """Add the file's instances to ``registry``: probed like others, and never forgotten.
 
     Raises:
@@ -59,23 +57,21 @@ def expect_registered(registry: Registry, path: Path, now: float) -> None:
             registry.check_role(registration.role)
         except RegistrationError as exc:
             raise SettingsError(f"manager.register-path {path}: instances[{i}]: {exc}") from exc
-        registry.expect(registration, now, permanent=True)
+        registry.add_unproven(registration, now, permanent=True)
 
 
-def _entry(entry: Any, where: str) -> Registration:
+def _parse_entry(entry: Any, where: str) -> Registration:
     if not isinstance(entry, dict):
         raise SettingsError(f"{where} is {entry!r}; it must have role, host_ip and port")
     for name in entry:
         if name not in _FIELDS:
-            near = difflib.get_close_matches(str(name), _FIELDS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_FIELDS)}"
-            raise SettingsError(f"{where}: {name!r} is no field of an instance; {hint}")
+            raise SettingsError(f"{where}: {name!r} is no field of an instance{suggest_name(str(name), _FIELDS)}")
     try:
-        registration = Registration.parse(entry)
+        registration = Registration.from_fields(entry)
         if "tp_size" in entry or not registration.device_ids:
             return registration
         # The Go router's file has no tp_size: it takes the number of devices.
-        return Registration.parse({**entry, "tp_size": len(registration.device_ids)})
+        return Registration.from_fields({**entry, "tp_size": len(registration.device_ids)})
     except RegistrationError as exc:
         raise SettingsError(f"{where}: {exc}") from exc
 

@@ -1,4 +1,4 @@
-"""Registrations: what instances say of themselves, in FastDeploy's form."""
+"""Registration: the fields that an instance sends about itself, in FastDeploy's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from router.http.message import Address
+from router.http import Address
 
 __all__ = ["Registration", "RegistrationError", "Role"]
 
@@ -21,7 +21,7 @@ _PROTOCOLS = ("ipc", "rdma", "tcp")
 
 
 class Role(str, enum.Enum):
-    """What an instance does: everything, or one half of a pair."""
+    """The part of a request that an instance does: all of it, or one half of a pair's."""
 
     MIXED = "mixed"
     PREFILL = "prefill"
@@ -34,9 +34,9 @@ class RegistrationError(ValueError):
 
 @dataclass(frozen=True)
 class Registration:
-    """What an instance says of itself, as FastDeploy's instances do; ports and ids as strings.
+    """An instance's account of itself, as FastDeploy's instances give it; ports and ids as strings.
 
-    ``fields`` keeps everything it sent, including what this router does not know.
+    ``fields`` keeps everything it sent, including fields that this router does not know.
     """
 
     role: Role
@@ -61,37 +61,37 @@ class Registration:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What stays as it is while the instance's process lives."""
+        """The fields that stay as they are while the instance's process lives."""
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.fields.get("engine_worker_queue_port")),
         )
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Registration:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Registration:
         """Read the body of ``POST /register``.
 
         Raises:
             RegistrationError: a field is missing or makes no sense.
         """
         _check_encodable(fields)
-        address = _address(fields)
-        protocols = _strings(fields, "transfer_protocol")
+        address = _parse_address(fields)
+        protocols = _parse_strings(fields, "transfer_protocol")
         for protocol in protocols:
             if protocol not in _PROTOCOLS:
                 raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc', 'rdma' and 'tcp'")
         return cls(
-            role=_role(fields.get("role")),
+            role=_parse_role(fields.get("role")),
             address=address,
-            connector_port=_optional_port(fields, "connector_port"),
-            rdma_ports=_strings(fields, "rdma_ports"),
-            device_ids=_strings(fields, "device_ids"),
+            connector_port=_parse_optional_port(fields, "connector_port"),
+            rdma_ports=_parse_strings(fields, "rdma_ports"),
+            device_ids=_parse_strings(fields, "device_ids"),
             transfer_protocol=protocols,
-            tp_size=_tp_size(fields.get("tp_size")),
+            tp_size=_parse_tp_size(fields.get("tp_size")),
             is_paused=bool(fields.get("is_paused")),
             version=str(fields["version"]) if fields.get("version") is not None else None,
-            connected_decodes=_keys(fields, "connected_decodes"),
-            metrics_port=int(_optional_port(fields, "metrics_port") or address.port),
+            connected_decodes=_parse_instance_keys(fields, "connected_decodes"),
+            metrics_port=int(_parse_optional_port(fields, "metrics_port") or address.port),
             fields=dict(fields),
         )
 
@@ -104,7 +104,7 @@ def _check_encodable(fields: Mapping[str, Any]) -> None:
             raise RegistrationError(f"{name!r} cannot be passed on as JSON: {exc}") from None
 
 
-def _role(value: Any) -> Role:
+def _parse_role(value: Any) -> Role:
     # FastDeploy's own enumeration numbers them in this order, and its Go router takes the number too.
     names = [role.value for role in Role]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
@@ -114,16 +114,16 @@ def _role(value: Any) -> Role:
     raise RegistrationError(f"role is {value!r}; it must be one of 'mixed', 'prefill', 'decode'")
 
 
-def _address(fields: Mapping[str, Any]) -> Address:
+def _parse_address(fields: Mapping[str, Any]) -> Address:
     # Both of FastDeploy's routers take an address that says its scheme.
     host = fields.get("host_ip")
     stripped = host.removeprefix("http://") if isinstance(host, str) else ""
     if not _HOST.fullmatch(stripped):
         raise RegistrationError(f"host_ip is {host!r}; it must be the address the instance listens at")
-    return Address(stripped, int(_port(fields, "port")))
+    return Address(stripped, int(_parse_port(fields, "port")))
 
 
-def _keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
+def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
     # FastDeploy's prefill instances send back the objects that GET /decode_instances gave them.
     value = fields.get(name)
     keys = set()
@@ -132,7 +132,7 @@ def _keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
             host, _, port = entry.rpartition(":")
             entry = {"host_ip": host.strip("[]"), "port": port}
         try:
-            keys.add(str(_address(entry)))
+            keys.add(str(_parse_address(entry)))
         except (RegistrationError, AttributeError):
             raise RegistrationError(
                 f"{name} has {entry!r}; an entry must be 'host:port', or an object with host_ip and port"
@@ -140,22 +140,22 @@ def _keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:
     return frozenset(keys)
 
 
-def _optional_port(fields: Mapping[str, Any], name: str) -> str | None:
+def _parse_optional_port(fields: Mapping[str, Any], name: str) -> str | None:
     # FastDeploy says 0 and null for a port that it does not use, and turns both into text here and there.
-    return None if fields.get(name) in (None, 0, "", "0", "None") else _port(fields, name)
+    return None if fields.get(name) in (None, 0, "", "0", "None") else _parse_port(fields, name)
 
 
-def _port(fields: Mapping[str, Any], name: str) -> str:
+def _parse_port(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    number = _whole_number(value)
+    number = _parse_whole_number(value)
     if 0 < number < 65536:
         return str(number)
     raise RegistrationError(f"{name} is {value!r}; it must be a port, 1 to 65535")
 
 
-def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _parse_strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = fields.get(name)
     if value is None:
         return ()
@@ -166,15 +166,15 @@ def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(str(part) for part in value)
 
 
-def _tp_size(value: Any) -> int:
+def _parse_tp_size(value: Any) -> int:
     if value is None:
         return 1
-    if number := _whole_number(value):
+    if number := _parse_whole_number(value):
         return number
     raise RegistrationError(f"tp_size is {value!r}; it must be a positive integer")
 
 
-def _whole_number(value: Any) -> int:
-    """The number that ``value`` or its text is; 0 for what is none, and for one of absurdly many digits."""
+def _parse_whole_number(value: Any) -> int:
+    """The number that ``value`` or its text is; 0 for anything else, and for one of absurdly many digits."""
     text = str(value) if isinstance(value, (int, str)) else ""
     return int(text) if text.isdecimal() and len(text) < 20 else 0

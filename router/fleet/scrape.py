@@ -1,4 +1,4 @@
-"""What instances say of their own load, asked in the background for the policies that want it.
+"""Scraper: asks instances for their own account of their load, for the policies that want it.
 
 The router's own counts know nothing of requests that came by another way; an instance's ``/metrics`` does.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from typing import TYPE_CHECKING
 
-from router.fleet.registry import Instance, Registry
-from router.http.errors import UpstreamError
-from router.http.message import Address
-from router.http.pool import ConnectionPool
-from router.settings import RouterSettings
+from router.http import Address, UpstreamError
+
+if TYPE_CHECKING:
+    from router.fleet.instance import Instance
+    from router.fleet.registry import Registry
+    from router.http import ConnectionPool
+    from router.settings import RouterSettings
 
 __all__ = ["WANTED_BY", "Scraper"]
 
@@ -28,7 +31,7 @@ _SAMPLE = re.compile(rb"^(?:fastdeploy|vllm):num_requests_(running|waiting)(?:\{
 
 
 class Scraper:
-    """Keeps ``Candidate.running`` and ``Candidate.waiting`` up to date; None where an instance does not say."""
+    """Keeps ``InstanceLoad.running`` and ``InstanceLoad.waiting`` up to date; None where an instance does not say."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
@@ -38,7 +41,7 @@ class Scraper:
         self._registry = registry
         self._upstream = upstream
 
-    async def run(self) -> None:
+    async def keep_scraping(self) -> None:
         """Ask all instances every ``stats_interval_secs`` until cancelled; return at once if no policy wants it."""
         while self.wanted:
             try:
@@ -49,21 +52,21 @@ class Scraper:
 
     async def scrape_all(self) -> None:
         """Ask all instances at once; each has as long as there is between two rounds, so that no figure grows stale."""
-        await asyncio.gather(*(self._scrape(instance) for instance in self._registry))
+        await asyncio.gather(*(self._scrape_instance(instance) for instance in self._registry))
 
-    async def _scrape(self, instance: Instance) -> None:
-        load = instance.candidate
+    async def _scrape_instance(self, instance: Instance) -> None:
+        load = instance.load
         address = Address(instance.address.host, instance.registration.metrics_port)
         try:
-            answer = await self._upstream.fetch(address, "GET", "/metrics", timeout=self._interval)
-            load.running, load.waiting = _read(answer.body)
+            response = await self._upstream.fetch(address, "GET", "/metrics", timeout=self._interval)
+            load.running, load.waiting = _parse_figures(response.body)
         except (UpstreamError, ValueError, OverflowError) as exc:
             if load.running is not None:
                 _log.info("instance %s does not say its load any more: %s", instance.key, exc)
             load.running = load.waiting = None
 
 
-def _read(text: bytes) -> tuple[int, int]:
+def _parse_figures(text: bytes) -> tuple[int, int]:
     """Requests running and waiting.
 
     Raises:

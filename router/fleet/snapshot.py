@@ -1,8 +1,8 @@
-"""The snapshot: what a router that starts again would otherwise have to wait for or learn anew.
+"""Snapshot: a file with the instances and prefixes that a router knows, for its next start.
 
 It keeps the registrations, so that a restarted router probes its instances at once instead of waiting for their
-heartbeats, and what policies know of instances' caches. It is a help, never a condition: one that cannot be used is
-left aside with a line in the log.
+heartbeats, and the prefixes that policies know in instances' caches. It is a help, never a condition: one that cannot
+be used is left aside with a line in the log.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from router.fleet.registration import Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.settings import SettingsError
 
-__all__ = ["STALE_SECONDS", "Remembering", "Snapshot"]
+__all__ = ["STALE_SECONDS", "PersistentPolicy", "Snapshot"]
 
 _log = logging.getLogger("router.fleet.snapshot")
 
 _FORMAT = "kvrouter snapshot 1"
-# The document without its policies, and of each role the policy's name and what encodes its memory.
+# The document without its policies, and of each role the policy's name and the function that encodes its memory.
 _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
 # By then, caches have turned over, and ports may have been given to others.
 STALE_SECONDS = 600.0
 
 
 @runtime_checkable
-class Remembering(Protocol):
-    """What a policy may have beside ``Policy``, if what it has learned is worth keeping over a restart."""
+class PersistentPolicy(Protocol):
+    """A policy whose memory is worth keeping over a restart."""
 
-    def remembered(self) -> Callable[[], bytes]:
-        """What it has learned by now: a function that encodes it, which may take long and is for any thread."""
+    def prepare_dump(self) -> Callable[[], bytes]:
+        """Return a function that encodes the memory as it is now; it may take long, and may run in any thread."""
 
-    def load(self, data: bytes) -> None:
-        """Take over what another router's policy of the same name remembered.
+    def load_dump(self, data: bytes) -> None:
+        """Take over the memory of another router's policy of the same name.
 
         Raises:
-            ValueError: ``data`` is nothing that this policy can use; it is then as if it had not been called.
+            ValueError: this policy cannot use ``data``; its memory is then as it was.
         """
 
 
@@ -64,7 +64,7 @@ class Snapshot:
         """
         Args:
             path: the file; a file of its name with ``.new`` behind it is written first.
-            policies: each role's policy; those that are ``Remembering`` are kept.
+            policies: each role's policy; the memory of each ``PersistentPolicy`` is kept.
             clock: seconds since the epoch, because it must outlive the process.
 
         Raises:
@@ -85,22 +85,22 @@ class Snapshot:
         """Write the file every ``seconds``, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            with self._failures_logged():
-                await asyncio.to_thread(self._write, self._contents())
+            with self._log_failures():
+                await asyncio.to_thread(self._write_file, self._gather_contents())
 
     def save(self) -> None:
         """Write the file now."""
-        with self._failures_logged():
-            self._write(self._contents())
+        with self._log_failures():
+            self._write_file(self._gather_contents())
 
     def restore(self, now: float) -> None:
-        """Take over what the file has, if there is one and it can be used.
+        """Take over the file's instances and memories, if there is a file and it can be used.
 
         Args:
             now: seconds of the monotonic clock of the registry's times.
         """
         try:
-            document = self._read()
+            document = self._read_file()
         except FileNotFoundError:
             return
         except (OSError, ValueError) as exc:
@@ -117,20 +117,21 @@ class Snapshot:
         if known is None:
             if entry["permanent"]:
                 return  # the register file named it, and names it no longer
-            known = self._registry.expect(registration, now, permanent=False)
-            known.has_heartbeat = entry["has_heartbeat"]
-        known.drain(entry["draining"])
+            known = self._registry.add_unproven(
+                registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
+            )
+        known.set_draining(entry["draining"])
 
     def _restore_policy(self, role: str, state: dict[str, Any]) -> None:
         policy = self._policies.get(Role(role))
-        if isinstance(policy, Remembering) and type(policy).__name__ == state["policy"]:
+        if isinstance(policy, PersistentPolicy) and type(policy).__name__ == state["policy"]:
             try:
-                policy.load(state["data"])
+                policy.load_dump(state["data"])
             except ValueError as exc:
                 _log.warning("what the snapshot %s has of the %s policy is left aside: %s", self._path, role, exc)
 
-    def _contents(self) -> _Contents:
-        """What goes into the file; requests are relayed only once this has returned."""
+    def _gather_contents(self) -> _Contents:
+        """The file's contents; requests are relayed only once this has returned."""
         document: dict[str, Any] = {
             "format": _FORMAT,
             "written_at": self._clock(),
@@ -146,14 +147,14 @@ class Snapshot:
             ],
         }
         memories = {
-            role.value: (type(policy).__name__, policy.remembered())
+            role.value: (type(policy).__name__, policy.prepare_dump())
             for role, policy in self._policies.items()
-            if isinstance(policy, Remembering)
+            if isinstance(policy, PersistentPolicy)
         }
         return document, memories
 
     @contextlib.contextmanager
-    def _failures_logged(self) -> Iterator[None]:
+    def _log_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError as exc:
@@ -161,7 +162,7 @@ class Snapshot:
         except Exception:
             _log.exception("the snapshot %s cannot be written", self._path)
 
-    def _write(self, contents: _Contents) -> None:
+    def _write_file(self, contents: _Contents) -> None:
         with self._one_at_a_time:
             document, memories = contents
             document["policies"] = {
@@ -177,7 +178,7 @@ class Snapshot:
                     new.unlink()
                 raise
 
-    def _read(self) -> dict[str, Any]:
+    def _read_file(self) -> dict[str, Any]:
         """The file's content; registrations parsed, policies' data decoded.
 
         Raises:
@@ -192,7 +193,7 @@ class Snapshot:
             age = self._clock() - document["written_at"]
             splitwise = document["splitwise"]
             document["instances"] = [
-                (Registration.parse(entry["registration"]), _flags(entry)) for entry in document["instances"]
+                (Registration.from_fields(entry["registration"]), _read_flags(entry)) for entry in document["instances"]
             ]
             document["policies"] = {
                 Role(role).value: {"policy": state["policy"], "data": base64.b64decode(state["data"], validate=True)}
@@ -207,5 +208,5 @@ class Snapshot:
         return document
 
 
-def _flags(entry: dict[str, Any]) -> dict[str, bool]:
+def _read_flags(entry: dict[str, Any]) -> dict[str, bool]:
     return {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}

@@ -18,21 +18,21 @@ class Tasks:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def run_in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``work`` now; an exception it raises is logged."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._on_task_done)
         return task
 
     async def close(self, patience: float) -> None:
-        """Give what still runs ``patience`` seconds to end, then cancel it."""
+        """Give the tasks that still run ``patience`` seconds to end, then cancel them."""
         if self._running:
             await asyncio.wait(self._running, timeout=patience)
         for task in self._running:
             task.cancel()
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("background work failed", exc_info=task.exception())

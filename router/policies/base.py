@@ -1,18 +1,20 @@
-"""What a policy sees and says: plain data, so that the live router, a test and a simulator run the same object."""
+"""Policy, and the data that it sees and returns: plain, so that live router, test and simulator run the same object."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
 
 __all__ = [
     "DEFAULTS",
-    "Candidate",
     "Decision",
+    "InstanceLoad",
     "Outcome",
     "Policy",
     "PolicyBase",
@@ -23,9 +25,7 @@ __all__ = [
 
 
 class RequestFeatures:
-    """What a policy may know of a request; its prefix is hashed only for a policy that asks."""
-
-    __slots__ = ("_chunks", "_prefix", "key", "prompt_tokens", "tokens_per_chunk")
+    """The properties of a request that a policy may go by; its prefix is hashed only for a policy that asks."""
 
     def __init__(
         self,
@@ -45,20 +45,20 @@ class RequestFeatures:
         self.prompt_tokens = prompt_tokens
         self.tokens_per_chunk = tokens_per_chunk
         self.key = key
-        self._prefix = prefix
-        self._chunks: Sequence[int] | None = None
+        if prefix is None:
+            self.chunks = ()
+        else:
+            self._hash_prefix = prefix
 
-    @property
+    @cached_property
     def chunks(self) -> Sequence[int]:
         """The chained hashes of the prompt's whole chunks: equal first hashes mean an equal beginning."""
-        if self._chunks is None:
-            self._chunks = self._prefix() if self._prefix is not None else ()
-        return self._chunks
+        return self._hash_prefix()
 
 
 @dataclass(slots=True)
-class Candidate:
-    """An instance that may be chosen, and what the router has running on it. Policies only read it."""
+class InstanceLoad:
+    """The requests that the router has running on one instance. Policies choose among these, and only read them."""
 
     key: str
     """``host:port``."""
@@ -92,23 +92,23 @@ class Candidate:
 
 
 class Decision(NamedTuple):
-    """The chosen candidate's key, and the figures that made it the choice."""
+    """The chosen instance's key, and the figures that made it the choice."""
 
     key: str
     reasons: Mapping[str, float | str]
     work: float
-    """What its prefill will cost, in tokens' worth of computing: the prompt's tokens, less what is cached."""
+    """The cost of its prefill, in tokens' worth of computing: the prompt's tokens, less what is cached."""
     cached_tokens: int = 0
     """How many of the prompt's tokens the policy expects not to be computed."""
 
 
 class Outcome(NamedTuple):
-    """What became of a request that a policy placed."""
+    """The result of a request that a policy placed."""
 
     key: str
     """The instance."""
     queued: float
-    """Its ``Candidate.queued`` when the request was sent there, without the request's own work."""
+    """Its ``InstanceLoad.queued`` when the request was sent there, without the request's own work."""
     ttft: float | None
     """Seconds from sending to the first token; None where no single moment shows it."""
     prompt_tokens: int | None
@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
 
 
 class PolicyOptions(NamedTuple):
-    """What can be set about policies; most names and defaults are those of FastDeploy's Go router."""
+    """The settings of policies; most names and defaults are those of FastDeploy's Go router."""
 
     eviction_duration_mins: float = 30.0
     balance_abs_threshold: float = 1.0
@@ -134,17 +134,22 @@ class PolicyOptions(NamedTuple):
 class Policy(Protocol):
     """Chooses one of the candidates; it may keep state of its own, and is called from one thread."""
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """One of ``candidates``, of which there is at least one."""
 
-    def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
+    def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
         """Learn from a request that was placed by ``decision`` and has been answered."""
 
-    def forget(self, key: str) -> None:
-        """The instance of this key has restarted or is gone: what was known of its cache is void."""
+    def forget_instance(self, key: str) -> None:
+        """Drop all that is known of this instance's cache: it has restarted or is gone."""
 
 
 DEFAULTS = PolicyOptions()
+
+requests_of = attrgetter("requests")
+"""``InstanceLoad.requests``, for ``map``."""
+tokens_of = attrgetter("tokens")
+"""``InstanceLoad.tokens``, for ``map``."""
 
 
 class PolicyBase:
@@ -159,27 +164,31 @@ class PolicyBase:
         self._clock = clock
         self._turns = Turns()
 
-    def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """See ``Policy.observe``."""
+    def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
+        """See ``Policy.observe_outcome``."""
 
-    def forget(self, key: str) -> None:
-        """See ``Policy.forget``."""
+    def forget_instance(self, key: str) -> None:
+        """See ``Policy.forget_instance``."""
 
 
-@dataclass(slots=True)
 class Turns:
     """Takes candidates in turn, so that equals share the work."""
 
-    taken: int = field(default=0)
+    __slots__ = ("taken",)
 
-    def next(self, candidates: Sequence[Candidate]) -> Candidate:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take_next(self, candidates: Sequence[InstanceLoad]) -> InstanceLoad:
         """The candidate whose turn it is."""
         chosen = candidates[self.taken % len(candidates)]
         self.taken += 1
         return chosen
 
-    def least(self, candidates: Sequence[Candidate], load: Callable[[Candidate], Any]) -> Candidate:
-        """The candidate with the least ``load``, which is anything that compares; equals take turns."""
-        start = self.taken % len(candidates)
+    def take_least(self, candidates: Sequence[InstanceLoad], scores: Sequence[Any]) -> InstanceLoad:
+        """The candidate with the least of ``scores``, which stand in the candidates' order; equals take turns."""
+        count = len(candidates)
+        start = self.taken % count
         self.taken += 1
-        return min([*candidates[start:], *candidates[:start]], key=load)
+        # No function of Python's is called for each candidate: a request waits for this.
+        return candidates[min([*range(start, count), *range(start)], key=scores.__getitem__)]

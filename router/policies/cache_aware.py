@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, RequestFeatures
+from router.policies.base import Decision, InstanceLoad, RequestFeatures, requests_of, tokens_of
 from router.policies.prefix_policy import PrefixPolicy
 
 __all__ = ["CacheAware", "RemoteCacheAware"]
@@ -19,34 +19,34 @@ class CacheAware(PrefixPolicy):
 
     name = "cache_aware"
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
-        chunks = request.chunks
-        loads = [self._load(candidate) for candidate in candidates]
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chunks, options = request.chunks, self._options
+        loads = self._measure_loads(candidates)
         highest, difference = max(loads), max(loads) - min(loads)
-        options = self._options
+        held = self._index.look_up(chunks).own if chunks else {}
         if difference > options.balance_abs_threshold and difference > options.balance_rel_threshold * highest:
-            chosen = self._turns.least(candidates, lambda candidate: candidate.tokens)
+            chosen = self._turns.take_least(candidates, list(map(tokens_of, candidates)))
+            own = held.get(chosen.key, 0)
             reasons: dict[str, float | str] = {"policy": self.name, "load_difference": difference}
-            own = self._index.look_up(chunks).own.get(chosen.key, 0)
         else:
-            held = self._index.look_up(chunks).own
             hit_weight = options.hit_ratio_weight / (len(chunks) or 1)
             load_weight = options.load_balance_weight / (highest or 1)
-
-            def score(candidate: Candidate) -> tuple[float, int]:
-                cost = load_weight * self._load(candidate) - hit_weight * held.get(candidate.key, 0)
-                return options.hit_ratio_weight + cost, candidate.tokens
-
-            chosen = self._turns.least(candidates, score)
+            scores = []
+            for candidate, load in zip(candidates, loads, strict=True):
+                cost = load_weight * load - hit_weight * held.get(candidate.key, 0)
+                scores.append((options.hit_ratio_weight + cost, candidate.tokens))
+            chosen = self._turns.take_least(candidates, scores)
             own = held.get(chosen.key, 0)
-            reasons = {"policy": self.name, "score": score(chosen)[0], "hit_ratio": own / (len(chunks) or 1)}
-        self._index.add(chunks, chosen.key)
+            reasons = {"policy": self.name, "score": min(scores)[0], "hit_ratio": own / (len(chunks) or 1)}
+        if chunks:
+            self._index.add_chain(chunks, chosen.key)
         cached = min(own * request.tokens_per_chunk, request.prompt_tokens)
         return Decision(chosen.key, reasons, request.prompt_tokens - cached, cached)
 
-    def _load(self, candidate: Candidate) -> int:
-        return candidate.requests
+    def _measure_loads(self, candidates: Sequence[InstanceLoad]) -> list[int]:
+        """The load of each candidate."""
+        return list(map(requests_of, candidates))
 
 
 class RemoteCacheAware(CacheAware):
@@ -54,5 +54,8 @@ class RemoteCacheAware(CacheAware):
 
     name = "remote_cache_aware"
 
-    def _load(self, candidate: Candidate) -> int:
-        return max(candidate.requests, (candidate.running or 0) + (candidate.waiting or 0))
+    def _measure_loads(self, candidates: Sequence[InstanceLoad]) -> list[int]:
+        loads = []
+        for candidate in candidates:
+            loads.append(max(candidate.requests, (candidate.running or 0) + (candidate.waiting or 0)))
+        return loads

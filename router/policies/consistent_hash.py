@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import xxhash
 
-from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
+from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures, requests_of
 
 __all__ = ["ConsistentHash"]
 
 # An instance may have this many times the average number of requests ("Consistent Hashing with Bounded Loads",
-# Mirrokni, Thorup and Zadimoghaddam, 2016); what is beyond goes to the key's next choice.
+# Mirrokni, Thorup and Zadimoghaddam, 2016); a request beyond that goes to the key's next choice.
 _BOUND = 1.25
 # Without a key, prompts that agree up to here (about 512 tokens) are taken for one session's.
 _FIRST_CHUNKS = 4
@@ -24,27 +24,33 @@ class ConsistentHash(PolicyBase):
     without a key goes by the beginning of its prompt, and a short one to the instance with the fewest requests.
     """
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
         if request.key:
             seed, by = xxhash.xxh3_64_intdigest(request.key.encode(errors="surrogatepass")), "key"
         elif request.chunks:
             seed, by = request.chunks[:_FIRST_CHUNKS][-1], "prefix"
         else:
-            chosen = self._turns.least(candidates, lambda candidate: candidate.requests)
+            chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
             return Decision(
                 chosen.key,
                 {"policy": "consistent_hash", "by": "requests", "requests": chosen.requests},
                 request.prompt_tokens,
             )
-        most = _BOUND * (sum(candidate.requests for candidate in candidates) + 1) / len(candidates)
+        bound = _BOUND * (sum(map(requests_of, candidates)) + 1) / len(candidates)
         # This request is counted too, so some candidate is always within the bound.
-        allowed = [candidate for candidate in candidates if candidate.requests < most]
-        chosen = max(allowed, key=lambda candidate: xxhash.xxh3_64_intdigest(candidate.key.encode(), seed))
+        chosen, highest, overloaded = candidates[0], -1, 0
+        for candidate in candidates:
+            if candidate.requests >= bound:
+                overloaded += 1
+                continue
+            rank = xxhash.xxh3_64_intdigest(candidate.key.encode(), seed)
+            if rank > highest:
+                chosen, highest = candidate, rank
         reasons: dict[str, float | str] = {
             "policy": "consistent_hash",
             "by": by,
             "requests": chosen.requests,
-            "overloaded": len(candidates) - len(allowed),
+            "overloaded": overloaded,
         }
         return Decision(chosen.key, reasons, request.prompt_tokens)

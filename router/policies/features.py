@@ -1,4 +1,4 @@
-"""Prefixes: a prompt as a chain of chunk hashes, so that two prompts that begin alike have equal first hashes.
+"""request_features: a prompt as a chain of chunk hashes, so that two prompts that begin alike have equal first hashes.
 
 No tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids
 where the client sent those. What is rendered first comes first, and the whole conversation counts: a conversation's
@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from router.policies import RequestFeatures
+from router.policies.base import RequestFeatures
 
 __all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "request_features", "session_key"]
 
@@ -27,14 +27,14 @@ TOKENS_PER_CHUNK = 128
 _CHUNK_BYTES = 4 * TOKENS_PER_CHUNK
 # Equal text under another of these has other KV.
 _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
-# What chat templates render before the messages.
+# Members that chat templates render before the messages.
 _RENDERED_FIRST = ("chat_template", "tools", "documents")
 
 
 def request_features(
     members: Mapping[str, Any], prompt_tokens: int, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> RequestFeatures:
-    """What a policy may know of the request with this body and these headers (ASGI's); hashes nothing yet."""
+    """The features of the request with this body and these headers (ASGI's); hashes nothing yet."""
     return RequestFeatures(
         prompt_tokens,
         partial(chunk_hashes, members) if prompt_tokens >= TOKENS_PER_CHUNK else None,
@@ -58,12 +58,12 @@ def session_key(members: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes
 def chunk_hashes(members: Mapping[str, Any]) -> list[int]:
     """The chained 64-bit hashes of the prompt's whole chunks, first to last; none where there is no prompt.
 
-    Each hash is ``xxh3_64(chunk, seed=the one before)``; the first seed is made of the model and of whatever else
-    keeps equal text from having equal KV.
+    Each hash is ``xxh3_64(chunk, seed=the one before)``; the first seed is made of the model and of the other
+    members that keep equal text from having equal KV.
     """
     digest = xxhash.xxh3_64_intdigest
-    data = _canonical(members)
-    seed = digest(_dump([members.get(name) for name in _SALTS]))
+    data = _encode_prompt(members)
+    seed = digest(_encode_json([members.get(name) for name in _SALTS]))
     hashes = []
     for start in range(0, len(data) - _CHUNK_BYTES + 1, _CHUNK_BYTES):
         seed = digest(data[start : start + _CHUNK_BYTES], seed)
@@ -71,18 +71,18 @@ def chunk_hashes(members: Mapping[str, Any]) -> list[int]:
     return hashes
 
 
-def _canonical(members: Mapping[str, Any]) -> bytes:
+def _encode_prompt(members: Mapping[str, Any]) -> bytes:
     token_ids = members.get("prompt_token_ids")
     if token_ids:
-        return _sequence(token_ids)
+        return _encode_sequence(token_ids)
     messages = members.get("messages")
     if messages:
         first = [members[name] for name in _RENDERED_FIRST if name in members]
-        return (_dump(first) if first else b"") + _sequence(messages)
-    return _sequence(members.get("prompt"))
+        return (_encode_json(first) if first else b"") + _encode_sequence(messages)
+    return _encode_sequence(members.get("prompt"))
 
 
-def _sequence(prompt: Any) -> bytes:
+def _encode_sequence(prompt: Any) -> bytes:
     """Bytes that begin alike for prompts that begin alike: no closing bracket or quote ends them."""
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass")
@@ -92,11 +92,11 @@ def _sequence(prompt: Any) -> bytes:
         try:
             return array("I", prompt).tobytes()
         except (TypeError, OverflowError):
-            pass  # no token ids, whatever else it is
-    return _dump(prompt)[:-1]
+            pass  # numbers, but no token ids
+    return _encode_json(prompt)[:-1]
 
 
-def _dump(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from router.policies.base import DEFAULTS, Candidate, Decision, Outcome, PolicyOptions, RequestFeatures
+from router.policies.base import DEFAULTS, Decision, InstanceLoad, Outcome, PolicyOptions, RequestFeatures
 from router.policies.prefill_cost import PrefillCost
-from router.policies.prefix_index import Held
+from router.policies.prefix_index import PrefixMatch
 from router.policies.prefix_policy import PrefixPolicy
 
 __all__ = ["PoolAware"]
@@ -16,53 +17,46 @@ __all__ = ["PoolAware"]
 # 8 to 64 instances and from little load to too much, the mean time to first token is then within 4 % of what the
 # best fixed alpha gives, which is 2 at little load and 32 at too much.
 _ALPHA_PER_WAITING = 2.0
-_MOST_ALPHA = 32.0
+_MAX_ALPHA = 32.0
 # Means over about so many requests.
 _MEMORY = 100
 
-_NOTHING_HELD = Held(0, {}, [])
+_NO_MATCH = PrefixMatch(0, {}, [])
 
 
 class PoolAware(PrefixPolicy):
     """The lowest cost = queue ahead + alpha x (tokens in neither place + fetch cost x tokens only in the pool).
 
-    A token of work delays its own request, and all that come while the queue lasts. So **alpha** is what a token of
-    work costs all of them together: 1, and more the more requests wait; and it is in units of the queue, so that it
+    A token of work delays its own request, and all that come while the queue lasts. So **alpha** is the cost of a token
+    of work to all of them together: 1, and more the more requests wait; and it is in units of the queue, so that it
     is the higher the less time a queued token takes next to a computed one (instances may prefill several at once).
     With nobody waiting the request's own time decides; under too much load alpha is high, and the least work
-    in all wins, which is what shortens the queues.
+    in all wins, which shortens the queues.
 
-    **Fetch cost** is what a token from the pool costs next to computing it. A pool that often lacks what it should
+    **Fetch cost** is the cost of a token from the pool next to computing it. A pool that often lacks chunks it should
     have (it evicts, or there is none) makes it dearer, up to 1: then only the instances' own caches count.
 
-    What an instance should have kept and had not, if it tells, shows how long instances keep what is not used.
+    Chunks that an instance should have kept and had not, if it tells, show how long instances keep unused ones.
     """
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(options, clock)
         self._longest_kept = 60 * options.eviction_duration_mins
         self._cost = PrefillCost()
-        self._kept_secs = self._longest_kept  # by an instance, after the last use
+        self._kept_seconds = self._longest_kept  # by an instance, after the last use
         self._mean_queue = 0.0
         self._mean_work = 0.0
         self._pool_expected = self._pool_found = 100_000.0  # tokens; a pool is trusted until it is seen to lack some
+        self.alpha = 1.0
+        """The cost of a token of work, in tokens of the queue."""
+        self.fetch_cost = 1.0
+        """The cost of a token in the pool, as a part of computing it: if it is found, and if it is not."""
+        self._update_costs()
 
-    @property
-    def alpha(self) -> float:
-        """What a token of work costs, in tokens of the queue."""
-        waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
-        return min(_MOST_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
-
-    @property
-    def fetch_cost(self) -> float:
-        """What a token in the pool costs, as a part of computing it: if it is found, and if it is not."""
-        found = self._pool_found / self._pool_expected
-        return found * self._cost.fetch_cost + (1 - found)
-
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
         chunks, prompt, per_chunk = request.chunks, request.prompt_tokens, request.tokens_per_chunk
-        held = self._index.look_up(chunks, self._kept_secs) if chunks else _NOTHING_HELD
+        held = self._index.look_up(chunks, self._kept_seconds) if chunks else _NO_MATCH
         alpha, fetch_cost = self.alpha, self.fetch_cost
         own = held.own
         saving = alpha * fetch_cost * per_chunk  # by each chunk that need not be fetched
@@ -76,7 +70,7 @@ class PoolAware(PrefixPolicy):
             if cost < least:
                 chosen, least = candidate, cost
         if chunks:
-            self._index.add(chunks, chosen.key)
+            self._index.add_chain(chunks, chosen.key)
 
         own_chunks = own.get(chosen.key, 0)
         cached_tokens = min(held.pool * per_chunk, prompt)
@@ -85,20 +79,21 @@ class PoolAware(PrefixPolicy):
         work = prompt - cached_tokens + fetch_cost * pool_tokens
         self._mean_queue += (queue / len(candidates) - self._mean_queue) / _MEMORY
         self._mean_work += (work - self._mean_work) / _MEMORY
+        self._update_costs()
         reasons: dict[str, float | str] = {
             "policy": "pool_aware",
             "cost": chosen.queued + alpha * work,
             "queued": chosen.queued,
             "own_tokens": own_tokens,
-            "own_unused_secs": next((age for end, age in held.ages if end >= own_chunks), 0.0),
+            "own_unused_secs": held.ages[bisect_left(held.ages, (own_chunks, 0.0))][1] if held.ages else 0.0,
             "pool_tokens": pool_tokens,
             "alpha": alpha,
             "fetch_cost": fetch_cost,
         }
         return Decision(chosen.key, reasons, work, cached_tokens)
 
-    def observe(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """See ``Policy.observe``."""
+    def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
+        """See ``Policy.observe_outcome``."""
         if not outcome.prompt_tokens or outcome.cached_tokens is None:
             return
         # The engine counts tokens, the router estimates them: everything is in the router's tokens from here on.
@@ -110,16 +105,24 @@ class PoolAware(PrefixPolicy):
         if own_expected:
             # An engine keeps whole blocks, which are not our chunks; hence the room for one's difference.
             kept = own + request.tokens_per_chunk >= own_expected
-            self._learn_how_long_kept(float(decision.reasons["own_unused_secs"]), kept)
+            self._learn_kept_seconds(float(decision.reasons["own_unused_secs"]), kept)
         if pool_expected:
             self._pool_expected += pool_expected - self._pool_expected / _MEMORY
             self._pool_found += min(pool_expected, max(0.0, cached - own_expected)) - self._pool_found / _MEMORY
         if outcome.ttft is not None:
-            self._cost.observe(outcome.queued, request.prompt_tokens - cached, cached - own, outcome.ttft)
+            self._cost.observe_first_token(outcome.queued, request.prompt_tokens - cached, cached - own, outcome.ttft)
+        self._update_costs()
 
-    def _learn_how_long_kept(self, unused_secs: float, kept: bool) -> None:
+    def _update_costs(self) -> None:
+        """Compute ``alpha`` and ``fetch_cost`` after the means, the pool's record or the fit have changed."""
+        waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
+        self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
+        found = self._pool_found / self._pool_expected
+        self.fetch_cost = found * self._cost.fetch_cost + (1 - found)
+
+    def _learn_kept_seconds(self, unused_seconds: float, kept: bool) -> None:
         # It settles where what was unused for nearly so long is gone as often as not.
         if not kept:
-            self._kept_secs = max(1.0, 0.9 * self._kept_secs)
-        elif unused_secs > self._kept_secs / 2:
-            self._kept_secs = min(self._longest_kept, 1.1 * self._kept_secs)
+            self._kept_seconds = max(1.0, 0.9 * self._kept_seconds)
+        elif unused_seconds > self._kept_seconds / 2:
+            self._kept_seconds = min(self._longest_kept, 1.1 * self._kept_seconds)

@@ -1,4 +1,4 @@
-"""PrefillCost: what waiting, computing and fetching cost, learned from the first tokens of answers."""
+"""PrefillCost: the cost of waiting, computing and fetching, learned from the times of first tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PrefillCost"]
 
 _WINDOW = 512
 _FIT_EVERY = 128
-# The weight of what is assumed before anything is learned, in outcomes.
+# The weight of the assumed costs, in outcomes.
 _PRIOR = 16.0
 _TINY = 1e-6
 _LEAST_SECONDS = 1e-3
@@ -22,8 +22,8 @@ class PrefillCost:
 
     A weighted least-squares fit of the relative error over the latest outcomes. An outcome that is off by more than
     its own size (a stalled connection, a pause of the engine) weighs less the farther off it is, so that a few
-    of them change nothing. What the outcomes leave open stays as assumed: a queued token takes as long as a computed
-    one, a fetched one a quarter of that.
+    of them change nothing. A cost that the outcomes leave open stays as assumed: a queued token takes as long as a
+    computed one, a fetched one a quarter of that.
     """
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class PrefillCost:
         self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._until_fit = _FIT_EVERY
 
-    def observe(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
-        """A first token came after ``seconds``, of a prompt with these tokens behind a queue of so many."""
+    def observe_first_token(self, queued: float, computed: float, fetched: float, seconds: float) -> None:
+        """Learn from a first token that came after ``seconds``, of a prompt with these tokens behind such a queue."""
         if queued + computed + fetched < 1:
             return
         self._outcomes.append((queued, computed, fetched, max(seconds, _LEAST_SECONDS)))
         self._until_fit -= 1
         if self._until_fit == 0:
             self._until_fit = _FIT_EVERY
-            self._fit()
+            self._refit_costs()
 
-    def _fit(self) -> None:
+    def _refit_costs(self) -> None:
         outcomes = np.array(self._outcomes)
         figures, seconds = np.column_stack([outcomes[:, :3], np.ones(len(outcomes))]), outcomes[:, 3]
         scale = float(np.median(seconds / (figures @ _ASSUMED)))  # seconds a token
         assumed = _ASSUMED * scale
-        # The prior is rows of the same kind: each figure alone, as large as it typically is, costs what is assumed.
+        # The prior is rows of the same kind: each figure alone, as large as it typically is, costs as much as assumed.
         # A figure that was never seen needs some size, or the equations have no solution.
         typical = np.mean((figures / (figures @ assumed)[:, None]) ** 2, axis=0)
         prior = np.diag(_PRIOR * np.maximum(typical, [_TINY / scale**2] * 3 + [0]))

@@ -1,7 +1,7 @@
 """PrefixIndex: which instance has computed which prefix, bounded in memory.
 
-Whatever any instance has computed is in the pool as well, for every instance saves there; so an entry of the index
-says both that the pool has a chunk and which instances do.
+Every chunk that any instance has computed is in the pool as well, for every instance saves there; so an entry of the
+index says both that the pool has a chunk and which instances do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import orjson
 
-__all__ = ["DEFAULT_MAX_ENTRIES", "Held", "PrefixIndex"]
+__all__ = ["DEFAULT_MAX_ENTRIES", "PrefixIndex", "PrefixMatch"]
 
 DEFAULT_MAX_ENTRIES = 1_100_000
 """Chunks known at most. Measured with 256 instances: 110 bytes an entry, 121 MB in all; at worst, where every
@@ -28,15 +28,15 @@ _MAGIC = b"kvrouter prefixes 1\n"
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of all that follows
 _SIZE = struct.Struct("<I")  # of the JSON that comes next, in bytes
 # Restarts whose bits may lie unused; clearing them goes over every entry (about 0.5 s when the index is full).
-_MOST_RETIRED = 256
-_MOST_EXPANDED = 4096
+_MAX_RETIRED_BITS = 256
+_MAX_NAMED_SETS = 4096
 
 
 # When it was last used, and by whom it was computed; the chunks of one run share one.
 _Entry = tuple[float, int]
 
 
-class Held(NamedTuple):
+class PrefixMatch(NamedTuple):
     """How many leading chunks of a chain are where."""
 
     pool: int
@@ -44,7 +44,7 @@ class Held(NamedTuple):
     own: dict[str, int]
     """In each instance that holds any."""
     ages: list[tuple[int, float]]
-    """(end, seconds): seconds since the chunks before ``end`` (and after the end before) were last used."""
+    """(end, seconds), by ``end``: seconds since the chunks before ``end`` (and after the end before) were last used."""
 
 
 class PrefixIndex:
@@ -55,13 +55,13 @@ class PrefixIndex:
     dropped. So an entry lives for half a lifetime to a whole one after its last use, and none is ever searched for.
 
     Chains are only ever added from their first chunk on. Hence along a chain times never get later and sets never
-    grow; ``_runs`` relies on it to look a chain of 256 chunks up in some twenty steps.
+    grow; ``_find_runs`` relies on it to look a chain of 256 chunks up in some twenty steps.
     """
 
     def __init__(
         self,
         max_entries: int = DEFAULT_MAX_ENTRIES,
-        lifetime_secs: float = 1800.0,
+        lifetime_seconds: float = 1800.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -70,66 +70,66 @@ class PrefixIndex:
         """
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}; an index needs room for at least 2")
-        self._most = max_entries // 2
-        self._half_life = lifetime_secs / 2
+        self._max_in_generation = max_entries // 2
+        self._half_life = lifetime_seconds / 2
         self._clock = clock
         self._turned_at = clock()
         self._current: dict[int, _Entry] = {}
         self._previous: dict[int, _Entry] = {}
         self._names: list[str] = []  # of each bit; "" where its instance was forgotten
         self._bits: dict[str, int] = {}
-        self._expanded: dict[int, tuple[str, ...]] = {}
+        self._named_sets: dict[int, tuple[str, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._current) + len(self._previous)
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex {len(self)} of {2 * self._most} entries, {len(self._bits)} instances>"
+        return f"<PrefixIndex {len(self)} of {2 * self._max_in_generation} entries, {len(self._bits)} instances>"
 
-    def look_up(self, chunks: Sequence[int], kept_secs: float = math.inf) -> Held:
+    def look_up(self, chunks: Sequence[int], kept_seconds: float = math.inf) -> PrefixMatch:
         """Where the leading chunks of a chain are.
 
         Args:
-            kept_secs: after so long without use, an instance is taken to have evicted a chunk; the pool is not.
+            kept_seconds: after so long without use, an instance is taken to have evicted a chunk; the pool is not.
         """
-        now = self._turn(0)
+        now = self._turn_generations(0)
         own: dict[str, int] = {}
         ages = []
         end = 0
-        for _, end, (used_at, holders) in self._runs(chunks):
+        for _, end, (used_at, holders) in self._find_runs(chunks):
             age = now - used_at
             ages.append((end, age))
-            if age <= kept_secs:
+            if age <= kept_seconds:
                 # Later runs are longer, and their sets are parts of the earlier ones.
-                own.update(dict.fromkeys(self._expand(holders), end))
-        return Held(end, own, ages)
+                own.update(dict.fromkeys(self._name_holders(holders), end))
+        return PrefixMatch(end, own, ages)
 
-    def add(self, chunks: Sequence[int], key: str) -> None:
-        """The instance ``key`` has computed this chain, or is about to."""
-        chunks = chunks[: self._most]
-        now = self._turn(len(chunks))
-        bit = self._bit(key)
-        runs = self._runs(chunks)
+    def add_chain(self, chunks: Sequence[int], key: str) -> None:
+        """Note that the instance ``key`` has computed this chain, or is about to."""
+        chunks = chunks[: self._max_in_generation]
+        now = self._turn_generations(len(chunks))
+        bit = self._assign_bit(key)
+        runs = self._find_runs(chunks)
         for start, end, (_, holders) in runs:
             self._current.update(dict.fromkeys(chunks[start:end], (now, holders | bit)))
         known = runs[-1][1] if runs else 0
         self._current.update(dict.fromkeys(chunks[known:], (now, bit)))
 
-    def forget(self, key: str) -> None:
-        """The instance has lost what it held; the pool has not."""
+    def forget_holder(self, key: str) -> None:
+        """Note that the instance has lost its chunks; the pool has not."""
         bit = self._bits.pop(key, 0)
         if not bit:
             return
         self._names[bit.bit_length() - 1] = ""
-        self._expanded.clear()
-        if len(self._names) - len(self._bits) > _MOST_RETIRED:
-            self._renumber()
+        self._named_sets.clear()
+        if len(self._names) - len(self._bits) > _MAX_RETIRED_BITS:
+            self._renumber_bits()
 
     def copy(self) -> PrefixIndex:
         """This index as it is now; 0.02 microseconds an entry."""
         other = copy.copy(self)
         other._current, other._previous = self._current.copy(), self._previous.copy()
-        other._names, other._bits, other._expanded = self._names.copy(), self._bits.copy(), {}
+        other._names, other._bits, other._named_sets = self._names.copy(), self._bits.copy(), {}
         return other
 
     def dump(self) -> bytes:
@@ -154,7 +154,7 @@ class PrefixIndex:
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def load(self, data: bytes) -> None:
-        """Take over what ``dump`` gave on this machine, in place of what is known now.
+        """Take over the index that ``dump`` encoded on this machine, in place of this one.
 
         Raises:
             ValueError: ``data`` is damaged, or of another version; then nothing has changed.
@@ -181,19 +181,21 @@ class PrefixIndex:
             hashes.frombytes(view[at : at + 8 * count])
             places.frombytes(view[at + 8 * count : at + 12 * count])
             # The first that fit are kept: a chain stands in its order, so none loses its beginning.
-            generations.append(dict(islice(zip(hashes, map(values.__getitem__, places), strict=True), self._most)))
+            generations.append(
+                dict(islice(zip(hashes, map(values.__getitem__, places), strict=True), self._max_in_generation))
+            )
             at += 12 * count
         self._previous, self._current = generations
         self._names = names
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
-        self._expanded.clear()
+        self._named_sets.clear()
         self._turned_at = now
 
-    def _turn(self, coming: int) -> float:
+    def _turn_generations(self, coming: int) -> float:
         """The time; a new generation has begun if one was too old, or had no room for ``coming`` entries more."""
         now = self._clock()
         age = now - self._turned_at
-        if age < self._half_life and len(self._current) + coming <= self._most:
+        if age < self._half_life and len(self._current) + coming <= self._max_in_generation:
             return now
         self._previous = self._current if age < 2 * self._half_life else {}
         self._current = {}
@@ -201,7 +203,7 @@ class PrefixIndex:
         self._turned_at = self._turned_at + self._half_life if self._half_life <= age < 2 * self._half_life else now
         return now
 
-    def _runs(self, chunks: Sequence[int]) -> list[tuple[int, int, _Entry]]:
+    def _find_runs(self, chunks: Sequence[int]) -> list[tuple[int, int, _Entry]]:
         """The chain's known part as (start, end, entry) of the chunks that have equal entries."""
         current, previous = self._current, self._previous
         runs = []
@@ -221,28 +223,28 @@ class PrefixIndex:
             start = end
         return runs
 
-    def _expand(self, holders: int) -> tuple[str, ...]:
+    def _name_holders(self, holders: int) -> tuple[str, ...]:
         """The names in a set; sets come again and again, so they are remembered."""
-        names = self._expanded.get(holders)
+        names = self._named_sets.get(holders)
         if names is None:
             rest, found = holders, []
             while rest:
                 bit = rest & -rest
                 found.append(self._names[bit.bit_length() - 1])
                 rest ^= bit
-            if len(self._expanded) >= _MOST_EXPANDED:
-                self._expanded.clear()
-            names = self._expanded[holders] = tuple(name for name in found if name)
+            if len(self._named_sets) >= _MAX_NAMED_SETS:
+                self._named_sets.clear()
+            names = self._named_sets[holders] = tuple(name for name in found if name)
         return names
 
-    def _bit(self, key: str) -> int:
+    def _assign_bit(self, key: str) -> int:
         bit = self._bits.get(key)
         if bit is None:
             bit = self._bits[key] = 1 << len(self._names)
             self._names.append(key)
         return bit
 
-    def _renumber(self) -> None:
+    def _renumber_bits(self) -> None:
         """Clear the bits of forgotten instances, so that sets stay small."""
         moved = {old: 1 << new for new, old in enumerate(self._bits.values())}
         renumbered: dict[_Entry, _Entry] = {}
@@ -254,4 +256,4 @@ class PrefixIndex:
                 generation[chunk] = renumbered[entry]
         self._names = list(self._bits)
         self._bits = {name: 1 << place for place, name in enumerate(self._names)}
-        self._expanded.clear()
+        self._named_sets.clear()

@@ -1,4 +1,4 @@
-"""What policies that look at prefixes share: an index of who has computed which, kept over a restart."""
+"""PrefixPolicy: the base of policies that look at prefixes, with an index that is kept over a restart."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class PrefixPolicy(PolicyBase):
         super().__init__(options, clock)
         self._index = PrefixIndex(options.prefix_index_entries, 60 * options.eviction_duration_mins, clock)
 
-    def forget(self, key: str) -> None:
-        """See ``Policy.forget``."""
-        self._index.forget(key)
+    def forget_instance(self, key: str) -> None:
+        """See ``Policy.forget_instance``."""
+        self._index.forget_holder(key)
 
-    def remembered(self) -> Callable[[], bytes]:
-        """See ``Remembering.remembered``: what it knows of caches."""
+    def prepare_dump(self) -> Callable[[], bytes]:
+        """See ``PersistentPolicy.prepare_dump``."""
         return self._index.copy().dump
 
-    def load(self, data: bytes) -> None:
-        """Take over what another one remembered.
+    def load_dump(self, data: bytes) -> None:
+        """See ``PersistentPolicy.load_dump``.
 
         Raises:
-            ValueError: it cannot be used.
+            ValueError: ``data`` cannot be used.
         """
         self._index.load(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
+from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures, tokens_of
 
 __all__ = ["ProcessTokens"]
 
@@ -12,7 +12,7 @@ __all__ = ["ProcessTokens"]
 class ProcessTokens(PolicyBase):
     """The instance with the fewest prompt tokens to process."""
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
-        chosen = self._turns.least(candidates, lambda candidate: candidate.tokens)
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = self._turns.take_least(candidates, list(map(tokens_of, candidates)))
         return Decision(chosen.key, {"policy": "process_tokens", "tokens": chosen.tokens}, request.prompt_tokens)

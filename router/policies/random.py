@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
+from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures
 
 __all__ = ["Random"]
 
@@ -13,7 +13,7 @@ __all__ = ["Random"]
 class Random(PolicyBase):
     """Any instance, each as likely as the others."""
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
         chosen = random.choice(candidates)
         return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)}, request.prompt_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate, Decision, PolicyBase, RequestFeatures
+from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures, requests_of
 
 __all__ = ["RequestNum"]
 
@@ -12,7 +12,7 @@ __all__ = ["RequestNum"]
 class RequestNum(PolicyBase):
     """The instance with the fewest requests running."""
 
-    def choose(self, request: RequestFeatures, candidates: Sequence[Candidate]) -> Decision:
-        """See ``Policy.choose``."""
-        chosen = self._turns.least(candidates, lambda candidate: candidate.requests)
+    def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
+        """See ``Policy.choose_instance``."""
+        chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
         return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests}, request.prompt_tokens)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import orjson
 
-from router.fleet.registry import Instance
+from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 
@@ -79,16 +79,11 @@ class Leg:
         self.instance = instance
         self.exchange = exchange
         self.is_finished = False
-        self.queued_before = instance.candidate.queued
+        self.queued_before = instance.load.queued
         """The work that was queued at the instance before this leg."""
         self._tokens = tokens
         self._work = work
-        instance.candidate.add_request(tokens, work)
-
-    def record_success(self) -> None:
-        """Its response is a good one, as far as it has come."""
-        if self.instance.breaker.failures:
-            self.instance.succeeded(time.monotonic())
+        instance.load.add_request(tokens, work)
 
     @property
     def runs_at_engine(self) -> bool:
@@ -97,7 +92,7 @@ class Leg:
 
     def end_prefill(self) -> None:
         """The first token is there."""
-        self.instance.candidate.remove_prefill(self._tokens, self._work)
+        self.instance.load.remove_prefill(self._tokens, self._work)
         self._tokens, self._work = 0, 0.0
 
     def finish(self) -> None:
@@ -106,7 +101,7 @@ class Leg:
             self.is_finished = True
             if not self.exchange.complete:
                 self.exchange.close()
-            self.instance.candidate.remove_request(self._tokens, self._work)
+            self.instance.load.remove_request(self._tokens, self._work)
 
 
 class EngineIds(NamedTuple):
@@ -201,7 +196,8 @@ class Attempt:
         except UpstreamError as exc:
             raise self._make_failure(self.answering, exc) from exc
         self._begun = True
-        self.answering.record_success()
+        if self.answering.instance.breaker.failures:
+            self.answering.instance.record_success(time.monotonic())
         if self.prefill is None:
             self.prefilled_at = time.perf_counter() if self.is_event_stream else 0.0
             self.answering.end_prefill()
@@ -262,7 +258,8 @@ class Attempt:
             self._grace.cancel()
         if failure is None:
             self.prefilled_at = time.perf_counter()
-            leg.record_success()
+            if leg.instance.breaker.failures:
+                leg.instance.record_success(time.monotonic())
         elif self._begun:
             _log.info("prefill failed after decode had begun to answer: %s", failure)
             heard = self.answering.exchange.last_heard

@@ -45,7 +45,7 @@ class Proxy:
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
         try:
-            self._services.auth.client(headers)
+            self._services.auth.identify_client(headers)
         except Refused as refused:
             return refused
         return None
@@ -57,8 +57,7 @@ class Proxy:
     def on_refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read."""
         record = RequestRecord(method, path, time.time(), status=error.status, error=error.code)
-        self._services.metrics.record(record)
-        self._services.audit.write(record)
+        self._services.audit.add_record(record)
 
     def stop(self) -> None:
         """End every request in progress with a clear error: the router is stopping."""

@@ -136,7 +136,7 @@ class ServingRequest:
         response = self._response
         live.add(self)
         try:
-            client = self._services.auth.client(self._request.headers)
+            client = self._services.auth.identify_client(self._request.headers)
             if not self._services.admission.try_enter(client):
                 await self._wait_in_line(client)
             self.client = client
@@ -310,7 +310,7 @@ class ServingRequest:
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
                     raise
-                self._services.metrics.retried(failure.instance.key)
+                self._services.metrics.count_retry(failure.instance.key)
                 await self._retries.record_failure_and_back_off(failure, selection)
                 try:
                     selection = self._select_instances()
@@ -329,7 +329,7 @@ class ServingRequest:
         decode = selection.answering
         self._end_attempt("preempted")
         self._preemptions += 1
-        self._services.metrics.rescheduled(decode.key)
+        self._services.metrics.count_preemption(decode.key)
         if settings.preempt_retry_exclude_decode:
             self._retries.avoid(decode.key)
         if isinstance(merger, ResponseMerger):
@@ -418,7 +418,7 @@ class ServingRequest:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
         is_broken = failure.response is None or failure.response.status >= 500
         if is_broken and not failure.stale and not failure.in_hand_over:
-            failure.instance.failed(time.monotonic(), str(failure))
+            failure.instance.record_failure(time.monotonic(), str(failure))
 
     def _end_attempt(self, how: str) -> None:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
@@ -480,8 +480,7 @@ class ServingRequest:
         )
         if self._selection is not None and self.attempt is not None and self.body is not None:
             self._record_serving(record, self._selection, self.attempt)
-        self._services.metrics.record(record)
-        self._services.audit.write(record)
+        self._services.audit.add_record(record)
 
     def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
         """Note who served a completion, and let its policy learn from how it went."""
@@ -503,7 +502,7 @@ class ServingRequest:
         outcome = Outcome(
             first.key, leg.queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
         )
-        self._services.selector.policies[leg.instance.role].observe(self._features, first, outcome)
+        self._services.selector.policies[leg.instance.role].observe_outcome(self._features, first, outcome)
 
 
 def _make_request_id() -> str:

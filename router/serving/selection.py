@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from router.fleet import Instance, Registration, Registry, Role, can_decode_for, may_pair
 from router.http import ApiError
-from router.policies import POLICIES, Candidate, Decision, Policy, RequestFeatures
+from router.policies import POLICIES, Decision, InstanceLoad, Policy, RequestFeatures
 from router.settings import RouterSettings
 
 __all__ = ["NoInstance", "Selection", "Selector"]
@@ -66,7 +66,7 @@ class Selector:
         }
         """The policy of each role that the router's mode takes."""
         for policy in self.policies.values():
-            registry.on_lost_cache(policy.forget)
+            registry.subscribe_to_lost_caches(policy.forget_instance)
         self._choice = _Choice((), registry.splitwise)
         self._generation = -1
         self._good_until = -math.inf
@@ -136,15 +136,15 @@ class Selector:
         yield available
 
     def _list_available(self, excluded: Collection[str]) -> list[Instance]:
-        return [i for i in self._registry if i.available and i.key not in excluded]
+        return [i for i in self._registry if i.is_available and i.key not in excluded]
 
     def _apply_policy(
         self, role: Role, features: RequestFeatures, group: _Group, now: float
     ) -> tuple[Instance, Decision]:
-        decision = self.policies[role].choose(features, group.candidates)
+        decision = self.policies[role].choose_instance(features, group.candidates)
         chosen = group.by_key[decision.key]
         if chosen.breaker.state != "closed":
-            chosen.try_one(now)
+            chosen.begin_half_open_trial(now)
         return chosen, decision
 
     def _explain_none(self, excluded: Collection[str]) -> ApiError:
@@ -174,7 +174,7 @@ class _Group:
     __slots__ = ("by_key", "candidates")
 
     def __init__(self, instances: Sequence[Instance]) -> None:
-        self.candidates: list[Candidate] = [instance.candidate for instance in instances]
+        self.candidates: list[InstanceLoad] = [instance.load for instance in instances]
         self.by_key: dict[str, Instance] = {instance.key: instance for instance in instances}
 
 

@@ -1,5 +1,25 @@
-"""What an operator can set: flags > YAML > environment > defaults."""
+"""The settings that an operator can give: flags > YAML > environment > defaults.
 
-from router.settings.router_settings import RouterSettings, SettingsError, load_settings
+router_settings.py   RouterSettings: each setting with its default, its key and its bounds
+sources.py           load_settings: reads flags, the YAML file and the environment
+yaml_file.py         read_yaml: an operator's YAML file
+secret_file.py       read_token, read_keys: files with the admin token and with API keys
+hints.py             suggest_name: the nearest known name for a mistyped one
+"""
 
-__all__ = ["RouterSettings", "SettingsError", "load_settings"]
+from router.settings.hints import suggest_name
+from router.settings.router_settings import RouterSettings, SettingsError
+from router.settings.secret_file import read_keys, read_token
+from router.settings.sources import load_settings
+from router.settings.yaml_file import YamlFileError, read_yaml
+
+__all__ = [
+    "RouterSettings",
+    "SettingsError",
+    "YamlFileError",
+    "load_settings",
+    "read_keys",
+    "read_token",
+    "read_yaml",
+    "suggest_name",
+]

@@ -1,4 +1,4 @@
-"""Reads the YAML files that operators write: whatever is wrong with one is one sentence."""
+"""read_yaml: an operator's YAML file; every mistake in one is told in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 __all__ = ["YamlFileError", "read_yaml"]
 
 # Those of the largest number of 64 bits.
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 
 
 class YamlFileError(Exception):
@@ -31,10 +31,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > _MOST_DIGITS:
+        if len(node.value) > _MAX_DIGITS:
             raise YamlFileError(
                 f"line {node.start_mark.line + 1} has a whole number of {len(node.value)} digits; "
-                f"it may have {_MOST_DIGITS}"
+                f"it may have {_MAX_DIGITS}"
             )
         return super().construct_yaml_int(node)
 
@@ -56,5 +56,5 @@ def read_yaml(path: Path) -> Any:
         raise YamlFileError(f"it is not YAML: {' '.join(str(exc).split())}") from exc
     except RecursionError:
         raise YamlFileError("it is nested too deep") from None
-    except (ValueError, LookupError, AttributeError) as exc:  # what the library meets in a date of month 13, say
+    except (ValueError, LookupError, AttributeError) as exc:  # a date of month 13, say
         raise YamlFileError(f"a value in it cannot be read: {exc}") from exc

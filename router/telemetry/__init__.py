@@ -1,6 +1,10 @@
-"""Telemetry."""
+"""Telemetry: the requests as operators see them.
 
-from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
-from router.telemetry.metrics import RouterMetrics
+audit.py     Audit: one record a request, its line in the access log, and its explanation
+metrics.py   RouterMetrics: figures for Prometheus
+"""
 
-__all__ = ["AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]
+from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord
+from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
+
+__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]

@@ -1,7 +1,8 @@
-"""What became of each request: a line of JSON in the access log, and the last requests kept to be explained.
+"""Audit: one record a request, written as a line of JSON to the access log, counted, and kept to be explained.
 
-A request's path only appends its record to a list. Lines are made and written in batches by the event loop, and where
-the log's reader has stopped reading, lines are dropped (and counted) rather than waited for.
+A request only appends its record to a list. The event loop hands the records on in batches: to the subscribers that
+count them, and as lines to the log. Where the log's reader has stopped reading, lines are dropped (and counted) rather
+than waited for.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ import select
 import stat
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from router.policies import Decision
 from router.settings import RouterSettings, SettingsError
+
+if TYPE_CHECKING:
+    from router.policies import Decision
 
 __all__ = ["AttemptRecord", "Audit", "RequestRecord"]
 
 _log = logging.getLogger("router.telemetry.audit")
 
-KEPT_RECORDS = 10_000
+MAX_RECORDS = 10_000
 FLUSH_SECONDS = 0.2
 # About 64 KB of lines; more are not made at once, so that other requests do not wait for it.
 BATCH_RECORDS = 150
-# Lines that a slow reader has not taken yet are held up to here.
-BACKLOG_LINES = 10_000
-FILE_BYTES = 65536
+# A slow reader may leave so many lines.
+MAX_BACKLOG_LINES = 10_000
+_FILE_PIECE_BYTES = 65536
 # Cut to this, so that a line fits into PIPE_BUF even if every character is escaped.
 _PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
@@ -43,12 +46,12 @@ class AttemptRecord(NamedTuple):
 
     decisions: Sequence[Decision]
     ended: str
-    """``answered``, or one sentence on what went wrong."""
+    """``answered``, or its failure in one sentence."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request. Whoever makes it fills it in and changes it no more once it is written."""
+    """The story of one request. The code that serves it fills this in, and changes it no more once it is added."""
 
     method: str
     path: str
@@ -81,70 +84,77 @@ class RequestRecord:
     cached_tokens: int | None = None
     """Of usage, where the engine said so."""
     predicted_cached_tokens: int | None = None
-    """What the policy expected; None where it does not look at prefixes."""
+    """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
 
 
 class Audit:
-    """Writes the access log and keeps the last requests."""
+    """Takes the records of requests that have ended: writes the access log, and keeps the last records."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
         Raises:
             SettingsError: the access log's file cannot be written.
         """
-        self._records: deque[RequestRecord] = deque(maxlen=KEPT_RECORDS)
+        self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self.lost_lines = 0
         """Lines of the access log that could not be written."""
-        self._output = _open(settings.access_log)
+        self._output = _open_log(settings.access_log)
         self._pending: list[RequestRecord] = []
-        self._flushing: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._batch_callbacks: list[Callable[[Sequence[RequestRecord]], None]] = []
 
     @property
     def records(self) -> Sequence[RequestRecord]:
         """The last requests, oldest first."""
         return self._records
 
-    def write(self, record: RequestRecord) -> None:
-        """Keep the record of a request that has ended, and write its line soon."""
+    def add_record(self, record: RequestRecord) -> None:
+        """Keep the record of a request that has ended; it is counted, and its line written, soon."""
         self._records.append(record)
-        if self._output is None:
-            return
         pending = self._pending
         pending.append(record)
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._on_timer)
         elif len(pending) == BATCH_RECORDS:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush_records)
+
+    def subscribe_to_batches(self, callback: Callable[[Sequence[RequestRecord]], None]) -> None:
+        """Call ``callback`` with the records that were added since its last call, in their order."""
+        self._batch_callbacks.append(callback)
+
+    def flush_records(self) -> None:
+        """Hand the records that were added on, now: to the subscribers, and to the log as lines."""
+        batch, self._pending = self._pending, []
+        for callback in self._batch_callbacks:
+            callback(batch)
+        if self._output is not None:
+            self.lost_lines += self._output.write_lines([_format_line(record) for record in batch])
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Hand on the records that are left, and close the file."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.flush_records()
         if self._output is not None:
-            self._write_lines(self._output)
             self.lost_lines += self._output.close()
             self._output = None
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why the last request of this id went where it went, and what came of it; None if it is not known (any more).
+    def explain_request(self, request_id: str) -> dict[str, Any] | None:
+        """The decisions that placed the last request of this id, and its end; None if it is not known (any more).
 
         The id may be the request's own, or the one that engines have it under (``chatcmpl-`` or ``cmpl-`` before it).
         """
         names = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("cmpl-")}
         record = next((r for r in reversed(self._records) if r.request_id and r.request_id in names), None)
-        return None if record is None else _explanation(record)
+        return None if record is None else _build_explanation(record)
 
-    def _flush(self) -> None:
-        if self._output is not None:
-            self._write_lines(self._output)
-            if self._output.holds_back:
-                self._flushing = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
-
-    def _write_lines(self, output: _Output) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        pending, self._pending = self._pending, []
-        self.lost_lines += output.write([_line(record) for record in pending])
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.flush_records()
+        if self._output is not None and self._output.holds_back:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._on_timer)
 
 
 class _Output:
@@ -156,7 +166,7 @@ class _Output:
         self._owned = owned
         self._backlog: deque[bytes] = deque()
         # A pipe that is ready for writing has room for PIPE_BUF bytes; more might block.
-        self._piece_bytes = FILE_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
+        self._piece_bytes = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
@@ -165,12 +175,12 @@ class _Output:
         """Whether there are lines that the reader has not taken yet."""
         return bool(self._backlog)
 
-    def write(self, lines: list[bytes]) -> int:
-        """Write lines; what the reader does not take now is kept for the next time, up to a limit.
+    def write_lines(self, lines: list[bytes]) -> int:
+        """Write lines; those that the reader does not take now are kept for the next time, up to a limit.
 
         Returns how many were lost.
         """
-        room = BACKLOG_LINES - len(self._backlog)
+        room = MAX_BACKLOG_LINES - len(self._backlog)
         self._backlog.extend(lines[:room])
         lost = len(lines) - min(room, len(lines))
         try:
@@ -205,7 +215,7 @@ class _Output:
             backlog.popleft()
 
 
-def _open(destination: str) -> _Output | None:
+def _open_log(destination: str) -> _Output | None:
     if destination == "off":
         return None
     if destination in ("stdout", "stderr"):
@@ -222,7 +232,7 @@ def _open(destination: str) -> _Output | None:
     return _Output(descriptor, owned=True)
 
 
-def _line(record: RequestRecord) -> bytes:
+def _format_line(record: RequestRecord) -> bytes:
     fields = {
         "time": round(record.started_unix, 3),
         "method": record.method,
@@ -250,9 +260,9 @@ def _line(record: RequestRecord) -> bytes:
         return json.dumps(fields).encode() + b"\n"
 
 
-def _explanation(record: RequestRecord) -> dict[str, Any]:
+def _build_explanation(record: RequestRecord) -> dict[str, Any]:
     return {
-        **json.loads(_line(record)),
+        **json.loads(_format_line(record)),
         "attempts": [
             {
                 "decisions": [

@@ -1,7 +1,7 @@
-"""Figures for Prometheus, under FastDeploy's Go router's names where it has them.
+"""RouterMetrics: figures for Prometheus, under FastDeploy's Go router's names where it has them.
 
-A request is counted in plain numbers, by the one thread that serves requests; families and labels are made of them
-when Prometheus asks. prometheus_client's own counters take a lock for each increment.
+Requests are counted in plain numbers, in the batches that ``Audit`` hands on; families and labels are made of them when
+Prometheus asks. prometheus_client's own counters take a lock for each increment.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,9 +22,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.access.admission import Admission
-from router.fleet.registry import STATES, Registry
-from router.telemetry.audit import Audit, RequestRecord
+from router.fleet import STATES
+
+if TYPE_CHECKING:
+    from router.access import Admission
+    from router.fleet import Registry
+    from router.telemetry.audit import Audit, RequestRecord
 
 __all__ = ["CONTENT_TYPE", "RouterMetrics"]
 
@@ -33,7 +37,7 @@ _ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddin
 _COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 # More pairs than this are only kept of instances that are still there.
-WORKER_SERIES = 10_000
+MAX_WORKER_SERIES = 10_000
 
 # Those that the Go router computes, here over the last answers of each endpoint.
 _QUANTILES = (0.95, 0.99)
@@ -49,123 +53,132 @@ _DECISION_WINDOW = 500
 
 
 class RouterMetrics(Collector):
-    """Everything the router counts; figures that others keep are read from them when Prometheus asks."""
+    """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
     def __init__(self, registry: Registry, admission: Admission, audit: Audit) -> None:
         self._registry = registry
         self._admission = admission
         self._audit = audit
-        self._answers: dict[tuple[str, str, int], int] = {}
+        self._responses: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
-        self._room = WORKER_SERIES
+        self._max_series = MAX_WORKER_SERIES
         self._first_token = _Histogram(_FIRST_TOKEN_SECONDS)
         self._output_token = _Histogram(_OUTPUT_TOKEN_SECONDS)
         self._retries: dict[str, int] = {}
         self._aborts: dict[str, int] = {}
-        self._reschedules: dict[str, int] = {}
+        self._preemptions: dict[str, int] = {}
         self._tokens = {"prompt": 0, "completion": 0, "cached": 0}
         self._placed_by_prefix = 0
         self._placed_on_a_hit = 0
         self._predicted = 0
         self._actual = 0
         self._missed_by = 0
+        audit.subscribe_to_batches(self.count_requests)
         self._collector = CollectorRegistry()
         self._collector.register(self)
 
-    def record(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
-        self._answered(record.method, record.path, record.status, record.total_ms / 1e3)
-        if record.path in _COMPLETIONS:
-            self._served(record.mixed, record.prefill, record.decode, record.status)
-            self._count_tokens(record)
-            if record.streamed and record.first_byte_ms:
-                self._time_tokens(record)
+    def count_requests(self, records: Sequence[RequestRecord]) -> None:
+        """Count requests that have ended."""
+        self._count_responses(records)
+        completions = [record for record in records if record.path in _COMPLETIONS]
+        self._count_workers(completions)
+        self._count_tokens(completions)
+        self._count_predictions(completions)
+        self._time_tokens(completions)
 
-    def _answered(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count one answer; ``status`` is 499 where the client left before it."""
-        endpoint = path if path in _ENDPOINTS else "other"
-        key = (method, endpoint, status)
-        self._answers[key] = self._answers.get(key, 0) + 1
-        durations = self._durations.get(key[:2])
-        if durations is None:
-            durations = self._durations[key[:2]] = _Durations()
-        durations.count += 1
-        durations.sum += seconds
-        durations.last.append(seconds)
-
-    def _served(self, mixed: str, prefill: str, decode: str, status: int) -> None:
-        """Count one completion request by the instances it went to last; ``""`` for a role it did not use."""
-        workers = (mixed, prefill, decode, status)
-        count = self._inference.get(workers, 0)
-        if not count and len(self._inference) >= self._room:
-            self._forget_gone()
-        self._inference[workers] = count + 1
-
-    def retried(self, instance: str) -> None:
+    def count_retry(self, instance: str) -> None:
         """Count one attempt that failed because of ``instance``."""
         self._retries[instance] = self._retries.get(instance, 0) + 1
 
-    def aborted(self, instance: str) -> None:
+    def count_abort(self, instance: str) -> None:
         """Count one request aborted at ``instance``."""
         self._aborts[instance] = self._aborts.get(instance, 0) + 1
 
-    def rescheduled(self, instance: str) -> None:
-        """Count one request that ``instance`` put down half-way, and that was taken up again elsewhere."""
-        self._reschedules[instance] = self._reschedules.get(instance, 0) + 1
+    def count_preemption(self, instance: str) -> None:
+        """Count one request that ``instance`` preempted, to be resumed elsewhere."""
+        self._preemptions[instance] = self._preemptions.get(instance, 0) + 1
 
-    def text(self) -> bytes:
+    def _count_responses(self, records: Sequence[RequestRecord]) -> None:
+        """Count by endpoint; the status is 499 where the client left before the response."""
+        for record in records:
+            endpoint = record.path if record.path in _ENDPOINTS else "other"
+            key = (record.method, endpoint, record.status)
+            self._responses[key] = self._responses.get(key, 0) + 1
+            durations = self._durations.get(key[:2])
+            if durations is None:
+                durations = self._durations[key[:2]] = _Durations()
+            seconds = record.total_ms / 1e3
+            durations.count += 1
+            durations.sum += seconds
+            durations.last.append(seconds)
+
+    def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
+        """Count by the instances of the last attempt; ``""`` for a role it did not use."""
+        for record in completions:
+            workers = (record.mixed, record.prefill, record.decode, record.status)
+            count = self._inference.get(workers, 0)
+            if not count and len(self._inference) >= self._max_series:
+                self._forget_gone_workers()
+            self._inference[workers] = count + 1
+
+    def _count_tokens(self, completions: Sequence[RequestRecord]) -> None:
+        tokens = self._tokens
+        for record in completions:
+            tokens["prompt"] += record.prompt_tokens or 0
+            tokens["completion"] += record.completion_tokens or 0
+            tokens["cached"] += record.cached_tokens or 0
+
+    def _count_predictions(self, completions: Sequence[RequestRecord]) -> None:
+        for record in completions:
+            predicted, cached = record.predicted_cached_tokens, record.cached_tokens
+            if predicted is not None:
+                self._placed_by_prefix += 1
+                self._placed_on_a_hit += predicted > 0
+                if cached is not None:
+                    self._predicted += predicted
+                    self._actual += cached
+                    self._missed_by += abs(predicted - cached)
+
+    def _time_tokens(self, completions: Sequence[RequestRecord]) -> None:
+        for record in completions:
+            if record.streamed and record.first_byte_ms:
+                self._first_token.observe_seconds(record.first_byte_ms / 1e3)
+                # Where the engine does not say how many tokens it made, each piece it sent stands for one.
+                later = (record.completion_tokens or record.chunks) - 1
+                if later > 0:
+                    self._output_token.observe_seconds((record.total_ms - record.first_byte_ms) / 1e3 / later)
+
+    def render_text(self) -> bytes:
         """All figures in Prometheus's text format."""
+        self._audit.flush_records()
         return generate_latest(self._collector)
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
-        yield from self._of_requests()
-        yield from self._of_tokens()
-        yield from self._of_attempts()
-        yield from self._of_decisions()
-        yield from self._of_admission()
-        yield from self._of_instances()
+        yield from self._collect_requests()
+        yield from self._collect_tokens()
+        yield from self._collect_attempts()
+        yield from self._collect_decisions()
+        yield from self._collect_admission()
+        yield from self._collect_instances()
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
             self._audit.lost_lines,
         )  # fmt: skip
 
-    def _forget_gone(self) -> None:
-        """Drop what was counted of pairs with an instance that is gone, so that comings and goings fill no memory."""
+    def _forget_gone_workers(self) -> None:
+        """Drop the counts of pairs with an instance that is gone, so that comings and goings fill no memory."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
-        self._room = max(WORKER_SERIES, 2 * len(self._inference))
+        self._max_series = max(MAX_WORKER_SERIES, 2 * len(self._inference))
 
-    def _time_tokens(self, record: RequestRecord) -> None:
-        self._first_token.observe(record.first_byte_ms / 1e3)
-        # Where the engine does not say how many tokens it made, each piece it sent stands for one.
-        later = (record.completion_tokens or record.chunks) - 1
-        if later > 0:
-            self._output_token.observe((record.total_ms - record.first_byte_ms) / 1e3 / later)
-
-    def _count_tokens(self, record: RequestRecord) -> None:
-        tokens, cached, predicted = self._tokens, record.cached_tokens, record.predicted_cached_tokens
-        if record.prompt_tokens is not None:
-            tokens["prompt"] += record.prompt_tokens
-        if record.completion_tokens is not None:
-            tokens["completion"] += record.completion_tokens
-        if cached is not None:
-            tokens["cached"] += cached
-        if predicted is not None:
-            self._placed_by_prefix += 1
-            self._placed_on_a_hit += predicted > 0
-            if cached is not None:
-                self._predicted += predicted
-                self._actual += cached
-                self._missed_by += abs(predicted - cached)
-
-    def _of_requests(self) -> Iterator[Metric]:
-        answers = CounterMetricFamily(
+    def _collect_requests(self) -> Iterator[Metric]:
+        responses = CounterMetricFamily(
             "http_requests", "Requests answered by the data plane", labels=["method", "endpoint", "status_code"]
         )
-        for (method, endpoint, status), count in self._answers.items():
-            answers.add_metric([method, endpoint, str(status)], count)
+        for (method, endpoint, status), count in self._responses.items():
+            responses.add_metric([method, endpoint, str(status)], count)
         name = "http_request_duration_seconds"
         durations = SummaryMetricFamily(
             name,
@@ -173,7 +186,7 @@ class RouterMetrics(Collector):
             labels=["method", "endpoint"],
         )
         for (method, endpoint), observed in self._durations.items():
-            for quantile, seconds in observed.quantiles():
+            for quantile, seconds in observed.compute_quantiles():
                 labels = {"method": method, "endpoint": endpoint, "quantile": str(quantile)}
                 durations.add_sample(name, labels, seconds)
             durations.add_metric([method, endpoint], observed.count, observed.sum)
@@ -184,13 +197,13 @@ class RouterMetrics(Collector):
         )
         for (mixed, prefill, decode, status), count in self._inference.items():
             inference.add_metric([mixed, prefill, decode, str(status)], count)
-        yield from (answers, durations, inference)
+        yield from (responses, durations, inference)
 
-    def _of_tokens(self) -> Iterator[Metric]:
-        yield self._first_token.family(
+    def _collect_tokens(self) -> Iterator[Metric]:
+        yield self._first_token.build_family(
             "router_time_to_first_token_seconds", "From a streaming request's arrival to the first byte of its answer"
         )
-        yield self._output_token.family(
+        yield self._output_token.build_family(
             "router_time_per_output_token_seconds",
             "Mean time between a streaming request's later tokens, or pieces where the engine does not count tokens",
         )
@@ -207,18 +220,18 @@ class RouterMetrics(Collector):
         ):
             yield CounterMetricFamily(name, text, value)
 
-    def _of_attempts(self) -> Iterator[Metric]:
+    def _collect_attempts(self) -> Iterator[Metric]:
         for name, text, counts in (
             ("router_retries", "Attempts failed before the first byte of an answer, by who failed", self._retries),
             ("router_aborts", "Requests aborted at an instance because nobody will read their answer", self._aborts),
-            ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._reschedules),
+            ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._preemptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
             for instance, count in counts.items():
                 family.add_metric([instance], count)
             yield family
 
-    def _of_decisions(self) -> Iterator[Metric]:
+    def _collect_decisions(self) -> Iterator[Metric]:
         """The numbers among the last decisions' reasons, so that nothing is added up on a request's path."""
         sums: dict[tuple[str, str], list[float]] = {}
         for record in islice(reversed(self._audit.records), _DECISION_WINDOW):
@@ -237,7 +250,7 @@ class RouterMetrics(Collector):
             family.add_metric(labels, sum(values) / len(values))
         yield family
 
-    def _of_admission(self) -> Iterator[Metric]:
+    def _collect_admission(self) -> Iterator[Metric]:
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
         yield GaugeMetricFamily("router_queued_requests", "Requests waiting in line to be served", gate.waiting)
@@ -246,7 +259,7 @@ class RouterMetrics(Collector):
             refused.add_metric([reason], count)
         yield refused
 
-    def _of_instances(self) -> Iterator[Metric]:
+    def _collect_instances(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("router_instances", "Instances by role and state", labels=["role", "state"])
         counts: dict[tuple[str, str], int] = {
             (role.value, state): 0 for role in self._registry.roles for state in STATES
@@ -269,7 +282,7 @@ class RouterMetrics(Collector):
             "router_instance_breaker_open", "0: closed; 0.5: one request is being tried; 1: open", labels=labels
         )
         for instance in self._registry:
-            role, state, load = instance.role.value, instance.state, instance.candidate
+            role, state, load = instance.role.value, instance.state, instance.load
             counts[role, state] += 1
             for family, value in (
                 (requests, load.requests),
@@ -294,7 +307,7 @@ class _Durations:
         self.sum = 0.0
         self.last: deque[float] = deque(maxlen=_QUANTILE_WINDOW)
 
-    def quantiles(self) -> list[tuple[float, float]]:
+    def compute_quantiles(self) -> list[tuple[float, float]]:
         ordered = sorted(self.last)
         return [(quantile, ordered[int(quantile * (len(ordered) - 1))]) for quantile in _QUANTILES]
 
@@ -307,11 +320,11 @@ class _Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe_seconds(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def family(self, name: str, text: str) -> Metric:
+    def build_family(self, name: str, text: str) -> Metric:
         names = [*(str(bound) for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum)

@@ -105,7 +105,7 @@ def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_
     router = make_router(instance)
     (registered,) = router.app.registry
     for _ in range(FAILURES):
-        registered.failed(0.0, "it answered with 500")
+        registered.record_failure(0.0, "it answered with 500")
     (entry,) = router.client.get("/registered").json()["mixed"]
     assert (entry["breaker"], entry["failed_requests_in_a_row"], entry["weight"]) == ("open", FAILURES, 1.0)
 

@@ -28,25 +28,25 @@ def keyed(tmp_path: Path, text: str) -> Auth:
 
 
 def test_without_keys_everybody_is_the_same_client() -> None:
-    assert Auth(RouterSettings()).client(bearer("anything")) == ""
+    assert Auth(RouterSettings()).identify_client(bearer("anything")) == ""
 
 
 def test_a_key_names_its_holder(tmp_path: Path) -> None:
     auth = keyed(tmp_path, "# two of ours\nalice: sk-1\nbob: 'sk-2'\n")
-    assert (auth.client(bearer("sk-1")), auth.client(bearer("sk-2"))) == ("alice", "bob")
+    assert (auth.identify_client(bearer("sk-1")), auth.identify_client(bearer("sk-2"))) == ("alice", "bob")
 
 
 def test_keys_may_stand_alone_one_a_line(tmp_path: Path) -> None:
     auth = keyed(tmp_path, "sk-1\n\n sk-2 \n")
-    assert (auth.client(bearer("sk-1")), auth.client(bearer("sk-2"))) == ("key1", "key2")
+    assert (auth.identify_client(bearer("sk-1")), auth.identify_client(bearer("sk-2"))) == ("key1", "key2")
 
 
 def test_a_key_that_looks_like_a_number_is_taken_as_it_stands(tmp_path: Path) -> None:
-    assert keyed(tmp_path, "alice: 0123").client(bearer("0123")) == "alice"
+    assert keyed(tmp_path, "alice: 0123").identify_client(bearer("0123")) == "alice"
 
 
 def test_the_scheme_may_be_written_in_any_case(tmp_path: Path) -> None:
-    assert keyed(tmp_path, "alice: sk-1").client([(b"authorization", b"bearer sk-1")]) == "alice"
+    assert keyed(tmp_path, "alice: sk-1").identify_client([(b"authorization", b"bearer sk-1")]) == "alice"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     tmp_path: Path, headers: list[tuple[bytes, bytes]], code: str
 ) -> None:
     with pytest.raises(Refused) as refused:
-        keyed(tmp_path, "alice: sk-1").client(headers)
+        keyed(tmp_path, "alice: sk-1").identify_client(headers)
     assert (refused.value.error.status, refused.value.error.code) == (401, code)
     assert refused.value.headers == [(b"www-authenticate", b"Bearer")]
 

@@ -130,7 +130,7 @@ def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
     router = make_router(instance)
     (registered,) = router.app.registry
     for _ in range(FAILURES):
-        registered.failed(0.0, "it answered with 500")
+        registered.record_failure(0.0, "it answered with 500")
     router.thread.run(router.app.health.check_all())
     assert (registered.state, registered.breaker.state) == ("healthy", "open")
 

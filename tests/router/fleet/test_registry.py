@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
 
 
 def registration(**changes: Any) -> Registration:
-    return Registration.parse({**FIELDS, **changes})
+    return Registration.from_fields({**FIELDS, **changes})
 
 
 def _nested(depth: int) -> Any:
@@ -44,7 +44,7 @@ def test_everything_fastdeploy_sends_is_understood() -> None:
 
 
 def test_role_host_and_port_are_enough() -> None:
-    parsed = Registration.parse({"role": "mixed", "host_ip": "10.0.0.1", "port": "8000"})
+    parsed = Registration.from_fields({"role": "mixed", "host_ip": "10.0.0.1", "port": "8000"})
     assert (parsed.connector_port, parsed.rdma_ports, parsed.tp_size) == (None, (), 1)
 
 
@@ -151,16 +151,16 @@ def test_each_mode_takes_its_roles(splitwise: bool, role: str, taken: bool) -> N
 def test_registering_again_updates_in_place_and_keeps_the_load() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
-    instance.candidate.requests, instance.candidate.tokens = 1, 10
+    instance.load.requests, instance.load.tokens = 1, 10
     again = registry.register(registration(version="v2", role="prefill"), now=5.0)
     assert again is instance
-    assert (again.role, again.registration.version, again.candidate.requests) == (Role.PREFILL, "v2", 1)
+    assert (again.role, again.registration.version, again.load.requests) == (Role.PREFILL, "v2", 1)
 
 
 def test_a_paused_instance_is_not_available() -> None:
     registry = Registry(splitwise=True)
     registry.register(registration(is_paused=True), now=0.0)
-    assert not registry.register(registration(is_paused=True), now=1.0).available
+    assert not registry.register(registration(is_paused=True), now=1.0).is_available
 
 
 def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
@@ -168,9 +168,9 @@ def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row(
     states = []
     for failed in (True, True, False, True, True, True):
         if failed:
-            instance.probe_failed("no answer", threshold=3)
+            instance.record_failed_probe("no answer", threshold=3)
         else:
-            instance.probe_passed(1.0, threshold=1)
+            instance.record_passed_probe(1.0, threshold=1)
         states.append(instance.state)
     assert states == ["healthy"] * 5 + ["unhealthy"]
 
@@ -181,9 +181,9 @@ def test_an_instance_is_healthy_after_the_threshold_of_good_probes_in_a_row() ->
     states = []
     for failed in (False, True, False, False):
         if failed:
-            instance.probe_failed("no answer", threshold=3)
+            instance.record_failed_probe("no answer", threshold=3)
         else:
-            instance.probe_passed(1.0, threshold=2)
+            instance.record_passed_probe(1.0, threshold=2)
         states.append(instance.state)
     assert states == ["unhealthy"] * 3 + ["healthy"]
 
@@ -192,7 +192,7 @@ def test_an_instance_whose_heartbeat_stops_is_forgotten() -> None:
     registry = Registry(splitwise=True)
     for now in (0.0, 5.0, 10.0):
         instance = registry.register(registration(), now)
-    instance.probe_passed(41.0, threshold=1)
+    instance.record_passed_probe(41.0, threshold=1)
     assert registry.forget_silent(now=40.0, expiry=30.0) == []
     assert registry.forget_silent(now=41.0, expiry=30.0) == [instance]
     assert list(registry) == []
@@ -201,21 +201,21 @@ def test_an_instance_whose_heartbeat_stops_is_forgotten() -> None:
 def test_an_instance_that_registered_once_stays_as_long_as_it_is_healthy() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
-    instance.probe_passed(100.0, threshold=1)
+    instance.record_passed_probe(100.0, threshold=1)
     assert registry.forget_silent(now=120.0, expiry=30.0) == []
     assert registry.forget_silent(now=131.0, expiry=30.0) == [instance]
 
 
 def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
-    instance = Registry(splitwise=True).expect(registration(), now=0.0, permanent=False)
-    assert (instance.state, instance.available) == ("unhealthy", False)
-    instance.probe_passed(1.0, threshold=3)
-    assert (instance.state, instance.available) == ("healthy", True)
+    instance = Registry(splitwise=True).add_unproven(registration(), now=0.0, permanent=False)
+    assert (instance.state, instance.is_available) == ("unhealthy", False)
+    instance.record_passed_probe(1.0, threshold=3)
+    assert (instance.state, instance.is_available) == ("healthy", True)
 
 
 def test_a_permanent_instance_is_never_forgotten() -> None:
     registry = Registry(splitwise=True)
-    instance = registry.expect(registration(), now=0.0, permanent=True)
+    instance = registry.add_unproven(registration(), now=0.0, permanent=True)
     registry.register(registration(), now=1.0)
     assert registry.forget_silent(now=1e9, expiry=30.0) == []
     assert list(registry) == [instance]
@@ -232,7 +232,7 @@ def test_a_heartbeat_that_says_nothing_new_changes_nothing() -> None:
 def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     for _ in range(FAILURES):
-        instance.failed(1.0, "it answered with 500")
+        instance.record_failure(1.0, "it answered with 500")
     assert "breaker=open" in repr(instance)
     instance.mark_unhealthy("it refused a connection")
     instance.mark_healthy(2.0)
@@ -241,7 +241,7 @@ def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
 
 def test_repr_tells_an_operator_role_address_state_and_load() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
-    instance.candidate.requests, instance.candidate.tokens = 1, 10
+    instance.load.requests, instance.load.tokens = 1, 10
     assert repr(instance) == "<Instance decode 10.0.0.1:52500 healthy requests=1 tokens=10>"
 
 

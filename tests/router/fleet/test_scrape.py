@@ -8,7 +8,7 @@ from router.fleet import scrape
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.http.pool import ConnectionPool
-from router.policies import POLICIES, Candidate
+from router.policies import POLICIES, InstanceLoad
 from router.settings import RouterSettings
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, StandIn, answers
@@ -28,10 +28,10 @@ vllm:num_requests_waiting_by_reason{engine="1"} 99.0
 """
 
 
-def load_of(router: RouterUnderTest, instance: StandIn) -> Candidate:
+def load_of(router: RouterUnderTest, instance: StandIn) -> InstanceLoad:
     registered = router.app.registry.get(instance.key)
     assert registered is not None
-    return registered.candidate
+    return registered.load
 
 
 def test_figures_are_read_in_the_background_where_a_policy_wants_them(

@@ -32,18 +32,18 @@ class Remembers:
     def __init__(self, learned: bytes = b"") -> None:
         self.learned = learned
 
-    def remembered(self) -> Callable[[], bytes]:
+    def prepare_dump(self) -> Callable[[], bytes]:
         learned = self.learned
         return lambda: learned
 
-    def load(self, data: bytes) -> None:
+    def load_dump(self, data: bytes) -> None:
         if data == b"\x00damaged":
             raise ValueError("it is damaged")
         self.learned = data
 
 
 def mixed(port: int, **fields: Any) -> Registration:
-    return Registration.parse({"role": "mixed", "host_ip": "10.0.0.1", "port": port, **fields})
+    return Registration.from_fields({"role": "mixed", "host_ip": "10.0.0.1", "port": port, **fields})
 
 
 def snapshot(
@@ -61,7 +61,7 @@ def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for _ in range(2):
         before.register(mixed(1, version="v", gpu="H800"), now=0.0)
-    before.register(mixed(2), now=0.0).drain(True)
+    before.register(mixed(2), now=0.0).set_draining(True)
     snapshot(path, before).save()
     snapshot(path, after).restore(now=50.0)
     first, second = after
@@ -71,7 +71,7 @@ def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None
         "unhealthy",
     )
     assert (second.draining, second.has_heartbeat) == (True, False)
-    first.probe_passed(51.0, threshold=5)
+    first.record_passed_probe(51.0, threshold=5)
     assert (first.state, first.weight(51.0)) == ("healthy", 1.0)
 
 
@@ -88,9 +88,9 @@ def test_an_instance_that_sent_heartbeats_is_forgotten_if_it_sends_no_more(path:
 def test_what_the_register_file_says_now_counts(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for port in (1, 2):
-        before.expect(mixed(port), now=0.0, permanent=True).drain(True)
+        before.add_unproven(mixed(port), now=0.0, permanent=True).set_draining(True)
     snapshot(path, before).save()
-    kept = after.expect(mixed(1, version="new"), now=0.0, permanent=True)
+    kept = after.add_unproven(mixed(1, version="new"), now=0.0, permanent=True)
     snapshot(path, after).restore(now=0.0)
     assert list(after) == [kept]
     assert (kept.registration.version, kept.draining) == ("new", True)
@@ -221,7 +221,7 @@ def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> N
     encoded_by: list[threading.Thread] = []
 
     class Slow(Remembers):
-        def remembered(self) -> Callable[[], bytes]:
+        def prepare_dump(self) -> Callable[[], bytes]:
             def encode() -> bytes:
                 encoded_by.append(threading.current_thread())
                 return b"slow"
@@ -247,7 +247,7 @@ class Blocking(Remembers):
         self.encoding = threading.Event()
         self.released = threading.Event()
 
-    def remembered(self) -> Callable[[], bytes]:
+    def prepare_dump(self) -> Callable[[], bytes]:
         def encode() -> bytes:
             self.encoding.set()
             assert self.released.wait(10)
@@ -280,10 +280,10 @@ def test_an_unexpected_failure_is_logged_and_the_next_writing_tried(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flawed(Remembers):
-        def remembered(self) -> Callable[[], bytes]:
+        def prepare_dump(self) -> Callable[[], bytes]:
             if not caplog.records:
                 raise RuntimeError("a flaw")
-            return super().remembered()
+            return super().prepare_dump()
 
     async def until_written() -> None:
         writing = asyncio.ensure_future(snapshot(path, policy=Flawed()).keep_writing(0.01))

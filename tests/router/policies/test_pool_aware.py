@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies import POLICIES, Candidate, Decision, Outcome, RequestFeatures
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, RequestFeatures
 from router.policies.pool_aware import PoolAware
 
 
@@ -19,18 +19,18 @@ def outcome(decision: Decision, cached: int | None, own: int | None = None, **mo
 
 
 def test_a_next_turn_goes_where_its_prefix_is() -> None:
-    policy, candidates = PoolAware(), [Candidate(key) for key in "abcd"]
-    first = policy.choose(prompt(1, 2, 3), candidates)
-    second = policy.choose(prompt(1, 2, 3, 4), candidates)
+    policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
+    first = policy.choose_instance(prompt(1, 2, 3), candidates)
+    second = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
     assert second.key == first.key
     assert (second.work, second.cached_tokens) == (1000, 3000)
 
 
 def test_an_instance_too_busy_is_left_for_the_pool() -> None:
-    policy, candidates = PoolAware(), [Candidate("a"), Candidate("b")]
-    first = policy.choose(prompt(1, 2, 3), candidates).key
+    policy, candidates = PoolAware(), [InstanceLoad("a"), InstanceLoad("b")]
+    first = policy.choose_instance(prompt(1, 2, 3), candidates).key
     next(c for c in candidates if c.key == first).queued = 100_000
-    second = policy.choose(prompt(1, 2, 3, 4), candidates)
+    second = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
     assert second.key != first
     assert second.cached_tokens == 3000
     assert second.work == 1000 + 0.25 * 3000
@@ -39,42 +39,42 @@ def test_an_instance_too_busy_is_left_for_the_pool() -> None:
 
 @given(queues=st.lists(st.floats(0, 1e6), min_size=1, max_size=8))
 def test_with_nothing_cached_the_shortest_queue_is_taken(queues: list[float]) -> None:
-    decision = PoolAware().choose(prompt(1, 2), [Candidate(str(i), queued=q) for i, q in enumerate(queues)])
+    decision = PoolAware().choose_instance(prompt(1, 2), [InstanceLoad(str(i), queued=q) for i, q in enumerate(queues)])
     assert decision.reasons["queued"] == min(queues)
     assert decision.work == 2000
 
 
 def test_a_prefix_that_all_share_does_not_send_everyone_to_one_instance() -> None:
-    policy, candidates = PoolAware(), [Candidate(key) for key in "abcd"]
+    policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
     by_key = {candidate.key: candidate for candidate in candidates}
     for request in range(100):
-        decision = policy.choose(prompt(1, *range(1000 * (request + 1), 1000 * (request + 1) + 5)), candidates)
+        decision = policy.choose_instance(prompt(1, *range(1000 * (request + 1), 1000 * (request + 1) + 5)), candidates)
         by_key[decision.key].queued += decision.work
     assert max(c.queued for c in candidates) < 1.2 * min(c.queued for c in candidates)
 
 
 def test_a_prompt_shorter_than_its_chunks_say_has_no_more_cached_than_it_has() -> None:
-    policy, candidates = PoolAware(), [Candidate("a")]
-    policy.choose(prompt(1, 2, tokens=1500), candidates)
-    again = policy.choose(prompt(1, 2, tokens=1500), candidates)
+    policy, candidates = PoolAware(), [InstanceLoad("a")]
+    policy.choose_instance(prompt(1, 2, tokens=1500), candidates)
+    again = policy.choose_instance(prompt(1, 2, tokens=1500), candidates)
     assert (again.cached_tokens, again.work) == (1500, 0)
 
 
 def test_a_restarted_instance_is_no_longer_preferred_but_the_pool_is_counted() -> None:
     policy = PoolAware()
-    first = policy.choose(prompt(1, 2), [Candidate("a"), Candidate("b")])
-    policy.forget(first.key)
-    again = policy.choose(prompt(1, 2), [Candidate(first.key)])
+    first = policy.choose_instance(prompt(1, 2), [InstanceLoad("a"), InstanceLoad("b")])
+    policy.forget_instance(first.key)
+    again = policy.choose_instance(prompt(1, 2), [InstanceLoad(first.key)])
     assert (again.reasons["own_tokens"], again.cached_tokens, again.work) == (0, 2000, 500)
 
 
 def test_the_more_wait_the_more_work_counts() -> None:
     policy = PoolAware()
     for request in range(300):
-        policy.choose(prompt(request, request + 1000), [Candidate("a", queued=0.0)])
+        policy.choose_instance(prompt(request, request + 1000), [InstanceLoad("a", queued=0.0)])
     calm = policy.alpha
     for request in range(300):
-        policy.choose(prompt(request + 2000, request + 3000), [Candidate("a", queued=20_000.0)])
+        policy.choose_instance(prompt(request + 2000, request + 3000), [InstanceLoad("a", queued=20_000.0)])
     assert calm == pytest.approx(1.0)
     assert 5 * calm < policy.alpha <= 32
 
@@ -82,19 +82,19 @@ def test_the_more_wait_the_more_work_counts() -> None:
 def test_a_pool_that_has_nothing_makes_only_own_caches_count() -> None:
     policy = PoolAware()
     for request in range(500):
-        here, there = Candidate("here"), Candidate("there")
-        policy.choose(prompt(request, -request - 1), [here])
-        decision = policy.choose(prompt(request, -request - 1), [there])
-        policy.observe(prompt(request, -request - 1), decision, outcome(decision, cached=0))
+        here, there = InstanceLoad("here"), InstanceLoad("there")
+        policy.choose_instance(prompt(request, -request - 1), [here])
+        decision = policy.choose_instance(prompt(request, -request - 1), [there])
+        policy.observe_outcome(prompt(request, -request - 1), decision, outcome(decision, cached=0))
     assert policy.fetch_cost > 0.95
 
 
 def test_a_pool_that_has_all_is_as_cheap_as_fetching() -> None:
     policy = PoolAware()
     for request in range(500):
-        policy.choose(prompt(request), [Candidate("here")])
-        decision = policy.choose(prompt(request), [Candidate("there")])
-        policy.observe(prompt(request), decision, outcome(decision, cached=4000))
+        policy.choose_instance(prompt(request), [InstanceLoad("here")])
+        decision = policy.choose_instance(prompt(request), [InstanceLoad("there")])
+        policy.observe_outcome(prompt(request), decision, outcome(decision, cached=4000))
     assert policy.fetch_cost == pytest.approx(0.25)
 
 
@@ -106,7 +106,7 @@ def test_the_fetch_cost_is_learned_from_first_tokens(truth: float, expected: flo
         features = prompt(request, tokens=tokens)
         decision = Decision("a", {"own_tokens": 0.0, "pool_tokens": fetched, "own_unused_secs": 0.0}, 0.0, fetched)
         seconds = 0.02 + 1e-4 * (tokens - fetched + truth * fetched)
-        policy.observe(features, decision, Outcome("a", 0.0, seconds, tokens, fetched, 0))
+        policy.observe_outcome(features, decision, Outcome("a", 0.0, seconds, tokens, fetched, 0))
     assert policy.fetch_cost == pytest.approx(expected, abs=0.05)
 
 
@@ -115,19 +115,19 @@ def test_instances_that_evict_sooner_are_found_out() -> None:
     policy = PoolAware(clock=lambda: now)
     for request in range(200):
         features = prompt(*range(4 * request, 4 * request + 4))
-        policy.choose(features, [Candidate("a")])
+        policy.choose_instance(features, [InstanceLoad("a")])
         now += 60.0
-        decision = policy.choose(features, [Candidate("a")])
-        policy.observe(features, decision, outcome(decision, cached=4000, own=0))
+        decision = policy.choose_instance(features, [InstanceLoad("a")])
+        policy.observe_outcome(features, decision, outcome(decision, cached=4000, own=0))
     assert decision.reasons["own_tokens"] == 0
     assert decision.reasons["pool_tokens"] == 4000
 
 
 def test_an_engine_that_tells_nothing_teaches_nothing() -> None:
     policy = PoolAware()
-    decision = policy.choose(prompt(1), [Candidate("a")])
+    decision = policy.choose_instance(prompt(1), [InstanceLoad("a")])
     for _ in range(300):
-        policy.observe(prompt(1), decision, Outcome("a", 0.0, 9.0, None, None))
+        policy.observe_outcome(prompt(1), decision, Outcome("a", 0.0, 9.0, None, None))
     assert (policy.fetch_cost, policy.alpha) == (0.25, 1.0)
 
 

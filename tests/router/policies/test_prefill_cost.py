@@ -20,7 +20,7 @@ def taught(fetch: float, queue: float, noise: random.Random, stalls: float = 0.0
         queued, computed, fetched = noise.expovariate(1e-4), noise.expovariate(1e-4), noise.expovariate(1e-4)
         seconds = base + SECONDS_PER_TOKEN * (queue * queued + computed + fetch * fetched)
         late = 60.0 if noise.random() < stalls else 0.0
-        cost.observe(queued, computed, fetched, seconds * noise.lognormvariate(0, 0.2) + late)
+        cost.observe_first_token(queued, computed, fetched, seconds * noise.lognormvariate(0, 0.2) + late)
     return cost
 
 
@@ -43,7 +43,7 @@ def test_a_few_stalls_of_a_minute_change_little() -> None:
 def test_what_the_outcomes_do_not_show_stays_as_assumed() -> None:
     cost = PrefillCost()
     for _ in range(512):
-        cost.observe(0.0, 1000.0, 0.0, 0.1)
+        cost.observe_first_token(0.0, 1000.0, 0.0, 0.1)
     assert cost.fetch_cost == pytest.approx(0.25, abs=0.02)
 
 
@@ -53,6 +53,6 @@ def test_whatever_is_observed_the_costs_stay_in_reason(outcomes: list[tuple[floa
     cost = PrefillCost()
     for _ in range(600 // len(outcomes)):
         for queued, computed, fetched, seconds in outcomes:
-            cost.observe(queued, computed, fetched, seconds)
+            cost.observe_first_token(queued, computed, fetched, seconds)
     assert 0.02 <= cost.fetch_cost <= 1.0
     assert 0.5 <= cost.queue_cost <= 2.0

@@ -36,11 +36,11 @@ def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple[Any
     own: dict[str, set[int]] = {key: set() for key in "abcd"}
     for step in steps:
         if step[0] == "add":
-            index.add(step[2], step[1])
+            index.add_chain(step[2], step[1])
             pool |= set(step[2])
             own[step[1]] |= set(step[2])
         else:
-            index.forget(step[1])
+            index.forget_holder(step[1])
             own[step[1]].clear()
     expected = {key: leading(asked, chunks) for key, chunks in own.items()}
     assert held(index, asked) == (leading(asked, pool), {key: n for key, n in expected.items() if n})
@@ -53,8 +53,8 @@ def test_what_was_added_last_is_known_whatever_was_dropped_before(
     index = PrefixIndex(max_entries=24)
     for step in steps:
         if step[0] == "add":
-            index.add(step[2], step[1])
-    index.add(chain, "a")
+            index.add_chain(step[2], step[1])
+    index.add_chain(chain, "a")
     assert index.look_up(chain).own["a"] == len(chain)
     assert len(index) <= 24
 
@@ -62,32 +62,32 @@ def test_what_was_added_last_is_known_whatever_was_dropped_before(
 def test_it_never_holds_more_than_its_bound() -> None:
     index = PrefixIndex(max_entries=100)
     for start in range(0, 10_000, 30):
-        index.add(range(start, start + 30), "a")
+        index.add_chain(range(start, start + 30), "a")
         assert len(index) <= 100
 
 
 def test_a_chain_longer_than_the_index_is_known_as_far_as_it_goes() -> None:
     index = PrefixIndex(max_entries=100)
-    index.add(range(1000), "a")
+    index.add_chain(range(1000), "a")
     assert held(index, range(1000)) == (50, {"a": 50})
 
 
 def test_a_chain_not_used_for_its_lifetime_is_forgotten_and_a_used_one_kept() -> None:
     now = 0.0
-    index = PrefixIndex(lifetime_secs=100, clock=lambda: now)
-    index.add([1, 2], "a")
-    index.add([3, 4], "a")
+    index = PrefixIndex(lifetime_seconds=100, clock=lambda: now)
+    index.add_chain([1, 2], "a")
+    index.add_chain([3, 4], "a")
     for later in (40.0, 80.0, 120.0):
         now = later
-        index.add([1, 2], "a")
+        index.add_chain([1, 2], "a")
     assert index.look_up([1, 2]).pool == 2
     assert index.look_up([3, 4]).pool == 0
 
 
 def test_all_is_stale_after_a_long_pause() -> None:
     now = 0.0
-    index = PrefixIndex(lifetime_secs=100, clock=lambda: now)
-    index.add([1, 2], "a")
+    index = PrefixIndex(lifetime_seconds=100, clock=lambda: now)
+    index.add_chain([1, 2], "a")
     now = 101.0
     assert held(index, [1, 2]) == (0, {})
 
@@ -95,47 +95,47 @@ def test_all_is_stale_after_a_long_pause() -> None:
 def test_what_an_instance_did_not_use_for_long_is_taken_to_be_in_the_pool_only() -> None:
     now = 0.0
     index = PrefixIndex(clock=lambda: now)
-    index.add([1, 2, 3], "a")
+    index.add_chain([1, 2, 3], "a")
     now = 50.0
-    index.add([1, 4], "b")
+    index.add_chain([1, 4], "b")
     now = 60.0
-    assert index.look_up([1, 2, 3], kept_secs=30) == (3, {"a": 1, "b": 1}, [(1, 10.0), (3, 60.0)])
+    assert index.look_up([1, 2, 3], kept_seconds=30) == (3, {"a": 1, "b": 1}, [(1, 10.0), (3, 60.0)])
 
 
 def test_a_restarted_instance_holds_nothing_and_the_pool_still_does() -> None:
     index = PrefixIndex()
-    index.add([1, 2, 3], "a")
-    index.add([1, 2], "b")
-    index.forget("a")
+    index.add_chain([1, 2, 3], "a")
+    index.add_chain([1, 2], "b")
+    index.forget_holder("a")
     assert held(index, [1, 2, 3]) == (3, {"b": 2})
 
 
 def test_many_restarts_leave_the_others_known() -> None:
     index = PrefixIndex()
-    index.add([1, 2], "steady")
+    index.add_chain([1, 2], "steady")
     for restart in range(1000):
-        index.add([1, 2, 3], f"instance {restart}")
-        index.forget(f"instance {restart}")
+        index.add_chain([1, 2, 3], f"instance {restart}")
+        index.forget_holder(f"instance {restart}")
     assert held(index, [1, 2, 3]) == (3, {"steady": 2})
     assert len(index._names) < 300
 
 
 def test_a_snapshot_brings_all_back() -> None:
     index, other = PrefixIndex(), PrefixIndex()
-    index.add([1, 2**64 - 1, 3], "a")
-    index.add([1], "b")
-    index.add([1], "gone")
-    index.forget("gone")
+    index.add_chain([1, 2**64 - 1, 3], "a")
+    index.add_chain([1], "b")
+    index.add_chain([1], "gone")
+    index.forget_holder("gone")
     other.load(index.dump())
     assert held(other, [1, 2**64 - 1, 3]) == (3, {"a": 3, "b": 1})
 
 
 def test_a_copy_stays_as_it_was() -> None:
     index = PrefixIndex()
-    index.add([1], "a")
+    index.add_chain([1], "a")
     copy = index.copy()
-    index.add([1, 2], "b")
-    index.forget("a")
+    index.add_chain([1, 2], "b")
+    index.forget_holder("a")
     other = PrefixIndex()
     other.load(copy.dump())
     assert held(copy, [1, 2]) == held(other, [1, 2]) == (1, {"a": 1})
@@ -149,7 +149,7 @@ def test_an_empty_snapshot_is_a_snapshot() -> None:
 
 def test_a_snapshot_fits_into_a_smaller_index() -> None:
     index, smaller = PrefixIndex(), PrefixIndex(max_entries=10)
-    index.add(range(20), "a")
+    index.add_chain(range(20), "a")
     smaller.load(index.dump())
     assert held(smaller, range(20)) == (5, {"a": 5})
 
@@ -157,7 +157,7 @@ def test_a_snapshot_fits_into_a_smaller_index() -> None:
 @given(damage=st.integers(0, 10_000), cut=st.booleans())
 def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
     index = PrefixIndex()
-    index.add([7], "a")
+    index.add_chain([7], "a")
     data = PrefixIndex().dump()
     at = damage % len(data)
     broken = data[:at] if cut else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]

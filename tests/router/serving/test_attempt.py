@@ -342,7 +342,7 @@ def test_load_counters_return_to_zero_whatever_happened(make_router: MakeRouter,
     router.chat()
 
     def loads() -> list[tuple[int, int]]:
-        return [(i.candidate.requests, i.candidate.tokens) for i in router.app.registry]
+        return [(i.load.requests, i.load.tokens) for i in router.app.registry]
 
     wait_until(lambda: loads() == [(0, 0), (0, 0)], "the counters")
 
@@ -372,7 +372,7 @@ def test_an_answer_without_fault_ends_a_row_of_failures(
 ) -> None:
     router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True)
     (instance,) = [each for each in router.app.registry if each.role.value == role]
-    instance.failed(0.0, "it answered with 500")
+    instance.record_failure(0.0, "it answered with 500")
     assert router.chat().status_code == 200
     wait_until(lambda: instance.breaker.failures == 0, "the row to end")
 

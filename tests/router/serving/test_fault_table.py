@@ -425,7 +425,7 @@ def left_running(fleet: Fleet, failing: list[StandIn], deadline_s: float = 5.0) 
 
 
 def _left_running(router: RouterApp, instances: list[StandIn], failing: list[StandIn]) -> int:
-    candidates = [instance.candidate for instance in router.registry]
+    candidates = [instance.load for instance in router.registry]
     left: int = sum(abs(c.requests) + abs(c.tokens) + abs(round(c.queued)) for c in candidates)
     for instance in instances:
         left += instance.running

@@ -224,7 +224,7 @@ def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest
     running, decode = router
     decode.behave = Preempting([1, 2, 1])
     ask(running, stream=True)
-    loads = [(i.candidate.requests, i.candidate.tokens) for i in running.app.registry]
+    loads = [(i.load.requests, i.load.tokens) for i in running.app.registry]
     assert (loads, decode.running) == ([(0, 0), (0, 0)], 0)
 
 
@@ -266,6 +266,6 @@ def test_the_record_counts_the_tokens_of_all_legs(router: tuple[RouterUnderTest,
     routed, decode = router
     decode.behave = Preempting([3, 2])
     ask(routed, stream)
-    explained = routed.app.audit.explain("r")
+    explained = routed.app.audit.explain_request("r")
     assert explained is not None
     assert (explained["prompt_tokens"], explained["completion_tokens"]) == (len(PROMPT_IDS), len(PIECES))

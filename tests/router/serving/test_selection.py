@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.fleet import Instance, Registration, Registry
 from router.fleet.breaker import FAILURES, OPEN_SECONDS
-from router.fleet.registration import Registration
-from router.fleet.registry import SLOW_START_SECONDS, Instance, Registry
+from router.fleet.instance import SLOW_START_SECONDS
 from router.policies import RequestFeatures
 from router.policies.round_robin import RoundRobin
 from router.serving.selection import NoInstance, Selection, Selector
@@ -33,7 +33,7 @@ class Fleet:
 
     def add(self, role: str, key: str, **fields: Any) -> Instance:
         host, _, port = key.partition(":")
-        registration = Registration.parse({"role": role, "host_ip": host, "port": port, **fields})
+        registration = Registration.from_fields({"role": role, "host_ip": host, "port": port, **fields})
         return self.registry.register(registration, self.now)
 
     def chosen(self, requests: int = 24, excluded: tuple[str, ...] = ()) -> Counter[str]:
@@ -57,7 +57,7 @@ def _names(selection: Selection) -> str:
 
 def break_circuit(instance: Instance, now: float) -> None:
     for _ in range(FAILURES):
-        instance.failed(now, "it answered with 500")
+        instance.record_failure(now, "it answered with 500")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_a_change_of_what_an_instance_registers_is_seen_by_the_next_request() ->
 def test_a_draining_instance_is_not_chosen_whatever_its_heartbeat_says() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
-    fleet.add("mixed", "b:1").drain(True)
+    fleet.add("mixed", "b:1").set_draining(True)
     fleet.add("mixed", "b:1")
     assert set(fleet.chosen()) == {"a:1"}
-    fleet.add("mixed", "b:1").drain(False)
+    fleet.add("mixed", "b:1").set_draining(False)
     assert set(fleet.chosen()) == {"a:1", "b:1"}
 
 
@@ -170,7 +170,7 @@ def test_a_broken_circuit_is_tried_by_one_request_after_a_while_and_closed_by_it
     fleet.chosen()
     fleet.now += OPEN_SECONDS
     assert fleet.chosen()["b:1"] == 1
-    broken.succeeded(fleet.now)
+    broken.record_success(fleet.now)
     fleet.now += SLOW_START_SECONDS
     assert fleet.chosen()["b:1"] == 12
 
@@ -244,7 +244,7 @@ class TestForgettingCaches:
         fleet = Fleet(splitwise=False)
         fleet.add("mixed", "a:1", version="v")
         self.forgotten: list[str] = []
-        fleet.registry.on_lost_cache(self.forgotten.append)
+        fleet.registry.subscribe_to_lost_caches(self.forgotten.append)
         return fleet
 
     def test_not_at_a_heartbeat(self, fleet: Fleet) -> None:
@@ -265,7 +265,7 @@ class TestForgettingCaches:
 
     def test_the_policy_of_each_role_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[str] = []
-        monkeypatch.setattr(RoundRobin, "forget", lambda policy, key: told.append(key))
+        monkeypatch.setattr(RoundRobin, "forget_instance", lambda policy, key: told.append(key))
         fleet = Fleet()
         fleet.come_back(fleet.add("decode", "d:1"))
         assert told == ["d:1", "d:1"]

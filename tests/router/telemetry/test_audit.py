@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import select
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,6 +35,16 @@ def in_a_loop(work: Callable[[], None]) -> None:
     asyncio.run(main())
 
 
+def add(log: Audit, *records: RequestRecord) -> None:
+    """Add ``records`` in an event loop that ends at once, before its timers fire."""
+
+    async def main() -> None:
+        for each in records:
+            log.add_record(each)
+
+    asyncio.run(main())
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
@@ -40,7 +52,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(lambda: log.write(record(status=200, prefill="p:1", decode="d:1", first_byte_ms=1.239, cached_tokens=64)))
+    in_a_loop(
+        lambda: log.add_record(record(status=200, prefill="p:1", decode="d:1", first_byte_ms=1.239, cached_tokens=64))
+    )
     log.close()
     (line,) = lines_of(path)
     expected = {"time": 1760000000.124, "method": "POST", "path": "/v1/chat/completions", "status": 200}
@@ -51,7 +65,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
 def test_nothing_a_client_sends_can_make_a_second_line(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(lambda: log.write(record('x"\n{"status":200}\r\u2028')))
+    add(log, record('x"\n{"status":200}\r\u2028'))
     log.close()
     assert [line["request_id"] for line in lines_of(path)] == ['x"\n{"status":200}\r\u2028']
 
@@ -62,7 +76,7 @@ def test_lines_are_written_soon_and_in_order(tmp_path: Path) -> None:
 
     async def main() -> None:
         for number in range(3 * audit.BATCH_RECORDS + 1):
-            log.write(record(str(number)))
+            log.add_record(record(str(number)))
         await asyncio.to_thread(wait_until, lambda: len(lines_of(path)) == 3 * audit.BATCH_RECORDS + 1, "all lines")
 
     asyncio.run(main())
@@ -70,10 +84,70 @@ def test_lines_are_written_soon_and_in_order(tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines_of(path)] == [str(n) for n in range(3 * audit.BATCH_RECORDS + 1)]
 
 
+def test_subscribers_get_each_record_once_in_order_and_in_bounded_batches() -> None:
+    log, batches = Audit(RouterSettings(access_log="off")), list[list[RequestRecord]]()
+    log.subscribe_to_batches(lambda batch: batches.append(list(batch)))
+    ended = [record(str(number)) for number in range(3 * audit.BATCH_RECORDS + 1)]
+
+    async def main() -> None:
+        for entry in ended:
+            log.add_record(entry)
+            await asyncio.sleep(0)
+        await asyncio.to_thread(wait_until, lambda: sum(map(len, batches)) == len(ended), "the last batch")
+
+    asyncio.run(main())
+    assert [entry for batch in batches for entry in batch] == ended
+    assert max(map(len, batches)) <= audit.BATCH_RECORDS + 1
+
+
+def test_nothing_is_lost_when_it_closes(tmp_path: Path) -> None:
+    path, counted = tmp_path / "access.log", list[RequestRecord]()
+    log = Audit(RouterSettings(access_log=str(path)))
+    log.subscribe_to_batches(counted.extend)
+    add(log, *(record(str(number)) for number in range(10)))
+    assert (counted, lines_of(path)) == ([], [])
+    log.close()
+    assert [entry.request_id for entry in counted] == [line["request_id"] for line in lines_of(path)]
+    assert len(counted) == 10
+
+
+def test_who_reads_the_figures_early_changes_no_line(tmp_path: Path) -> None:
+    path, counted = tmp_path / "access.log", list[RequestRecord]()
+    log = Audit(RouterSettings(access_log=str(path)))
+    log.subscribe_to_batches(counted.extend)
+    for number in range(6):
+        add(log, record(str(number)))
+        if number % 2:
+            log.flush_records()
+            assert len(counted) == number + 1
+    log.close()
+    assert [line["request_id"] for line in lines_of(path)] == [str(number) for number in range(6)]
+
+
+def test_a_request_waits_for_one_call() -> None:
+    log, called = Audit(RouterSettings(access_log="off")), list[str]()
+    log.subscribe_to_batches(lambda batch: None)
+    entry = record()
+
+    def note_call(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "router" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    def add_watched() -> None:
+        sys.setprofile(note_call)
+        try:
+            log.add_record(entry)
+        finally:
+            sys.setprofile(None)
+
+    in_a_loop(add_watched)
+    assert called == ["add_record"]
+
+
 def test_what_no_json_library_likes_is_written_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(lambda: log.write(record("\ud800", prompt_tokens=1 << 64)))
+    add(log, record("\ud800", prompt_tokens=1 << 64))
     log.close()
     assert lines_of(path)[0]["prompt_tokens"] == 1 << 64
 
@@ -82,7 +156,7 @@ def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     path.write_text("{}\n")
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(lambda: log.write(record()))
+    add(log, record())
     log.close()
     assert len(lines_of(path)) == 2
 
@@ -97,7 +171,7 @@ def test_a_reader_that_has_stopped_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_line: bool
 ) -> None:
     """A pipe holds 64 KiB; what does not fit is kept up to a limit, then lost and counted; lines stay whole."""
-    monkeypatch.setattr(audit, "BACKLOG_LINES", 500)
+    monkeypatch.setattr(audit, "MAX_BACKLOG_LINES", 500)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -106,7 +180,7 @@ def test_a_reader_that_has_stopped_is_not_waited_for(
 
     async def main() -> None:
         for entry in written:
-            log.write(entry)
+            log.add_record(entry)
             await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -123,7 +197,7 @@ def test_a_reader_that_has_stopped_is_not_waited_for(
 def test_a_line_fits_into_a_pipe_whatever_a_client_sends(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(lambda: log.write(RequestRecord("POST", "\x01" * 9000, 0.0, request_id="\x01" * 9000)))
+    add(log, RequestRecord("POST", "\x01" * 9000, 0.0, request_id="\x01" * 9000))
     log.close()
     assert path.stat().st_size <= select.PIPE_BUF
 
@@ -140,7 +214,7 @@ def test_a_closed_reader_loses_lines_but_does_no_harm(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = Audit(RouterSettings(access_log=str(pipe)))
     os.close(reader)
-    in_a_loop(lambda: log.write(record()))
+    add(log, record())
     log.close()
     assert log.lost_lines == 1
 
@@ -149,8 +223,8 @@ def test_a_request_is_explained_with_each_attempt_and_its_reasons() -> None:
     log = Audit(RouterSettings(access_log="off"))
     first = AttemptRecord((Decision("p:1", {"cost": 3.0}, 100.0, 64), Decision("d:1", {"requests": 0}, 0.0)), "429")
     second = AttemptRecord((Decision("p:2", {"cost": 4.0}, 100.0), Decision("d:1", {"requests": 0}, 0.0)), "answered")
-    log.write(record(status=200, prefill="p:2", decode="d:1", cached_tokens=0, attempts=[first, second]))
-    told = log.explain("r")
+    add(log, record(status=200, prefill="p:2", decode="d:1", cached_tokens=0, attempts=[first, second]))
+    told = log.explain_request("r")
     assert told is not None
     assert [attempt["ended"] for attempt in told["attempts"]] == ["429", "answered"]
     assert told["attempts"][0]["decisions"][0] == {
@@ -165,23 +239,21 @@ def test_a_request_is_explained_with_each_attempt_and_its_reasons() -> None:
 @pytest.mark.parametrize("asked", ["r", "chatcmpl-r", "cmpl-r"])
 def test_a_request_is_found_by_its_id_or_the_engines(asked: str) -> None:
     log = Audit(RouterSettings(access_log="off"))
-    log.write(record("r"))
-    assert log.explain(asked) is not None
+    add(log, record("r"))
+    assert log.explain_request(asked) is not None
 
 
 def test_of_two_requests_with_one_id_the_last_is_explained() -> None:
     log = Audit(RouterSettings(access_log="off"))
-    log.write(record(status=429))
-    log.write(record(status=200))
-    assert log.explain("r")["status"] == 200  # type: ignore[index]
+    add(log, record(status=429), record(status=200))
+    assert log.explain_request("r")["status"] == 200  # type: ignore[index]
 
 
 def test_old_requests_are_forgotten() -> None:
     log = Audit(RouterSettings(access_log="off"))
-    for number in range(audit.KEPT_RECORDS + 1):
-        log.write(record(str(number)))
-    assert (log.explain("0"), len(log.records)) == (None, audit.KEPT_RECORDS)
-    assert log.explain("1") is not None
+    add(log, *(record(str(number)) for number in range(audit.MAX_RECORDS + 1)))
+    assert (log.explain_request("0"), len(log.records)) == (None, audit.MAX_RECORDS)
+    assert log.explain_request("1") is not None
 
 
 def test_explain_over_http(make_router: MakeRouter) -> None:
@@ -194,4 +266,4 @@ def test_explain_over_http(make_router: MakeRouter) -> None:
 
 
 async def _write(log: Audit) -> None:
-    log.write(record("a/b", status=200))
+    log.add_record(record("a/b", status=200))

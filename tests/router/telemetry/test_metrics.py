@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.access.admission import Admission
-from router.fleet.registration import Registration
-from router.fleet.registry import Registry
+from router.access import Admission
+from router.fleet import Registration, Registry
 from router.policies import Decision
 from router.settings import RouterSettings
 from router.telemetry import metrics
@@ -28,18 +28,24 @@ class Counted:
         self.gate = Admission(made)
         self.audit = Audit(made)
         self.metrics = RouterMetrics(self.registry, self.gate, self.audit)
+        self._ended: list[RequestRecord] = []
 
     def record(self, path: str = "/v1/chat/completions", **changes: Any) -> None:
-        record = RequestRecord("POST", path, 0.0, **{"status": 200, **changes})
-        self.audit.write(record)
-        self.metrics.record(record)
+        self._ended.append(RequestRecord("POST", path, 0.0, **{"status": 200, **changes}))
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        families = text_string_to_metric_families(self.metrics.text().decode())
+        asyncio.run(self._add_records())
+        families = text_string_to_metric_families(self.metrics.render_text().decode())
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
     def value(self, name: str, **labels: str) -> float:
         return self.samples()[name, frozenset(labels.items())]
+
+    async def _add_records(self) -> None:
+        """In an event loop that ends at once, before the audit's timer fires."""
+        for record in self._ended:
+            self.audit.add_record(record)
+        self._ended.clear()
 
 
 def test_answers_are_counted_and_timed_by_endpoint() -> None:
@@ -50,6 +56,14 @@ def test_answers_are_counted_and_timed_by_endpoint() -> None:
     assert counted.value("http_requests_total", **CHAT, status_code="429") == 1
     assert counted.value("http_request_duration_seconds_count", **CHAT) == 3
     assert counted.value("http_request_duration_seconds_sum", **CHAT) == pytest.approx(0.6)
+
+
+def test_each_reading_has_all_requests_that_have_ended_and_none_twice() -> None:
+    counted = Counted()
+    for number in range(1, 4):
+        counted.record()
+        assert counted.value("http_requests_total", **CHAT, status_code="200") == number
+    assert counted.value("http_requests_total", **CHAT, status_code="200") == 3
 
 
 def test_durations_have_the_go_routers_quantiles() -> None:
@@ -106,7 +120,7 @@ def test_predicted_hits_are_held_against_those_the_engine_reports() -> None:
 
 def test_retries_aborts_and_reschedules_are_counted_by_instance() -> None:
     counted = Counted()
-    for count in (counted.metrics.retried, counted.metrics.aborted, counted.metrics.rescheduled):
+    for count in (counted.metrics.count_retry, counted.metrics.count_abort, counted.metrics.count_preemption):
         count("d:1")
     for name in ("router_retries_total", "router_aborts_total", "router_reschedules_total"):
         assert counted.value(name, instance="d:1") == 1
@@ -132,13 +146,13 @@ def test_the_line_and_what_is_served_are_shown() -> None:
 def test_an_instances_load_breaker_and_own_account_are_shown_where_known() -> None:
     counted = Counted()
     fields = {"role": "mixed", "host_ip": "127.0.0.1", "port": 1}
-    instance = counted.registry.register(Registration.parse(fields), now=0.0)
-    instance.candidate.requests = 2
+    instance = counted.registry.register(Registration.from_fields(fields), now=0.0)
+    instance.load.requests = 2
     labels = {"role": "mixed", "instance": instance.key}
     assert counted.value("router_instance_requests", **labels) == 2
     assert counted.value("router_instance_breaker_open", **labels) == 0
     assert not any(name == "router_instance_reported_waiting" for name, _ in counted.samples())
-    instance.candidate.waiting = 5
+    instance.load.waiting = 5
     assert counted.value("router_instance_reported_waiting", **labels) == 5
 
 
@@ -150,9 +164,11 @@ def test_paths_that_nobody_knows_do_not_make_new_series() -> None:
 
 
 def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "WORKER_SERIES", 100)
+    monkeypatch.setattr(metrics, "MAX_WORKER_SERIES", 100)
     counted = Counted()
-    instance = counted.registry.register(Registration.parse({"role": "mixed", "host_ip": "h", "port": 1}), now=0.0)
+    instance = counted.registry.register(
+        Registration.from_fields({"role": "mixed", "host_ip": "h", "port": 1}), now=0.0
+    )
     for number in range(1000):
         counted.record(mixed=instance.key)
         counted.record(mixed=f"gone:{number}")

@@ -1,0 +1,198 @@
+"""Instance: one registered instance, its health, its circuit breaker and its load.
+
+Its life::
+
+    (unknown) ──register, probe ok──► healthy ◄──probes ok, or registers again and answers a probe──┐
+                                         │                                                          │
+                                         └──refused a connection, or failed some probes──► unhealthy┘
+                                                                                              │
+    forgotten ◄──its heartbeat stopped; or it never had one, and stays unhealthy as long──────┘
+
+Only healthy instances that are neither paused (by their own account) nor draining (by the operator's order) are
+chosen; those whose circuit breaker is open, only if no other can be. One that comes back from being unhealthy is taken
+for restarted: its cache is taken for empty, and it gets its share of requests little by little.
+
+All times are seconds of one monotonic clock, ``time.monotonic`` where nobody injects another.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from router.fleet.breaker import Breaker
+from router.fleet.registration import Registration, Role
+from router.policies import InstanceLoad
+
+if TYPE_CHECKING:
+    from router.fleet.registry import Registry
+    from router.http import Address
+
+__all__ = ["STATES", "Instance"]
+
+_log = logging.getLogger("router.fleet.instance")
+
+STATES = ("healthy", "paused", "draining", "unhealthy")
+"""The values of ``Instance.state``."""
+
+# An instance that came back gets this part of its share at first, and all of it after this long.
+FIRST_WEIGHT = 0.1
+SLOW_START_SECONDS = 10.0
+
+
+class Instance:
+    """One registered instance: its registration, its health, and its load."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        registry: Registry,
+        now: float,
+        *,
+        proven: bool,
+        permanent: bool = False,
+        has_heartbeat: bool = False,
+    ) -> None:
+        """
+        Args:
+            proven: it has answered a probe, so that it is healthy.
+            permanent: it is never forgotten, however long it is silent.
+            has_heartbeat: it has registered more than once.
+        """
+        self.key = registration.key
+        """Its identity, ``host_ip:port``, which every later registration has too."""
+        self.address: Address = registration.address
+        """Where it listens."""
+        self.registration = registration
+        self.role: Role = registration.role
+        self.load = InstanceLoad(registration.key)
+        self.breaker = Breaker()
+        self.healthy = proven
+        self.trouble = "" if proven else "it has not answered a probe yet"
+        self.draining = False
+        self.permanent = permanent
+        self.has_heartbeat = has_heartbeat
+        self.last_registered = now
+        self.last_healthy = now
+        self._registry = registry
+        self._proven = proven
+        self._warm_at = now
+        self._failed_probes = 0
+        self._passed_probes = 0
+
+    def __repr__(self) -> str:
+        load = f"requests={self.load.requests} tokens={self.load.tokens}"
+        breaker = "" if self.breaker.state == "closed" else f" breaker={self.breaker.state}"
+        return f"<Instance {self.role.value} {self.key} {self.state}{breaker} {load}>"
+
+    @property
+    def state(self) -> str:
+        """One of ``STATES``."""
+        if not self.healthy:
+            return "unhealthy"
+        if self.draining:
+            return "draining"
+        return "paused" if self.registration.is_paused else "healthy"
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it may be chosen."""
+        return self.healthy and not self.draining and not self.registration.is_paused
+
+    def weight(self, now: float) -> float:
+        """The part of its share of requests that it should get: less than 1 for a while after it came back."""
+        if now >= self._warm_at:
+            return 1.0
+        return max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
+
+    def is_silent(self, now: float, expiry: float) -> bool:
+        """Whether it is gone: a permanent one never is.
+
+        One that has shown a heartbeat is gone when that stops for ``expiry`` seconds. One that registered only
+        once (older FastDeploy, or a person with curl) has none to stop, and is gone after as long without health.
+        """
+        last_sign = self.last_registered if self.has_heartbeat else self.last_healthy
+        return not self.permanent and now - last_sign > expiry
+
+    def renew_registration(self, registration: Registration, now: float) -> None:
+        """It has registered again: a heartbeat, perhaps with other fields; the requests it runs stay counted."""
+        known, self.registration, self.role = self.registration, registration, registration.role
+        self.has_heartbeat = True
+        self.last_registered = now
+        if not self.healthy:  # or else it was not probed, and failed probes before this stay counted
+            self.mark_healthy(now)
+        if registration.identity != known.identity:
+            self._registry.announce_lost_cache(self)
+        if registration != known:
+            self._registry.bump_generation()
+
+    def set_draining(self, draining: bool) -> None:
+        """Take no new requests, or take them again; the requests it runs are not touched."""
+        if self.draining != draining:
+            _log.info("%s instance %s %s", self.role.value, self.key, "drains" if draining else "takes requests again")
+            self.draining = draining
+            self._registry.bump_generation()
+
+    def record_success(self, now: float) -> None:
+        """Note a request to it that got the first good byte of its answer."""
+        if self.breaker.failures and self.breaker.record_success():
+            _log.info("%s instance %s answers requests again", self.role.value, self.key)
+            self._warm_at = now + SLOW_START_SECONDS
+            self._registry.bump_generation()
+
+    def record_failure(self, now: float, reason: str) -> None:
+        """Note a request to it that failed: no answer, a broken one, or a 5xx; not 429 or 4xx."""
+        if self.breaker.record_failure(now):
+            _log.warning("%s instance %s keeps failing requests: %s", self.role.value, self.key, reason)
+            self._registry.bump_generation()
+
+    def begin_half_open_trial(self, now: float) -> None:
+        """Send it one request although its breaker is not closed, and no other one for the time being."""
+        self.breaker.begin_half_open_trial(now)
+        self._registry.bump_generation()
+
+    def mark_healthy(self, now: float) -> None:
+        """Let it be chosen (again)."""
+        self.last_healthy = now
+        self._failed_probes = 0
+        if self.healthy:
+            return
+        self.healthy, self.trouble = True, ""
+        self.breaker = Breaker()
+        if self._proven:
+            _log.info("%s instance %s is healthy again", self.role.value, self.key)
+            self._warm_at = now + SLOW_START_SECONDS
+            self._registry.announce_lost_cache(self)
+        else:
+            _log.info("%s instance %s answered its first probe", self.role.value, self.key)
+            self._proven = True
+        self._registry.bump_generation()
+
+    def mark_unhealthy(self, trouble: str) -> None:
+        """Choose it no more until probes, or a registration, show that it works. The requests it runs go on."""
+        self._passed_probes = 0
+        self.trouble = trouble
+        if self.healthy:
+            _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
+            self.healthy = False
+            self._registry.bump_generation()
+
+    def record_passed_probe(self, now: float, threshold: int) -> None:
+        """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
+        self._failed_probes = 0
+        self._passed_probes += 1
+        if self._passed_probes >= threshold or not self._proven:
+            self.mark_healthy(now)
+
+    def record_failed_probe(self, trouble: str, threshold: int, *, may_finish: bool = False) -> None:
+        """Note a bad probe; ``threshold`` of them in a row make it unhealthy, and its requests are given up.
+
+        Args:
+            may_finish: it only accepts nothing new, as a process does that is ending: the requests it runs go on.
+        """
+        self._passed_probes = 0
+        self._failed_probes += 1
+        if self._failed_probes >= threshold:
+            self.mark_unhealthy(trouble)
+            if not may_finish:
+                self._registry.announce_failure(self)

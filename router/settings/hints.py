@@ -1,0 +1,19 @@
+"""suggest_name: names that an operator may have meant, to stand at the end of an error's sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "suggest_name"]
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """The name among ``known`` that is nearest to ``name``; all of them where none is near."""
+    return did_you_mean(name, known) or f"; known are {', '.join(known)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The name among ``known`` that is nearest to ``name``; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

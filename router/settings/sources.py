@@ -1,0 +1,174 @@
+"""load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of rank.
+
+An environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
+itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from router.settings.hints import suggest_name
+from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
+from router.settings.yaml_file import YamlFileError, read_yaml
+
+__all__ = ["load_settings"]
+
+_ENV_PREFIX = "KVROUTER__"
+
+# Settings of FastDeploy's Go router that have nothing to set here, and why.
+_WITHOUT_EFFECT = {
+    "server.name": "nothing shows the router's name",
+    "server.mode": "the router runs in one mode; what it logs is set by log.level",
+    "scheduler.cache-block-size": "prefixes are compared in chunks of text, not in blocks of tokens",
+    "scheduler.tokenizer-url": "prompts are compared as text, so no tokenizer is asked",
+    "scheduler.tokenizer-timeout-secs": "prompts are compared as text, so no tokenizer is asked",
+    "scheduler.eviction-interval-secs": "what is stale is forgotten as requests come, not in rounds",
+    "log.max-age-days": "log files are bounded by log.max-total-size-mb alone",
+    "log.cleanup-interval-secs": "log files are bounded whenever a line is written",
+}
+
+
+def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RouterSettings:
+    """Read the settings of one start.
+
+    Args:
+        argv: the flags, without the program's name.
+        environ: the environment variables; those of the process by default.
+
+    Raises:
+        SettingsError: an unknown name or an impossible value, wherever it stands.
+        SystemExit: ``--help`` and ``--version``.
+    """
+    flags = vars(_make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
+    config_path = flags.pop("config_path")
+    values = _read_environment(os.environ if environ is None else environ)
+    if config_path is not None:
+        values |= _read_yaml_settings(Path(config_path))
+    values |= {
+        field.name: _convert_value(flags[field.name], field, f"--{field.name.replace('_', '-')}")
+        for field in SETTINGS
+        if flags[field.name] is not None
+    }
+    return RouterSettings(**values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one sentence that names the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            raise SettingsError(f"{flag} is not a flag of the router{suggest_name(flag, self._option_string_actions)}")
+        return known
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m router.launch",
+        usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
+        description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
+        epilog="Instances register themselves: start them with --router HOST:PORT. "
+        f"Each setting may also stand in the YAML file under the key in brackets, or in the environment as "
+        f"{_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
+        allow_abbrev=False,
+    )
+    version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
+    parser.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
+    parser.add_argument("--config-path", metavar="FILE", help="YAML file, as of FastDeploy's Go router")
+    for field in SETTINGS:
+        flag = "--" + field.name.replace("_", "-")
+        choices = field.metadata["choices"]
+        about = f"{field.metadata['help']}{': ' + ', '.join(choices) if choices else ''} " \
+                f"(default {field.default if field.default != '' else 'none'}) [{field.metadata['key']}]"  # fmt: skip
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, nargs="?", const=True, metavar="true|false", help=about)
+        else:
+            is_number = type(field.default) is int and field.name != "port"
+            metavar = "N" if is_number else field.name.split("_")[-1].upper()
+            parser.add_argument(flag, metavar=metavar, help=about)
+    return parser
+
+
+def _normalize_flag(arg: str) -> str:
+    # FastDeploy's parser takes --request_timeout_secs for --request-timeout-secs, and documents --config_path; that
+    # of its Go router takes -port for --port.
+    if len(arg) > 2 and arg[0] == "-" and arg[1].isalpha():
+        arg = f"-{arg}"
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {_ENV_PREFIX + field.name.upper(): field for field in SETTINGS}
+    values = {}
+    for name in sorted(environ):
+        if name.startswith(_ENV_PREFIX):
+            if name not in names:
+                raise SettingsError(
+                    f"environment variable {name} is no setting of the router{suggest_name(name, names)}"
+                )
+            values[names[name].name] = _convert_value(environ[name], names[name], f"environment variable {name}")
+    return values
+
+
+def _read_yaml_settings(path: Path) -> dict[str, Any]:
+    try:
+        document = read_yaml(path)
+    except YamlFileError as exc:
+        raise SettingsError(f"--config_path {path}: {exc}") from exc
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
+    fields = {field.metadata["key"]: field for field in SETTINGS}
+    sections = {key.split(".")[0]: None for key in fields}
+    values: dict[str, Any] = {}
+    without_effect = []
+    for section, entries in document.items():
+        if section not in sections:
+            raise SettingsError(
+                f"{path}: {section!r} is not a section of settings{suggest_name(str(section), sections)}"
+            )
+        if not isinstance(entries, dict | None):
+            raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
+        for name, value in (entries or {}).items():
+            key = f"{section}.{name}"
+            if key in _WITHOUT_EFFECT:
+                without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+            elif key in fields:
+                values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
+            else:
+                raise SettingsError(f"{path}: {key} is not a setting of the router{suggest_name(key, fields)}")
+    return values | {"without_effect": tuple(without_effect)}
+
+
+def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
+    """``value`` as the field's type; text is read, a value of another type is refused."""
+    kind = type(field.default)
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        if kind is bool and value.lower() in ("1", "0", "true", "false"):
+            return value.lower() in ("1", "true")
+        if kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                pass
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    raise SettingsError(f"{where} is {value!r}; it must be {expected}")
