@@ -15,7 +15,13 @@ import httpx
 
 from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
-from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
+from kvstore_backend.config import (
+    FileSettings,
+    MooncakeSettings,
+    has_active_port,
+    list_rdma_devices,
+    set_native_defaults,
+)
 from kvstore_backend.stores.file.folder import refusal, stored
 from kvstore_backend.stores.mooncake import INSTALL, said_to_http
 
@@ -33,7 +39,6 @@ __all__ = [
 ]
 
 _CONNECT_S = 1.5
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 _SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
 _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 _FULL = 0.95
@@ -79,7 +84,7 @@ def _version() -> str:
 
 def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether this machine has the devices that the protocol needs."""
-    present = sorted(device.name for device in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+    present = list_rdma_devices()
     if settings.protocol == "ascend":
         yield warn("protocol", "ascend is passed on to Mooncake as it is; its links cannot be checked from here")
         return
@@ -98,7 +103,7 @@ def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
         remedy = f"name some of these in rdma_devices: {', '.join(present) or 'none here; use protocol tcp'}"
         yield fail("protocol", f"there is no RDMA device {', '.join(absent)}", remedy)
         return
-    down = [name for name in wanted or present if not _is_active(_RDMA_DEVICES / name)]
+    down = [name for name in wanted or present if not has_active_port(name)]
     if down:
         yield warn(
             "protocol", f"no port of {', '.join(down)} is active", "ibv_devinfo shows why; check cable and driver"
@@ -113,10 +118,6 @@ def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
         )
         return
     yield ok("protocol", f"rdma over {', '.join(wanted or present)}")
-
-
-def _is_active(device: Path) -> bool:
-    return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
 
 
 def hostname(settings: MooncakeSettings) -> Iterator[Finding]:
