@@ -22,8 +22,8 @@ from kvstore_backend.config import (
     list_rdma_devices,
     set_native_defaults,
 )
-from kvstore_backend.stores.file.folder import refusal, stored
-from kvstore_backend.stores.mooncake import INSTALL, said_to_http
+from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
+from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 
 __all__ = [
     "capacity",
@@ -169,7 +169,7 @@ def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
-        said = said_to_http(address)
+        said = send_http_probe(address)
     except OSError as exc:
         reason = exc.strerror or str(exc)
         return [fail("master", f"no Mooncake master answers at {address} ({reason})", remedy)], ""
@@ -335,7 +335,7 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
     if not existing.is_dir():
         yield fail("folder", f"{existing} is a file, not a folder", "name another folder, or remove the file")
         return
-    if existing == path and (refused := refusal(path)) is not None:
+    if existing == path and (refused := find_refusal(path)) is not None:
         reason, remedy = refused
         yield fail("folder", f"{path} {reason}", remedy)
         return
@@ -344,7 +344,7 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
         return
     filesystem = os.statvfs(existing)
     room = filesystem.f_bavail * filesystem.f_frsize
-    held = sum(block.nbytes for block in stored(path / "blocks"))
+    held = sum(block.nbytes for block in scan_blocks(path / "blocks"))
     holds = (
         f"holds {human_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
     )

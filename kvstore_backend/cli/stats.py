@@ -17,7 +17,7 @@ from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import human_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
-from kvstore_backend.stores.file.folder import stored
+from kvstore_backend.stores.file.folder import scan_blocks
 
 __all__ = ["add_arguments", "run"]
 
@@ -120,7 +120,7 @@ def _folders(settings: FileSettings) -> _Figures:
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
     try:
-        blocks = list(stored(settings.path / "blocks"))
+        blocks = list(scan_blocks(settings.path / "blocks"))
     except OSError as exc:
         raise PoolUnavailable(f"folder {settings.path} cannot be read: {exc.strerror}") from exc
     names = Counter(_namespace(unquote(Path(block.path).stem)) for block in blocks)
