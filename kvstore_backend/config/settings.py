@@ -57,7 +57,7 @@ class MooncakeSettings:
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
         cluster_id: of the masters behind etcd, as their ``--cluster_id`` says.
-        enable_ssd_offload: let Mooncake keep on this machine's SSD what its memory has no room for; its master must
+        enable_ssd_offload: let Mooncake keep blocks on this machine's SSD where its memory has no room; its master must
             run with ``--enable_offload=true``.
         ssd_offload_path: the folder for that.
     """

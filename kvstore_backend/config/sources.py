@@ -58,7 +58,7 @@ def load_config(
         environ: the environment; not given, the process's own. An empty variable counts as not given.
 
     Raises:
-        ConfigError: one sentence naming the value, file key or variable at fault and what would be right.
+        ConfigError: one sentence naming the value, file key or variable at fault and its remedy.
     """
     parsed_url = read_url(backend) if is_url(backend) else None
     kind = STORE_SETTINGS.get(parsed_url.backend if parsed_url else backend)

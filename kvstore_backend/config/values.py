@@ -53,7 +53,7 @@ def parse_size(value: object) -> int:
     """A number of bytes from a number or from text: ``1073741824``, ``"1GiB"`` (2**30), ``"1GB"`` (10**9).
 
     Raises:
-        ValueError: the end of a sentence that says what would be right.
+        ValueError: the end of a sentence that says how it must be written.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
