@@ -1,4 +1,20 @@
-"""Policies: which instance a request goes to. One file a policy, one small protocol."""
+"""Policies: which instance a request goes to. One file a policy, one small protocol.
+
+base.py              the protocol of policies: plain data in, a decision with its reasons out
+random.py            any instance
+round_robin.py       one instance after another
+power_of_two.py      the less busy of two taken at random
+request_num.py       the fewest running requests
+process_tokens.py    the fewest prompt tokens to process
+fd_metrics_score.py  FastDeploy's score of running and waiting requests
+consistent_hash.py   the same instance for the same session
+cache_aware.py       FastDeploy's weighing of cache against load
+pool_aware.py        the least estimated cost, given the cached prefixes
+prefix_policy.py     the part that policies with a prefix index have in common
+prefix_index.py      which instance has computed which prefix
+prefill_cost.py      the cost of waiting, computing and fetching, learned from first tokens
+features.py          a prompt as a chain of chunk hashes
+"""
 
 from __future__ import annotations
 

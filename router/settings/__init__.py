@@ -1,4 +1,8 @@
-"""What an operator can set: flags > YAML > environment > defaults."""
+"""Every setting of an operator: flags > YAML > environment > defaults.
+
+router_settings.py  RouterSettings, each setting declared once, and load_settings
+yaml_file.py        the YAML files that operators write; any mistake in one is one sentence
+"""
 
 from router.settings.router_settings import RouterSettings, SettingsError, load_settings
 

@@ -1,1 +1,5 @@
-"""What operators see of the requests: metrics, access log, explanations."""
+"""Figures and records of the requests, for operators.
+
+metrics.py  Prometheus metrics, under the names of FastDeploy's Go router where it has them
+audit.py    the access log, and the last requests kept to be explained
+"""
