@@ -10,7 +10,7 @@ serving/     the way of one request: selection, attempts, the response, resumpti
 telemetry/   metrics, the access log, explanations
 fleet/       the instances: registration, pairing, health, load
 access/      API keys of clients, limits, admission
-settings/    every setting: flags > YAML > environment > defaults
+settings/    everything an operator can set, and which source of a value wins
 policies/    which instance a request goes to, one file a policy
 http/        HTTP/1.1 to clients and to instances
 """
