@@ -1,4 +1,33 @@
-"""The reference instance: any decoder checkpoint that transformers loads, behind FastDeploy's own flags."""
+"""The reference instance: any decoder checkpoint that transformers loads, behind FastDeploy's own flags.
+
+A request goes from top to bottom, and its tokens come back up:
+
+api_server.py        python -m engine.api_server: an instance's start, stop and HTTP endpoints
+args.py              the command line and the environment, in FastDeploy's names
+protocol.py          OpenAI's request bodies, checked; the shape of responses and errors
+completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
+generation.py        one request's way through the instance, by its role: mixed, prefill or decode
+detokenizer.py       token ids -> text, piece by piece
+token_bytes.py       token id -> the bytes it stands for
+core.py              the loop on the engine's one thread: admit, schedule, run, sample, emit
+request.py           Request, as a client asks for it, and Sequence, as the engine works on it
+scheduler.py         which sequence computes how many tokens in the next step; free of tensors
+block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
+model_runner.py      the checkpoint, its KV memory, and one forward pass
+packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
+attention/           attention over paged KV memory: exact, and sparse by retrieval
+retrieval_config.py  the sizes of sparse attention; free of tensors
+sampler.py           logits -> the next token of each sequence
+pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+load_or_compute.py   whether loading blocks from the pool is quicker than computing them
+staging.py           host memory between a GPU and the pool
+background.py        work beside a running step
+disaggregation/      prefill -> decode hand-over of a prompt's KV
+registration.py      the heartbeat to the router
+metrics.py           Prometheus metrics, under FastDeploy's names where it has them
+logs.py              the instance's log file, and the lines that an operator must see
+make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one
+"""
 
 import importlib.util
 import sys

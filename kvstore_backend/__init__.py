@@ -1,10 +1,23 @@
-"""KV blocks in one shared pool: put, get and look up, with honest answers whatever the pool does.
+"""KV blocks in one shared pool: put, get and look up, with honest answers however the pool fails.
 
 >>> config = load_config("memory")
 >>> namespace = Namespace("fingerprint", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
 >>> with open_pool(config, namespace) as pool:
 ...     pool.lookup([b"hash of the first block"])
 0
+
+An engine sees a ``BlockPool``; under it stand wrappers, one around the other, and at the bottom a store:
+
+pool.py        BlockPool: the engine's view, block hashes in and block bytes out; open_pool puts the parts together
+block_hash.py  token ids -> chained block hashes
+namespace.py   Namespace: everything that makes blocks interchangeable; a key is built and parsed here alone
+backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
+spans.py       spans as Python memory
+wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
+stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
+config/        every dialect of configuration -> one PoolConfig
+integrations/  other engines' contracts, met by this pool
+cli/           kvstore doctor, bench, stats, master
 """
 
 from kvstore_backend.backend import (

@@ -1,10 +1,10 @@
 """Everything that must match for two blocks' bytes to be interchangeable, and the text of a key.
 
-A pool is shared by whoever can reach it: two models, two dtypes, two block sizes. A key therefore is
+Everybody who can reach a pool shares it: two models, two dtypes, two block sizes. A key therefore is
 
     kv1-<32 hex digits: digest of the Namespace>-<64 hex digits: block hash>
 
-and nothing outside this file builds one.
+and nothing outside this file builds or parses one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT_VERSION = 2
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
-# What a checkpoint's config.json says of where it came from, not of what it computes.
+# Keys of a checkpoint's config.json that tell its origin and change nothing of its results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
 # The safetensors format's own limit.
@@ -35,11 +35,11 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Namespace:
-    """What two processes must agree on before one may use the other's KV blocks.
+    """Everything two processes must agree on before one may use the other's KV blocks.
 
     Attributes:
         model: ``fingerprint_model()`` of the checkpoint, not its name.
-        weights_version: raised by whoever updates weights in place (reinforcement learning, hot swaps).
+        weights_version: raised by a process that updates weights in place (reinforcement learning, hot swaps).
         kv_dtype: element type of K and V, such as ``"float32"`` or ``"bfloat16"``.
         block_size: tokens in a block.
         num_layers: layers whose KV a block holds.
@@ -73,7 +73,7 @@ class Namespace:
 
     @cached_property
     def prefix(self) -> str:
-        """What all keys of this namespace begin with."""
+        """The beginning of all keys of this namespace."""
         return f"kv1-{self.digest}-"
 
 
@@ -106,18 +106,18 @@ def fingerprint_model(folder: str | Path) -> str:
     """
     digest = hashlib.sha256(b"kvstore.model.v1\0")
     try:
-        for piece in _identity(Path(folder)):
+        for piece in _read_identity(Path(folder)):
             digest.update(len(piece).to_bytes(8, "little") + piece)
     except OSError as exc:
         raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
     return digest.hexdigest()[:32]
 
 
-def _identity(folder: Path) -> Iterator[bytes]:
-    """Every piece of a checkpoint that tells it from others, in one order."""
+def _read_identity(folder: Path) -> Iterator[bytes]:
+    """The pieces of a checkpoint that tell it from others, in one order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
-    yield _configuration(folder)
+    yield _read_configuration(folder)
     for index in sorted(folder.glob("*.index.json")):
         yield index.read_bytes()
     weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -127,11 +127,11 @@ def _identity(folder: Path) -> Iterator[bytes]:
         size = path.stat().st_size
         yield f"{path.name}:{size}".encode()
         with path.open("rb") as file:
-            yield from _safetensors_samples(file, size) if path.suffix == ".safetensors" else _samples(file, size)
+            yield from _sample_safetensors(file, size) if path.suffix == ".safetensors" else _sample_file(file, size)
 
 
-def _configuration(folder: Path) -> bytes:
-    """What config.json says of what the model computes, in one order."""
+def _read_configuration(folder: Path) -> bytes:
+    """The part of config.json that decides what the model computes, in one order."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -145,13 +145,13 @@ def _configuration(folder: Path) -> bytes:
     return json.dumps(kept, sort_keys=True).encode()
 
 
-def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:
+def _sample_file(file: BinaryIO, size: int) -> Iterator[bytes]:
     for offset in range(0, size, max(1, size // 64)):
         file.seek(offset)
         yield file.read(_SAMPLE_BYTES)
 
 
-def _safetensors_samples(file: BinaryIO, size: int) -> Iterator[bytes]:
+def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
     """The header, then bytes from the middle and from the end of each tensor, in the order they lie in the file.
 
     The end, because rows for added tokens come last. Format: 8 bytes little-endian header length, JSON header, data

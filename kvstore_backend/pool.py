@@ -169,7 +169,7 @@ def open_backend(
             be opened is said at once, too.
     """
     if config.backend == "mooncake":
-        mooncake.check_installed()
+        mooncake.require_library()
     rejected: Counter[str] = Counter()
     fast = _guarded(CheckedBackend(open_store(PoolConfig(config.fast)), rejected)) if config.fast is not None else None
 

@@ -1,7 +1,16 @@
 """The router: where requests go. It knows instances over HTTP only.
 
-launch ──► settings, app
-app    ──► control plane (FastAPI) and, beside it, the data plane:
-           proxy ──► splitwise ──► upstream ──► instances over HTTP
-                └──► instances ──► policies
+A request goes down one staircase, ``http.server -> serving -> http.exchange``; rooms import only downward:
+
+launch.py    python -m router.launch, kvrouter: reads the settings and starts the server
+app.py       all parts put together, and the control plane in FastAPI
+register.py  python -m router.register: the sidecar that registers a server which cannot register itself
+simulate.py  python -m router.simulate: a trace of requests over simulated instances
+serving/     the way of one request: selection, attempts, the response, resumption
+telemetry/   metrics, the access log, explanations
+fleet/       the instances: registration, pairing, health, load
+access/      API keys of clients, limits, admission
+settings/    everything an operator can set, and which source of a value wins
+policies/    which instance a request goes to, one file a policy
+http/        HTTP/1.1 to clients and to instances
 """

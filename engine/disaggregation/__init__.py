@@ -1,5 +1,11 @@
 """Prefill -> decode hand-over: P writes the prompt's KV into D's memory; else through the pool; else D computes.
 
+prefill.py   P's side: asks D for blocks, writes them as they are computed
+decode.py    D's side: listens on the connector port, lends blocks, verifies their bytes
+memory.py    the instance's KV blocks as hand-overs reach them
+wire.py      the messages between P and D
+transfer.py  Mooncake's TransferEngine
+
 The wire is one TCP connection per request, from P to D's connector port, with one JSON object a line::
 
     P -> D   begin      request_id, and the prompt: num_tokens, hashes of its full blocks, digest of all its tokens;

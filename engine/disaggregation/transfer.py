@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvstore_backend.config import set_native_defaults
+from kvstore_backend.config import list_rdma_devices, set_native_defaults
 
 __all__ = ["Transfer", "TransferUnavailable", "choose_protocol"]
 
 log = logging.getLogger(__name__)
-
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class TransferUnavailable(Exception):
@@ -77,7 +74,7 @@ def choose_protocol(wanted: Sequence[str]) -> str:
     """
     if "rdma" not in wanted:
         return "tcp"
-    if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
+    if list_rdma_devices():
         return "rdma"
     log.warning("--cache-transfer-protocol %s: this machine has no RDMA device; using tcp", ",".join(wanted))
     return "tcp"

@@ -16,7 +16,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend, Value
-from kvstore_backend.cli.report import human_bytes, print_json, print_table
+from kvstore_backend.cli.report import format_bytes, print_json, print_table
 from kvstore_backend.config import PoolConfig, parse_size, read_config
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_pool, open_store
@@ -35,8 +35,12 @@ class _Row:
     worst_seconds: float
 
 
+_LookUp = Callable[[Sequence[bytes]], int]
+_Move = Callable[[Sequence[bytes], Sequence[Value]], int]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``kvstore bench`` takes."""
+    """Declare the arguments of ``kvstore bench``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
     parser.add_argument("--block-size", default="1MiB", metavar="SIZE", help="bytes of a block (default 1MiB)")
     parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks in a batch (default 16)")
@@ -45,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures; whatever happens, take what was stored for them out of the pool.
+    """Print the figures; however the measurement ends, take its blocks out of the pool.
 
     Raises:
         ConfigError: the configuration or an argument cannot be used.
-        PoolUnavailable: the pool cannot be opened, or did not do what was measured.
+        PoolUnavailable: the pool cannot be opened, or did not do all that was asked of it.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.ERROR)
     config = read_config(arguments.config)
@@ -62,42 +66,78 @@ def run(arguments: argparse.Namespace) -> int:
     if min(block_bytes, arguments.blocks, arguments.batches) < 1:
         raise ConfigError("--block-size, --blocks and --batches must be at least 1")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
-    nbytes = block_bytes * arguments.blocks
-    try:
-        source = np.frombuffer(os.urandom(nbytes), dtype=np.uint8).copy()
-        target = np.zeros_like(source)
-    except (MemoryError, OverflowError):
-        raise ConfigError(f"--blocks of --block-size are {nbytes} bytes, more than this machine has room for") from None
-    rows: list[_Row] = []
+    meter = _Meter(block_bytes, arguments.blocks, arguments.batches)
+    _measure_bare_store(meter, config, namespace)
+    _measure_full_stack(meter, config, namespace)
+    if arguments.json:
+        rows = [asdict(row) for row in meter.rows]
+        print_json({"block_bytes": block_bytes, "blocks": arguments.blocks, "rows": rows})
+    else:
+        _print_rows(meter.rows, block_bytes, arguments.blocks)
+    return 0
 
-    def measure(through: str, put: _Move, get: _Move, exists: _Look) -> None:
-        batches = [[os.urandom(32) for _ in range(arguments.blocks)] for _ in range(arguments.batches)]
-        spans = [_values(memory, block_bytes) for memory in (source, target)]
-        rows.append(_timed("put", through, source.nbytes, lambda each: put(each, spans[0]), batches))
-        rows.append(_timed("exists", through, None, exists, batches))
-        rows.append(_timed("get", through, source.nbytes, lambda each: get(each, spans[1]), batches))
-        if not np.array_equal(source, target):
+
+class _Meter:
+    """Memory to move blocks from and to, and a row of figures for each operation measured with it."""
+
+    def __init__(self, block_bytes: int, blocks: int, batches: int) -> None:
+        """Raises ``ConfigError`` where the machine has no room for one batch's memory."""
+        nbytes = block_bytes * blocks
+        try:
+            self._source = np.frombuffer(os.urandom(nbytes), dtype=np.uint8).copy()
+            self._target = np.zeros_like(self._source)
+        except (MemoryError, OverflowError):
+            text = f"--blocks of --block-size are {nbytes} bytes, more than this machine has room for"
+            raise ConfigError(text) from None
+        self._block_bytes = block_bytes
+        self._blocks = blocks
+        self._batches = batches
+        self.rows: list[_Row] = []
+
+    def register_memory(self, register: Callable[[int, int], None]) -> None:
+        """Make the memory known to a store or a pool."""
+        for memory in (self._source, self._target):
+            register(memory.ctypes.data, memory.nbytes)
+
+    def measure(self, through: str, put: _Move, get: _Move, exists: _LookUp) -> None:
+        """Put batches of new blocks, look them up and get them."""
+        batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(self._batches)]
+        sources, targets = _values(self._source, self._block_bytes), _values(self._target, self._block_bytes)
+        nbytes = self._source.nbytes
+        self.rows += [
+            _time_batches("put", through, nbytes, lambda hashes: put(hashes, sources), batches),
+            _time_batches("exists", through, None, exists, batches),
+            _time_batches("get", through, nbytes, lambda hashes: get(hashes, targets), batches),
+        ]
+        if not np.array_equal(self._source, self._target):
             raise PoolUnavailable(f"{through}: what was read is not what was stored")
 
+
+def _measure_bare_store(meter: _Meter, config: PoolConfig, namespace: Namespace) -> None:
     store = open_store(config)
-    for memory in (source, target):
-        store.register(memory.ctypes.data, memory.nbytes)
+    meter.register_memory(store.register)
+
+    def keys(hashes: Sequence[bytes]) -> list[str]:
+        return [*map(namespace.key, hashes)]
+
     try:
-        measure(
+        meter.measure(
             "bare store",
-            lambda hashes, values: sum(map(bool, store.put([*map(namespace.key, hashes)], values))),
-            lambda hashes, values: sum(map(bool, store.get([*map(namespace.key, hashes)], values))),
-            lambda hashes: sum(map(bool, store.exists([*map(namespace.key, hashes)]))),
+            lambda hashes, values: sum(map(bool, store.put(keys(hashes), values))),
+            lambda hashes, values: sum(map(bool, store.get(keys(hashes), values))),
+            lambda hashes: sum(map(bool, store.exists(keys(hashes)))),
         )
     finally:
-        _clear(store, namespace)
+        _clear_blocks(store, namespace)
         store.close()
+
+
+def _measure_full_stack(meter: _Meter, config: PoolConfig, namespace: Namespace) -> None:
     try:
-        # Written at once: what is measured is the pool, not the queue before it.
+        # Written at once: the pool is measured, not the queue before it.
         with open_pool(replace(config, async_write=False), namespace, CollectorRegistry(), background=False) as pool:
-            for memory in (source, target):
-                pool.register(memory.ctypes.data, memory.nbytes)
-            measure(
+            meter.register_memory(pool.register)
+            meter.measure(
                 "full stack",
                 lambda hashes, values: pool.save(hashes, values).count(Status.OK),
                 pool.load,
@@ -107,29 +147,23 @@ def run(arguments: argparse.Namespace) -> int:
         # Not through the pool: while it is open, a save that Ctrl-C cut off still goes on behind it.
         for each in (config, *([PoolConfig(config.fast)] if config.fast else [])):
             with contextlib.closing(open_store(each)) as store:
-                _clear(store, namespace)
-    if arguments.json:
-        print_json({"block_bytes": block_bytes, "blocks": arguments.blocks, "rows": [asdict(row) for row in rows]})
-    else:
-        _print(rows, block_bytes, arguments.blocks)
-    return 0
+                _clear_blocks(store, namespace)
 
 
-def _clear(store: StorageBackend, namespace: Namespace) -> None:
-    """Remove what was stored, leases or not: nobody else can know these keys."""
+def _clear_blocks(store: StorageBackend, namespace: Namespace) -> None:
+    """Remove this run's blocks, leases or not: nobody else can know their keys."""
     if not store.clear(namespace.prefix):
         print(f"kvstore: blocks of this run stay in the pool until they are evicted: {store!r}", file=sys.stderr)
 
 
-_Look = Callable[[Sequence[bytes]], int]
-_Move = Callable[[Sequence[bytes], Sequence[Value]], int]
-
-
 def _values(memory: np.typing.NDArray[np.uint8], block_bytes: int) -> list[Value]:
+    """A value for each block in ``memory``."""
     return [[Span(memory.ctypes.data + start, block_bytes)] for start in range(0, memory.nbytes, block_bytes)]
 
 
-def _timed(operation: str, through: str, nbytes: int | None, call: _Look, batches: Sequence[Sequence[bytes]]) -> _Row:
+def _time_batches(
+    operation: str, through: str, nbytes: int | None, call: _LookUp, batches: Sequence[Sequence[bytes]]
+) -> _Row:
     """Time ``call`` over all batches; it must answer how many blocks it was good for."""
     seconds = []
     for hashes in batches:
@@ -145,8 +179,9 @@ def _timed(operation: str, through: str, nbytes: int | None, call: _Look, batche
     return _Row(operation, through, rate, statistics.median(seconds), max(seconds))
 
 
-def _print(rows: Sequence[_Row], block_bytes: int, blocks: int) -> None:
-    print(f"batches of {blocks} blocks of {human_bytes(block_bytes)}")
+def _print_rows(rows: Sequence[_Row], block_bytes: int, blocks: int) -> None:
+    """A table, each operation of the full stack under the bare store's."""
+    print(f"batches of {blocks} blocks of {format_bytes(block_bytes)}")
     bare = {row.operation: row for row in rows if row.through == "bare store"}
     print_table(
         ("operation", "through", "GB/s", "median", "worst", "times bare"),

@@ -1,4 +1,4 @@
-"""What can be checked of a configuration without moving a block, one function a concern."""
+"""Checks of a configuration that move no block, one function a concern."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvstore_backend.cli.admin import MasterAdmin, clusters_in_etcd
-from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, warn
-from kvstore_backend.config import FileSettings, MooncakeSettings, set_native_defaults
-from kvstore_backend.stores.file.folder import refusal, stored
-from kvstore_backend.stores.mooncake import INSTALL, said_to_http
+from kvstore_backend.cli.admin import MasterAdmin, list_clusters_in_etcd
+from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
+from kvstore_backend.config import (
+    FileSettings,
+    MooncakeSettings,
+    has_active_port,
+    list_rdma_devices,
+    set_native_defaults,
+)
+from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
+from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 
 __all__ = [
-    "capacity",
-    "folder",
-    "hostname",
-    "library",
-    "master",
-    "master_flags",
-    "memory",
-    "metadata_server",
-    "protocol",
-    "sharing",
+    "check_capacity",
+    "check_folder",
+    "check_hostname",
+    "check_library",
+    "check_master",
+    "check_master_flags",
+    "check_memory",
+    "check_metadata_server",
+    "check_protocol",
+    "check_sharing",
 ]
 
-_CONNECT_S = 1.5
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+_CONNECT_SECONDS = 1.5
 _SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
 _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-_FULL = 0.95
+_FULL_SHARE = 0.95
 _PROMPT_TOKENS = 1000
 
 
-def library() -> Iterator[Finding]:
+def check_library() -> Iterator[Finding]:
     """Mooncake's Python module and the shared libraries it needs."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
@@ -57,7 +62,7 @@ def library() -> Iterator[Finding]:
             remedy = "on a machine without a GPU: pip uninstall mooncake-transfer-engine, then " + remedy
         yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)
         return
-    yield ok("library", f"Mooncake {_version()} can be loaded")
+    yield ok("library", f"Mooncake {_mooncake_version()} can be loaded")
 
 
 def _can_load(name: str) -> bool:
@@ -68,7 +73,7 @@ def _can_load(name: str) -> bool:
     return True
 
 
-def _version() -> str:
+def _mooncake_version() -> str:
     for wheel in _WHEELS:
         try:
             return importlib.metadata.version(wheel)
@@ -77,9 +82,9 @@ def _version() -> str:
     return "of unknown version"
 
 
-def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
+def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether this machine has the devices that the protocol needs."""
-    present = sorted(device.name for device in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+    present = list_rdma_devices()
     if settings.protocol == "ascend":
         yield warn("protocol", "ascend is passed on to Mooncake as it is; its links cannot be checked from here")
         return
@@ -98,7 +103,7 @@ def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
         remedy = f"name some of these in rdma_devices: {', '.join(present) or 'none here; use protocol tcp'}"
         yield fail("protocol", f"there is no RDMA device {', '.join(absent)}", remedy)
         return
-    down = [name for name in wanted or present if not _is_active(_RDMA_DEVICES / name)]
+    down = [name for name in wanted or present if not has_active_port(name)]
     if down:
         yield warn(
             "protocol", f"no port of {', '.join(down)} is active", "ibv_devinfo shows why; check cable and driver"
@@ -108,18 +113,14 @@ def protocol(settings: MooncakeSettings) -> Iterator[Finding]:
     if locked != resource.RLIM_INFINITY and locked < needed:
         yield fail(
             "protocol",
-            f"RDMA must lock {human_bytes(needed)} of memory; this user may lock {human_bytes(locked)}",
+            f"RDMA must lock {format_bytes(needed)} of memory; this user may lock {format_bytes(locked)}",
             "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
         )
         return
     yield ok("protocol", f"rdma over {', '.join(wanted or present)}")
 
 
-def _is_active(device: Path) -> bool:
-    return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
-
-
-def hostname(settings: MooncakeSettings) -> Iterator[Finding]:
+def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the others could reach this machine by the name it gives them."""
     name, subject = settings.local_hostname, "local_hostname"
     remedy = "leave local_hostname out, or give an address of this machine that the others reach"
@@ -148,31 +149,33 @@ def _is_loopback(name: str) -> bool:
     return name == "localhost" or name.startswith("127.") or name.strip("[]") == "::1"
 
 
-def memory(settings: MooncakeSettings) -> Iterator[Finding]:
+def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the machine has the memory that the configuration gives away."""
     needed = settings.global_segment_size + settings.local_buffer_size
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
-            text = f"{human_bytes(needed)} are taken of {human_bytes(available)} free on this machine, by each process"
+            text = (
+                f"{format_bytes(needed)} are taken of {format_bytes(available)} free on this machine, by each process"
+            )
             if needed > available:
                 yield fail("memory", text, "lower global_segment_size, or stop what else uses memory")
             else:
                 yield ok("memory", text)
 
 
-def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
+def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     """Whether a master can be reached, and the ``host:port`` of the one that leads; empty where it is not known."""
     if settings.etcd_addresses:
-        return _leader(settings)
+        return _find_leader(settings)
     address = settings.master_server_addr
     remedy = f"start one there: kvstore master --port {address.rpartition(':')[2]}; or correct master_server_addr"
     try:
-        said = said_to_http(address)
+        response = send_http_probe(address)
     except OSError as exc:
         reason = exc.strerror or str(exc)
         return [fail("master", f"no Mooncake master answers at {address} ({reason})", remedy)], ""
-    if said is None:
+    if response is None:
         return [
             fail(
                 "master",
@@ -180,7 +183,7 @@ def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
                 "ss -tlnp shows what listens there; restart the master, or correct master_server_addr",
             )
         ], ""
-    if said.startswith(b"HTTP/"):
+    if response.startswith(b"HTTP/"):
         return [
             fail(
                 "master",
@@ -188,17 +191,17 @@ def master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
                 "master_server_addr is the master's --rpc_port; its metrics and its metadata server are other ports",
             )
         ], ""
-    if said:
+    if response:
         return [
-            fail("master", f"what answers at {address} is not a Mooncake master: it says {said[:30]!r}", remedy)
+            fail("master", f"what answers at {address} is not a Mooncake master: it says {response[:30]!r}", remedy)
         ], ""
     return [ok("master", f"something that behaves like a Mooncake master answers at {address}")], address
 
 
-def _leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
+def _find_leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     where = settings.master_server_addr
     try:
-        clusters = clusters_in_etcd(settings)
+        clusters = list_clusters_in_etcd(settings)
     except (httpx.HTTPError, ValueError) as exc:
         return [
             fail("etcd", f"no etcd answers at {where} ({exc})", "start etcd there, or correct master_server_addr")
@@ -217,7 +220,7 @@ def _leader(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     return [ok("etcd", f"{where} says that the master at {leader} leads the cluster {settings.cluster_id}")], leader
 
 
-def metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
+def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
     """Whether the metadata server answers as one."""
     url = settings.metadata_server
     if not url.startswith("http"):
@@ -228,19 +231,19 @@ def metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         f"--http_metadata_server_port={urlsplit(url).port or 80}, or use P2PHANDSHAKE in every client"
     )
     try:
-        answer = httpx.get(url, params={"key": "kvstore-doctor"}, timeout=_CONNECT_S, trust_env=False)
+        response = httpx.get(url, params={"key": "kvstore-doctor"}, timeout=_CONNECT_SECONDS, trust_env=False)
     except httpx.HTTPError as exc:
         yield fail("metadata", f"no metadata server answers at {url} ({exc})", remedy)
         return
-    if "metadata not found" not in answer.text:
-        text = f"what answers at {url} is not Mooncake's metadata server: status {answer.status_code}"
+    if "metadata not found" not in response.text:
+        text = f"what answers at {url} is not Mooncake's metadata server: status {response.status_code}"
         yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
         return
     yield ok("metadata", f"a metadata server answers at {url}")
 
 
-def master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
-    """What the master tells of itself."""
+def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
+    """Whether the master is ready, and its flags and counters are as they should be."""
     if admin is None:
         yield warn(
             "master's flags",
@@ -248,7 +251,7 @@ def master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
             "give --master-metrics HOST:PORT (its --metrics_port)",
         )
         return
-    health = admin.health()
+    health = admin.fetch_health()
     if not health["service_ready"]:
         yield fail(
             "master's flags", f"the master at {admin.address} is a {health['role']}, and not ready", "wait for it"
@@ -267,7 +270,7 @@ def master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
         "lease, eviction watermark and threads cannot be told from outside; wanted: a lease of 10 s "
         "(--default_kv_lease_ttl), a watermark below 1 (--eviction_high_watermark_ratio)",
     )
-    metrics = admin.metrics()
+    metrics = admin.fetch_metrics()
     refused = int(metrics.get("master_put_start_alloc_failures_total", 0))
     if refused:
         yield warn(
@@ -277,7 +280,7 @@ def master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:
         )
 
 
-def capacity(
+def check_capacity(
     settings: MooncakeSettings | FileSettings, admin: MasterAdmin | None, kv_bytes: int | None
 ) -> Iterator[Finding]:
     """Whether the pool has room, and for how much of the model's KV."""
@@ -287,32 +290,32 @@ def capacity(
     else:
         own, setting = settings.global_segment_size, "global_segment_size"
         if admin is not None:
-            segments = admin.segments()
+            segments = admin.list_segments()
             others, used = sum(each.capacity for each in segments), sum(each.used for each in segments)
     total = own + others
-    text = f"{human_bytes(own)} from each process like this one, {human_bytes(others)} from those that have joined"
+    text = f"{format_bytes(own)} from each process like this one, {format_bytes(others)} from those that have joined"
     if isinstance(settings, FileSettings):
-        text = f"{human_bytes(own)} for all processes of this machine"
+        text = f"{format_bytes(own)} for all processes of this machine"
     if kv_bytes is not None:
         prompt = _PROMPT_TOKENS * kv_bytes
-        text += f"; {_PROMPT_TOKENS} tokens of the model take {human_bytes(prompt)}"
+        text += f"; {_PROMPT_TOKENS} tokens of the model take {format_bytes(prompt)}"
         if total < prompt:
             yield fail(
-                "capacity", text, f"raise {setting} to at least {human_bytes(prompt)}, better to many times that"
+                "capacity", text, f"raise {setting} to at least {format_bytes(prompt)}, better to many times that"
             )
             return
         text += f", so it holds {total // kv_bytes} tokens"
     if total == 0:
         yield fail("capacity", "nobody gives the pool memory", "set global_segment_size in some client, such as 4GiB")
-    elif others and used > _FULL * others:
+    elif others and used > _FULL_SHARE * others:
         yield warn("capacity", f"{text}; {used / others:.0%} are used", "it evicts; give it more memory")
     else:
         yield ok("capacity", text)
 
 
-def sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
+def check_sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[Finding]:
     """Whether those that have joined could read our memory and we theirs."""
-    segments = admin.segments() if admin is not None else []
+    segments = admin.list_segments() if admin is not None else []
     shaking = settings.metadata_server == "P2PHANDSHAKE"
     strangers = [each.name for each in segments if each.is_handshaking != shaking]
     if strangers:
@@ -327,15 +330,15 @@ def sharing(settings: MooncakeSettings, admin: MasterAdmin | None) -> Iterator[F
         yield ok("sharing", f"{len(segments)} clients have joined in the same way")
 
 
-def folder(settings: FileSettings) -> Iterator[Finding]:
+def check_folder(settings: FileSettings) -> Iterator[Finding]:
     """Whether the folder can be used, and has the room that is promised."""
     path = settings.path
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir():
         yield fail("folder", f"{existing} is a file, not a folder", "name another folder, or remove the file")
         return
-    if existing == path and (refused := refusal(path)) is not None:
-        reason, remedy = refused
+    if existing == path and (refusal := find_refusal(path)) is not None:
+        reason, remedy = refusal
         yield fail("folder", f"{path} {reason}", remedy)
         return
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -343,11 +346,11 @@ def folder(settings: FileSettings) -> Iterator[Finding]:
         return
     filesystem = os.statvfs(existing)
     room = filesystem.f_bavail * filesystem.f_frsize
-    held = sum(block.nbytes for block in stored(path / "blocks"))
+    held = sum(block.nbytes for block in scan_blocks(path / "blocks"))
     holds = (
-        f"holds {human_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
+        f"holds {format_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
     )
-    text = f"{path} {holds} {human_bytes(settings.size)}; its filesystem has {human_bytes(room)} free"
+    text = f"{path} {holds} {format_bytes(settings.size)}; its filesystem has {format_bytes(room)} free"
     if held + room < settings.size:
         remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
         if str(path).startswith("/dev/shm"):

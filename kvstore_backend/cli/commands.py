@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and what becomes of their errors."""
+"""The command line: its commands, and the exit status of their errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as exc:
         print(f"kvstore: {exc}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads our output has seen enough
+    except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ import httpx
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
-from kvstore_backend.cli.report import Finding, fail, human_bytes, ok, print_findings, print_json, warn
+from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
 from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import try_pool
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
@@ -24,7 +24,7 @@ __all__ = ["add_arguments", "diagnose", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``kvstore doctor`` takes."""
+    """Declare the arguments of ``kvstore doctor``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a checkpoint whose KV the pool is to hold")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; 0 only if the pool can be used."""
-    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # what it would warn of is found and said here
+    """Print the findings; 0 only if the pool can be used."""
+    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # its warnings are findings here
     findings = list(diagnose(arguments))
     usable = all(finding.level != "fail" for finding in findings)
     if arguments.json:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Everything that is found, in the order in which it should be put right."""
+    """All findings, in the order in which they should be put right."""
     if arguments.cards is not None:
         yield from hccl_sizing(arguments.cards, arguments.memory_factor)
         if arguments.config is None:
@@ -65,9 +65,9 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         except ConfigError as exc:
             yield fail("model", str(exc), "give --model the folder of a checkpoint")
             return
-        yield ok("model", f"{human_bytes(1000 * kv_bytes)} of KV per 1000 tokens")
+        yield ok("model", f"{format_bytes(1000 * kv_bytes)} of KV per 1000 tokens")
     if arguments.config is not None and is_server_config(arguments.config):
-        findings = list(_mindie(Path(arguments.config), arguments))
+        findings = list(_diagnose_mindie(Path(arguments.config), arguments))
         yield from findings
         if any(finding.level == "fail" for finding in findings):
             return
@@ -79,21 +79,21 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
     if config is None:
         yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
         return
-    yield ok("configuration", _described(config))
+    yield ok("configuration", _describe_config(config))
     if isinstance(config.fast, FileSettings):
-        yield from checks.folder(config.fast)
+        yield from checks.check_folder(config.fast)
     match config.store:
         case MooncakeSettings():
-            yield from _mooncake(config, config.store, kv_bytes, arguments.master_metrics)
+            yield from _diagnose_mooncake(config, config.store, kv_bytes, arguments.master_metrics)
         case FileSettings():
-            yield from _file(config, config.store, kv_bytes)
+            yield from _diagnose_file(config, config.store, kv_bytes)
         case MemorySettings():
             yield warn("sharing", "memory is each process's own; nothing is shared", "mooncake, or file on one machine")
             yield from try_pool(config)
 
 
-def _mindie(path: Path, arguments: argparse.Namespace) -> Iterator[Finding]:
-    """What MindIE's server would find in its ``config.json``, and what its cards' links take of their memory."""
+def _diagnose_mindie(path: Path, arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Mistakes that MindIE's server would find in its ``config.json``, and the memory that its cards' links take."""
     try:
         server = read_server(path)
     except ConfigError as exc:
@@ -111,23 +111,23 @@ def _mindie(path: Path, arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from hccl_sizing(server.cards, arguments.memory_factor)
 
 
-def _mooncake(
+def _diagnose_mooncake(
     config: PoolConfig, settings: MooncakeSettings, kv_bytes: int | None, metrics: str | None
 ) -> Iterator[Finding]:
-    found_master, address = checks.master(settings)
+    found_master, address = checks.check_master(settings)
     findings = [
-        *checks.library(),
-        *checks.protocol(settings),
-        *checks.hostname(settings),
-        *checks.memory(settings),
+        *checks.check_library(),
+        *checks.check_protocol(settings),
+        *checks.check_hostname(settings),
+        *checks.check_memory(settings),
         *found_master,
-        *checks.metadata_server(settings),
+        *checks.check_metadata_server(settings),
     ]
     admin = find_admin(address, metrics) if address else None
     try:
         if address:
-            findings += checks.master_flags(admin, address)
-        findings += [*checks.capacity(settings, admin, kv_bytes), *checks.sharing(settings, admin)]
+            findings += checks.check_master_flags(admin, address)
+        findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
@@ -136,8 +136,8 @@ def _mooncake(
         yield from try_pool(config)
 
 
-def _file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:
-    findings = [*checks.folder(settings), *checks.capacity(settings, None, kv_bytes)]
+def _diagnose_file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:
+    findings = [*checks.check_folder(settings), *checks.check_capacity(settings, None, kv_bytes)]
     yield from findings
     if any(finding.level == "fail" for finding in findings):
         return
@@ -150,12 +150,12 @@ def _file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> I
         yield from try_pool(replace(config, store=replace(settings, path=Path(folder))))
 
 
-def _described(config: PoolConfig) -> str:
+def _describe_config(config: PoolConfig) -> str:
     match config.store:
         case MooncakeSettings() as store:
             text = f"mooncake: master {store.master_server_addr}, metadata {store.metadata_server}, {store.protocol}"
         case FileSettings() as store:
-            text = f"file: {store.path}, {human_bytes(store.size)}"
+            text = f"file: {store.path}, {format_bytes(store.size)}"
         case MemorySettings() as store:
-            text = f"memory: {human_bytes(store.size)}"
+            text = f"memory: {format_bytes(store.size)}"
     return f"{text}{', asynchronous writes' if config.async_write else ''}{', a fast tier' if config.fast else ''}"

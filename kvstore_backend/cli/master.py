@@ -9,21 +9,26 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.stores.mooncake import INSTALL
 
-__all__ = ["add_arguments", "command_line", "run"]
+__all__ = ["add_arguments", "build_command", "run"]
 
 _PROGRAM = "mooncake_master"
 _LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a number alone is of milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``kvstore master`` takes."""
-    add = parser.add_argument
+    """Declare the arguments of ``kvstore master``."""
+    _add_addresses(parser.add_argument)
+    _add_behaviour(parser.add_argument)
+    parser.add_argument("--print", action="store_true", help="only print what would be started")
+
+
+def _add_addresses(add: Callable[..., object]) -> None:
     add(
         "--host",
         default="127.0.0.1",
@@ -37,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the metadata server (default %(default)s); 0: none, clients use P2PHANDSHAKE",
     )
     add("--metrics-port", type=int, default=15003, help="for metrics and health (default %(default)s)")
+
+
+def _add_behaviour(add: Callable[..., object]) -> None:
     add(
         "--lease",
         default="10s",
@@ -72,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mooncake_cluster",
         help="which masters belong together, with --etcd (default %(default)s)",
     )
-    add("--print", action="store_true", help="only print what would be started")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         PoolUnavailable: the program is missing or a port is taken.
         ConfigError: a flag's value cannot be used.
     """
-    command = command_line(arguments)
+    command = build_command(arguments)
     if not arguments.print:
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
-            _check_free(arguments.host, port)
+            _check_port(arguments.host, port)
     print(f"# {shlex.join(command)}")
     for line in _client_lines(arguments):
         print(line)
@@ -95,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def command_line(arguments: argparse.Namespace) -> list[str]:
+def build_command(arguments: argparse.Namespace) -> list[str]:
     """The program with its flags.
 
     Raises:
@@ -137,10 +144,10 @@ def _check_values(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a value that Mooncake would refuse in its log, or die of."""
     for name, least in (("port", 1), ("metadata_port", 0), ("metrics_port", 1)):
         if not least <= (port := getattr(arguments, name)) < 65536:
-            raise ConfigError(f"{_flag(name)} is {port}; it must be from {least} to 65535")
+            raise ConfigError(f"{_flag_of(name)} is {port}; it must be from {least} to 65535")
     for name in ("eviction_watermark", "eviction_ratio"):
         if not 0 < (share := getattr(arguments, name)) < 1:
-            raise ConfigError(f"{_flag(name)} is {share}; it must be a share between 0 and 1")
+            raise ConfigError(f"{_flag_of(name)} is {share}; it must be a share between 0 and 1")
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     tenants = arguments.tenants
@@ -148,12 +155,12 @@ def _check_values(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--tenants is {tenants!r}; it must be a file of quotas that can be read")
 
 
-def _flag(name: str) -> str:
+def _flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """What a client's environment must say."""
+    """The lines of a client's environment."""
     host = arguments.host if arguments.host != "0.0.0.0" else socket.gethostname()
     if arguments.etcd:
         yield f"export MOONCAKE_MASTER_SERVER_ADDR='etcd://{arguments.etcd}'"
@@ -167,7 +174,7 @@ def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"# health: curl http://{host}:{arguments.metrics_port}/health"
 
 
-def _check_free(host: str, port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

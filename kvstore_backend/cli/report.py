@@ -1,4 +1,4 @@
-"""What a command has found, for people and for machines."""
+"""A command's findings and figures, printed for people and for machines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Finding", "fail", "human_bytes", "ok", "print_findings", "print_json", "print_table", "warn"]
+__all__ = ["Finding", "fail", "format_bytes", "ok", "print_findings", "print_json", "print_table", "warn"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: how it stands with ``subject``, in one sentence, and what to do about it."""
+    """One line: how it stands with ``subject``, in one sentence, and a remedy."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -37,7 +37,7 @@ def fail(subject: str, text: str, remedy: str = "") -> Finding:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A line each, and under it what to do."""
+    """A line each, and under it the remedy."""
     width = max((len(finding.subject) for finding in findings), default=0)
     for finding in findings:
         print(f"{finding.level:<5} {finding.subject:<{width}}  {finding.text}")
@@ -60,7 +60,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
 
 
-def human_bytes(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:

@@ -1,4 +1,4 @@
-"""How large things must be: a model's KV, and what the links of an HCCL-based pool take of device memory."""
+"""Sizes: of a model's KV, and of the device memory that the links of an HCCL-based pool take."""
 
 from __future__ import annotations
 

@@ -15,16 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import find_admin
-from kvstore_backend.cli.report import human_bytes, print_json, print_table
+from kvstore_backend.cli.report import format_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
-from kvstore_backend.stores.file.folder import stored
+from kvstore_backend.namespace import parse_key
+from kvstore_backend.stores.file.folder import scan_blocks
 
 __all__ = ["add_arguments", "run"]
 
 
 @dataclass
-class _Figures:
-    """What is known of a pool; None: cannot be known."""
+class _PoolFigures:
+    """Figures of a pool; None: cannot be known."""
 
     backend: str
     keys: int | None = None
@@ -40,7 +41,7 @@ class _Figures:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``kvstore stats`` takes."""
+    """Declare the arguments of ``kvstore stats``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument(
@@ -73,21 +74,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("the configuration says that there is no pool")
     match config.store:
         case MooncakeSettings() as store:
-            figures = _mooncakes(store, arguments.master_metrics)
+            figures = _figures_of_mooncake(store, arguments.master_metrics)
         case FileSettings() as store:
-            figures = _folders(store)
+            figures = _figures_of_folder(store)
         case MemorySettings():
             raise ConfigError("memory is each process's own: only that process can tell what it holds")
-    figures.instances = {address: _instances(address) for address in arguments.instances}
+    figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
     if arguments.json:
         print_json(asdict(figures))
     else:
-        _print(figures)
+        _print_figures(figures)
     return 0
 
 
-def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figures:
-    findings, address = checks.master(settings)
+def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
+    """The figures that a cluster's master tells."""
+    findings, address = checks.check_master(settings)
     if not address:
         raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
     admin = find_admin(address, metrics_address)
@@ -96,9 +98,9 @@ def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figu
             f"the master at {address} tells no figures on the usual ports: give --master-metrics HOST:PORT"
         )
     try:
-        metrics = admin.metrics()
-        names = Counter(_namespace(key) for key in admin.list_keys())
-        return _Figures(
+        metrics = admin.fetch_metrics()
+        names = Counter(_namespace_of(key) for key in admin.list_keys())
+        return _PoolFigures(
             "mooncake",
             int(metrics["master_key_count"]),
             int(metrics["master_allocated_bytes"]),
@@ -116,27 +118,30 @@ def _mooncakes(settings: MooncakeSettings, metrics_address: str | None) -> _Figu
         raise PoolUnavailable(f"the master's metrics at {admin.address} lack {exc}: another version?") from exc
 
 
-def _folders(settings: FileSettings) -> _Figures:
+def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
+    """The figures of a folder, by looking through it: opening it as a store would make it."""
     if not settings.path.is_dir():
         raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
     try:
-        blocks = list(stored(settings.path / "blocks"))
+        blocks = list(scan_blocks(settings.path / "blocks"))
     except OSError as exc:
         raise PoolUnavailable(f"folder {settings.path} cannot be read: {exc.strerror}") from exc
-    names = Counter(_namespace(unquote(Path(block.path).stem)) for block in blocks)
+    names = Counter(_namespace_of(unquote(Path(block.path).stem)) for block in blocks)
     used = sum(block.nbytes for block in blocks)
-    return _Figures("file", len(blocks), used, settings.size, keys_by_namespace=dict(names.most_common()))
+    return _PoolFigures("file", len(blocks), used, settings.size, keys_by_namespace=dict(names.most_common()))
 
 
-def _namespace(key: str) -> str:
-    """The digest in a key of ours."""
-    version, _, rest = key.partition("-")
-    digest, _, block_hash = rest.partition("-")
-    return digest if version == "kv1" and block_hash else "(not ours)"
+def _namespace_of(key: str) -> str:
+    """The digest in a block's key."""
+    try:
+        digest, _ = parse_key(key)
+    except ValueError:
+        return "(not ours)"
+    return digest.hex()
 
 
-def _instances(address: str) -> dict[str, float]:
-    """What an instance says of its prompts: tokens, and where they came from."""
+def _figures_of_instance(address: str) -> dict[str, float]:
+    """An instance's counters: tokens of its prompts by where their KV came from, and blocks looked up."""
     try:
         page = httpx.get(f"http://{address}/metrics", timeout=5, trust_env=False).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
@@ -167,10 +172,12 @@ def _instances(address: str) -> dict[str, float]:
     }
 
 
-def _print(figures: _Figures) -> None:
+def _print_figures(figures: _PoolFigures) -> None:
     used, capacity = figures.used_bytes or 0, figures.capacity_bytes or 0
     rows: list[tuple[str, object]] = [("backend", figures.backend), ("keys", figures.keys)]
-    rows.append(("used", f"{human_bytes(used)} of {human_bytes(capacity)} ({used / capacity if capacity else 0:.0%})"))
+    rows.append(
+        ("used", f"{format_bytes(used)} of {format_bytes(capacity)} ({used / capacity if capacity else 0:.0%})")
+    )
     if figures.backend == "mooncake":
         reads, found = figures.reads or 0, figures.reads_found or 0
         rows += [

@@ -1,4 +1,4 @@
-"""Using a pool for real, with a block that nobody else can meet."""
+"""A trial of a pool with a block that nobody else can meet."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ __all__ = ["TRIAL_NAMESPACE", "try_pool"]
 
 TRIAL_NAMESPACE = Namespace("kvstore-doctor", "uint8", 1, 1, 1, 1, "bytes")
 _BLOCK_BYTES = 64 << 10
-_DEADLINE_S = 60.0
+_DEADLINE_SECONDS = 60.0
 
 
 def try_pool(config: PoolConfig) -> list[Finding]:
     """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
     findings: list[Finding] = []
     # A daemon: a native call that never returns must not keep the process.
-    thread = threading.Thread(target=lambda: findings.extend(_trial(config)), daemon=True)
+    thread = threading.Thread(target=lambda: findings.extend(_run_trial(config)), daemon=True)
     with tempfile.TemporaryFile() as native_log:
         with _native_log_to(native_log):
             thread.start()
-            thread.join(_DEADLINE_S)
+            thread.join(_DEADLINE_SECONDS)
         native_log.seek(0)
-        said = native_log.read().decode(errors="replace")
+        complaints = native_log.read().decode(errors="replace")
     if thread.is_alive():
-        findings.append(fail("trial", f"the pool hangs: no answer within {_DEADLINE_S:.0f} s", "restart its master"))
+        findings.append(
+            fail("trial", f"the pool hangs: no answer within {_DEADLINE_SECONDS:.0f} s", "restart its master")
+        )
     if any(finding.level == "fail" for finding in findings):
-        sys.stderr.write(said)
+        sys.stderr.write(complaints)
     return findings
 
 
@@ -56,7 +58,7 @@ def _native_log_to(file: IO[bytes]) -> Iterator[None]:
         os.close(outside)
 
 
-def _trial(config: PoolConfig) -> Iterator[Finding]:
+def _run_trial(config: PoolConfig) -> Iterator[Finding]:
     try:
         store = open_store(config)
     except PoolUnavailable as exc:

@@ -7,7 +7,7 @@
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
   etcd), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
-What values mean is config.py's concern; here they only get our names.
+Here values only get our names; values.py says how each must be, and sources.py which of them counts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config.hints import instead
+from kvstore_backend.config.hints import did_you_mean
 
-__all__ = ["MOONCAKES_NAMES", "Said", "is_url", "read_file", "read_url"]
+__all__ = ["FOREIGN_KEYS", "MOONCAKE_NAMES", "ParsedConfig", "is_url", "read_file", "read_url"]
 
 logger = logging.getLogger(__name__)
 
-MOONCAKES_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
+MOONCAKE_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
 """Mooncake's names for settings that we, with FastDeploy, call otherwise."""
 
-# What the engines that share Mooncake's file format define beyond it, and what concerns only their own side.
-_OF_OTHERS = {
+FOREIGN_KEYS = {
     **dict.fromkeys(("mode", "enable_offload", "metadata_backend"), "vLLM"),
     **dict.fromkeys(("preferred_segment", "prefer_alloc_in_same_node", "staging_buffer_size"), "vLLM-Ascend"),
     **dict.fromkeys(("use_ascend_direct", "ascend_direct_transport"), "MindIE"),
@@ -41,14 +40,16 @@ _OF_OTHERS = {
     **dict.fromkeys(("transfer_timeout", "storage_root_dir", "mooncake_prefer_local_alloc"), "LMCache"),
     "mooncake_page_first_multi_buffer": "LMCache",
 }
+"""Keys that an engine adds to Mooncake's file format for its own side alone -> that engine. They are passed over."""
+
 _LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
-_MINDIES_KEYS = ("backend", "configPath", "asyncWrite")
+_MINDIE_KEYS = ("backend", "configPath", "asyncWrite")
 _SCHEMES = {"mooncake": "mooncake", "etcd": "mooncake", "file": "file", "memory": "memory"}
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a file or a URL says.
+class ParsedConfig:
+    """The settings that a file or a URL names, not yet checked.
 
     Attributes:
         backend: ``mooncake``, ``file`` or ``memory``; empty: the pool is off.
@@ -68,7 +69,7 @@ def is_url(text: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
 
 
-def read_url(url: str) -> Said:
+def read_url(url: str) -> ParsedConfig:
     """The pool a URL names.
 
     Raises:
@@ -78,15 +79,15 @@ def read_url(url: str) -> Said:
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
-        values = _once_each(query)
+        values = _refuse_duplicates(query)
     except ValueError as exc:
         raise ConfigError(f"{url!r} is not a URL of a pool: {exc}") from None
     if parts.fragment:
         raise ConfigError(f"{url!r} has a part behind #, which says nothing of a pool; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
-        raise ConfigError(f"{url!r} has the scheme {parts.scheme!r}{instead(parts.scheme, _SCHEMES)}")
-    given = _renamed(values, where, binary_sizes=False)
+        raise ConfigError(f"{url!r} has the scheme {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}")
+    query_settings = _translate_names(values, where, binary_sizes=False)
     place = f"{url!r}: its address"
     if backend == "mooncake":
         if not parts.netloc or parts.path.strip("/"):
@@ -100,38 +101,41 @@ def read_url(url: str) -> Said:
         if parts.netloc or parts.path:
             raise ConfigError(f"{url!r} must be memory:, or memory:?size=1GiB")
         own = {}
-    if twice := sorted(own.keys() & given.values.keys()):
+    if twice := sorted(own.keys() & query_settings.values.keys()):
         raise ConfigError(f"{url!r} says {twice[0]} twice")
-    return Said(backend, {**own, **given.values}, {**dict.fromkeys(own, place), **given.places}, where)
+    places = {**dict.fromkeys(own, place), **query_settings.places}
+    return ParsedConfig(backend, {**own, **query_settings.values}, places, where)
 
 
-def read_file(path: str | Path, named_by: str = "") -> Said:
-    """The pool a JSON file describes, whichever dialect it is in.
+def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
+    """The pool a JSON file describes, in any dialect.
 
     Args:
         path: the file.
-        named_by: for errors, what named it: ``" (named by MOONCAKE_CONFIG_PATH)"``.
+        named_by: for errors, the variable or file that named it: ``" (named by MOONCAKE_CONFIG_PATH)"``.
 
     Raises:
         ConfigError: the file cannot be read, is not one JSON object, or says one thing under two names.
     """
-    values = _json_object(Path(path), named_by)
-    mindies = values.get("kvPoolConfig")
+    values = _load_json_object(Path(path), named_by)
+    pool = values.get("kvPoolConfig")
     where = f'"kvPoolConfig" in {path}'
-    if mindies is None and isinstance(values.get("BackendConfig"), dict):
-        mindies, where = values["BackendConfig"].get("kvPoolConfig"), f'"BackendConfig.kvPoolConfig" in {path}'
-    if mindies is not None:
-        return _mindies(mindies, where, Path(path).parent)
-    return _renamed(values, f" in {path}", binary_sizes=not values.keys().isdisjoint(MOONCAKES_NAMES | _OF_OTHERS))
+    if pool is None and isinstance(values.get("BackendConfig"), dict):
+        pool, where = values["BackendConfig"].get("kvPoolConfig"), f'"BackendConfig.kvPoolConfig" in {path}'
+    if pool is not None:
+        return _read_mindie_pool(pool, where, Path(path).parent)
+    return _translate_names(
+        values, f" in {path}", binary_sizes=not values.keys().isdisjoint(MOONCAKE_NAMES | FOREIGN_KEYS)
+    )
 
 
-def _mindies(pool: object, where: str, folder: Path) -> Said:
-    """What MindIE's ``kvPoolConfig`` says, and the file it names."""
+def _read_mindie_pool(pool: object, where: str, folder: Path) -> ParsedConfig:
+    """The pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
     if not isinstance(pool, dict):
-        raise ConfigError(f"{where} is {pool!r}; it must be an object with the keys {', '.join(_MINDIES_KEYS)}")
+        raise ConfigError(f"{where} is {pool!r}; it must be an object with the keys {', '.join(_MINDIE_KEYS)}")
     for name in pool:
-        if name not in _MINDIES_KEYS:
-            raise ConfigError(f'unknown key "{name}" in {where}{instead(name, _MINDIES_KEYS)}')
+        if name not in _MINDIE_KEYS:
+            raise ConfigError(f'unknown key "{name}" in {where}{did_you_mean(name, _MINDIE_KEYS)}')
     backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
     if backend not in ("", *_SCHEMES.values()):
         raise ConfigError(f'{where} says "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
@@ -141,19 +145,20 @@ def _mindies(pool: object, where: str, folder: Path) -> Said:
     places: dict[str, str] = {}
     if backend and config_path:
         file = folder / config_path
-        said = _renamed(_json_object(file, f" (named by {where})"), f" in {file}", binary_sizes=True)
-        values, places = dict(said.values), dict(said.places)
+        content = _load_json_object(file, f" (named by {where})")
+        parsed = _translate_names(content, f" in {file}", binary_sizes=True)
+        values, places = dict(parsed.values), dict(parsed.places)
     elif backend == "mooncake":
         raise ConfigError(f'{where} names no file in "configPath"; mooncake needs one that names its master')
     if "asyncWrite" in pool:
         values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
-    return Said(backend, values, places, f" in {where}")
+    return ParsedConfig(backend, values, places, f" in {where}")
 
 
-def _json_object(path: Path, named_by: str) -> dict[str, Any]:
+def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
     name = f"configuration file {str(path)!r}{named_by}"
     try:
-        values = json.loads(path.read_bytes(), object_pairs_hook=_once_each)
+        values = json.loads(path.read_bytes(), object_pairs_hook=_refuse_duplicates)
     except FileNotFoundError:
         raise ConfigError(f"{name} does not exist") from None
     except OSError as exc:
@@ -169,7 +174,7 @@ def _json_object(path: Path, named_by: str) -> dict[str, Any]:
     return values
 
 
-def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """An object's members; ``ValueError`` where one comes twice, as only the last would count."""
     members = dict(pairs)
     if len(members) < len(pairs):
@@ -178,28 +183,28 @@ def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _renamed(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> Said:
-    """The same values under our names; those that only another engine needs are left out, and that is said."""
+def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> ParsedConfig:
+    """The same values under our names; those that only another engine needs are left out, with a line in the log."""
     ours: dict[str, object] = {}
     places: dict[str, str] = {}
     for key, value in values.items():
-        if key in _OF_OTHERS:
-            logger.info('"%s"%s is for %s and not used here', key, where, _OF_OTHERS[key])
+        if key in FOREIGN_KEYS:
+            logger.info('"%s"%s is for %s and not used here', key, where, FOREIGN_KEYS[key])
             continue
-        name = MOONCAKES_NAMES.get(key, key)
+        name = MOONCAKE_NAMES.get(key, key)
         if name in ours:
             raise ConfigError(f'{places[name]} and "{key}"{where} say the same twice; remove one')
-        ours[name] = _binary(value) if binary_sizes else value
+        ours[name] = _read_as_binary(value) if binary_sizes else value
         places[name] = f'"{key}"{where}'
-    return Said(_described(ours), ours, places, where)
+    return ParsedConfig(_infer_backend(ours), ours, places, where)
 
 
-def _described(values: Mapping[str, object]) -> str:
-    """Which backend these are settings of."""
+def _infer_backend(values: Mapping[str, object]) -> str:
+    """The backend that has such settings."""
     return "file" if "path" in values else "memory" if "size" in values else "mooncake"
 
 
-def _binary(value: object) -> object:
-    """``"1GB"`` and ``"1g"`` as ``"1GiB"``, which is what they mean to Mooncake; everything else as it is."""
+def _read_as_binary(value: object) -> object:
+    """``"1GB"`` and ``"1g"`` as ``"1GiB"``, as Mooncake understands them; everything else as it is."""
     match = _LOOSE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     return f"{match[1]}iB" if match else value

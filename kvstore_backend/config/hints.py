@@ -1,15 +1,15 @@
-"""The end of sentences that say which name was meant."""
+"""The end of sentences about a name that is not known."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["instead"]
+__all__ = ["did_you_mean"]
 
 
-def instead(name: str, valid: Iterable[str]) -> str:
-    """The end of a sentence on an unknown ``name``: the one that was meant, or all there are."""
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """The end of a sentence on an unknown ``name``: the valid one that is nearest, or all there are."""
     valid = list(valid)
     if near := difflib.get_close_matches(name, valid, 1):
         return f"; did you mean {near[0]}?"

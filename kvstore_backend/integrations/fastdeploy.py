@@ -8,10 +8,10 @@ two shapes already (one class per rank; or a scheduler's and a worker's, in two 
 has one. All of FastDeploy's calls that reach data go through it: ``register_buffer``, ``batch_put_from``,
 ``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (its warm-up), ``remove``, ``remove_all``.
 
-FastDeploy's keys name a version of the weights, a prefix's hash, a rank and what it is of (K, V, their scales), but no
-model, dtype, tensor-parallel size or layout. The namespace adds these from the command line of the process: the
-transfer process's where there is one (``--model_path --cache_dtype --mp_num --num_layers --key_cache_shape ...``), else
-what the engine's and the worker's command lines have in common, which have to agree as one looks blocks up and the
+FastDeploy's keys name a version of the weights, a prefix's hash, a rank and a part (K, V, their scales), but no model,
+dtype, tensor-parallel size or layout. The namespace adds these from the command line of the process: the transfer
+process's where there is one (``--model_path --cache_dtype --mp_num --num_layers --key_cache_shape ...``), else the part
+that the engine's and the worker's command lines have in common: these two have to agree, as one looks blocks up and the
 other reads them. The rank is not part of it, as the scheduler asks for the blocks of rank 0.
 """
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PLUGIN = "kvstore"
 # As FastDeploy's EngineArgs have them; the transfer process is told everything.
 _DEFAULTS = {"tensor_parallel_size": "1", "block_size": "64", "dtype": "bfloat16", "quantization": ""}
-# What decides how many layers' KV a block holds beside the model's own.
+# Settings that add layers to the model's own in a block.
 _SPECULATIVE = ("method", "model", "num_extra_cache_layer", "num_speculative_tokens")
 
 
@@ -62,7 +62,7 @@ class FastDeployClient(PooledClient):
 
 
 def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Namespace:
-    """Whose blocks a process of FastDeploy with this command line holds.
+    """The namespace of the blocks that a process of FastDeploy with this command line holds.
 
     Args:
         argv: of the transfer process, a worker, or the engine.
@@ -71,8 +71,8 @@ def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = N
     Raises:
         ConfigError: the model is not named, or is no folder of a checkpoint; or a shape is none.
     """
-    told = _options(argv)
-    model = told.get("model_path") or told.get("model") or named_model(environ)
+    options = _parse_options(argv)
+    model = options.get("model_path") or options.get("model") or named_model(environ)
     if not model:
         raise ConfigError(
             "this version of FastDeploy does not tell its transfer process which model it serves, and without that "
@@ -81,74 +81,76 @@ def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = N
     if not Path(model).is_dir():
         raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
     fingerprint = fingerprint_model(model)
-    if "key_cache_shape" in told:
-        return _of_transfer_process(told, fingerprint)
-    said = {**_DEFAULTS, **told}
+    if "key_cache_shape" in options:
+        return _transfer_process_namespace(options, fingerprint)
+    options = {**_DEFAULTS, **options}
     return Namespace(
         model=fingerprint,
-        kv_dtype=f"{said['dtype']} {_quantization(said['quantization'])}".strip(),
-        block_size=_number(said, "block_size"),
+        kv_dtype=f"{options['dtype']} {_normalize_quantization(options['quantization'])}".strip(),
+        block_size=_parse_number(options, "block_size"),
         # By the model; a worker's command line does not say them.
         num_layers=0,
         num_kv_heads=0,
         head_size=0,
-        layout=f"fastdeploy v1 {_speculative(told)}".strip(),
-        tp_size=_number(said, "tensor_parallel_size"),
+        layout=f"fastdeploy v1 {_speculative_settings(options)}".strip(),
+        tp_size=_parse_number(options, "tensor_parallel_size"),
     )
 
 
-def _of_transfer_process(told: Mapping[str, str], fingerprint: str) -> Namespace:
+def _transfer_process_namespace(options: Mapping[str, str], fingerprint: str) -> Namespace:
     """``--key_cache_shape`` is ``blocks,heads,block_size,head_dim``, of one layer and rank."""
-    shape = told["key_cache_shape"].split(",")
+    shape = options["key_cache_shape"].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
-        raise ConfigError(f"--key_cache_shape is {told['key_cache_shape']!r}; four numbers are known here")
+        raise ConfigError(f"--key_cache_shape is {options['key_cache_shape']!r}; four numbers are known here")
     _, heads, block_size, head_size = map(int, shape)
-    value_shape = told.get("value_cache_shape", "").partition(",")[2]
+    value_shape = options.get("value_cache_shape", "").partition(",")[2]
     return Namespace(
         model=fingerprint,
-        kv_dtype=f"{told.get('cache_dtype', 'bfloat16')} {told.get('default_dtype', '')}".strip(),
+        kv_dtype=f"{options.get('cache_dtype', 'bfloat16')} {options.get('default_dtype', '')}".strip(),
         block_size=block_size,
-        num_layers=_number(told, "num_layers"),
+        num_layers=_parse_number(options, "num_layers"),
         num_kv_heads=heads,
         head_size=head_size,
-        layout=f"fastdeploy layer,head,token,dim value={value_shape} {_speculative(told)}".strip(),
-        tp_size=_number(told, "mp_num"),
+        layout=f"fastdeploy layer,head,token,dim value={value_shape} {_speculative_settings(options)}".strip(),
+        tp_size=_parse_number(options, "mp_num"),
     )
 
 
-def _options(argv: Sequence[str]) -> dict[str, str]:
-    """What ``--name value`` and ``--name=value`` say, names with underscores; the last of a name counts."""
-    told: dict[str, str] = {}
+def _parse_options(argv: Sequence[str]) -> dict[str, str]:
+    """The values of ``--name value`` and ``--name=value``, names with underscores; the last of a name counts."""
+    options: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            told[name.replace("-", "_")] = value if equals else "" if after.startswith("--") else after
-    return told
+            options[name.replace("-", "_")] = value if equals else "" if after.startswith("--") else after
+    return options
 
 
-def _number(told: Mapping[str, str], name: str) -> int:
+def _parse_number(options: Mapping[str, str], name: str) -> int:
     try:
-        return int(told.get(name, "1"))
+        return int(options.get(name, "1"))
     except ValueError:
-        raise ConfigError(f"--{name} is {told[name]!r}; it must be a number") from None
+        raise ConfigError(f"--{name} is {options[name]!r}; it must be a number") from None
 
 
-def _quantization(text: str) -> str:
+def _normalize_quantization(text: str) -> str:
     """The engine is told a name or JSON, its worker always JSON: one text for both."""
     try:
-        said = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
-    if isinstance(said, dict) and set(said) == {"quantization"}:
-        said = said["quantization"]
-    return "" if not said else said if isinstance(said, str) else json.dumps(said, sort_keys=True)
+    if isinstance(value, dict) and set(value) == {"quantization"}:
+        value = value["quantization"]
+    return "" if not value else value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _speculative(told: Mapping[str, str]) -> str:
-    """What of ``--speculative_config`` decides which layers a block holds."""
+def _speculative_settings(options: Mapping[str, str]) -> str:
+    """The settings in ``--speculative_config`` that decide which layers a block holds."""
     try:
-        said = json.loads(told.get("speculative_config") or "{}")
+        settings = json.loads(options.get("speculative_config") or "{}")
     except ValueError:
-        return told["speculative_config"]
-    kept = {name: said[name] for name in _SPECULATIVE if said.get(name)} if isinstance(said, dict) else {}
+        return options["speculative_config"]
+    if not isinstance(settings, dict):
+        return ""
+    kept = {name: settings[name] for name in _SPECULATIVE if settings.get(name)}
     return json.dumps(kept, sort_keys=True) if kept else ""

@@ -29,13 +29,13 @@ __all__ = ["MindieServer", "is_server_config", "read_server"]
 
 _PLUGIN = "prefix_cache"
 _PROTOCOL = "ascend"
-# What MindIE wants in the pool's file; it has no defaults for these.
-_NEEDED = ("local_hostname", "metadata_server", "master_server_address")
+# MindIE wants these in the pool's file, and has no defaults for them.
+_REQUIRED_KEYS = ("local_hostname", "metadata_server", "master_server_address")
 
 
 @dataclass(frozen=True)
 class MindieServer:
-    """What a server's configuration says of its pool.
+    """A server's pool and cards, by its configuration.
 
     Attributes:
         path: the server's ``config.json``.
@@ -88,22 +88,22 @@ def read_server(path: str | Path) -> MindieServer:
         _check_models(backend, path)
         if isinstance(pool.store, MooncakeSettings):
             _check_mooncake(pool.store, path.parent / backend["kvPoolConfig"]["configPath"])
-    return MindieServer(path, pool, _cards(backend, path))
+    return MindieServer(path, pool, _count_cards(backend, path))
 
 
 def _check_models(backend: dict[str, Any], path: Path) -> None:
     """Pooling is a second tier of the prefix cache, so every model must have that."""
-    models = list(_models(backend))
+    models = list(_list_models(backend))
     if not models:
         raise ConfigError(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
     for i, model in enumerate(models):
         where = f'"plugin_params" of ModelConfig[{i}] in {path}'
         text = model.get("plugin_params")
         try:
-            said = json.loads(text) if isinstance(text, str) else None
+            params = json.loads(text) if isinstance(text, str) else None
         except ValueError as exc:
             raise ConfigError(f"{where} is not JSON in a string: {exc}") from exc
-        kinds = str(said.get("plugin_type", "")).split(",") if isinstance(said, dict) else []
+        kinds = str(params.get("plugin_type", "")).split(",") if isinstance(params, dict) else []
         if _PLUGIN not in [kind.strip() for kind in kinds]:
             raise ConfigError(
                 f"{where} is {text!r}; a pool needs the prefix cache: "
@@ -111,7 +111,7 @@ def _check_models(backend: dict[str, Any], path: Path) -> None:
             )
 
 
-def _models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
     deployed = backend.get("ModelDeployConfig")
     listed = deployed.get("ModelConfig") if isinstance(deployed, dict) else None
     for model in listed if isinstance(listed, list) else [listed]:
@@ -120,15 +120,15 @@ def _models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_mooncake(settings: MooncakeSettings, file: Path) -> None:
-    said = json.loads(file.read_bytes())
-    for name in _NEEDED:
-        if not str(said.get(name, "")).strip():
+    values = json.loads(file.read_bytes())
+    for name in _REQUIRED_KEYS:
+        if not str(values.get(name, "")).strip():
             raise ConfigError(f'"{name}" is not in {file}, and MindIE has no default for it')
     if settings.protocol != _PROTOCOL:
         raise ConfigError(f'"protocol" in {file} is {settings.protocol!r}; MindIE takes {_PROTOCOL!r} only')
 
 
-def _cards(backend: dict[str, Any], path: Path) -> int:
+def _count_cards(backend: dict[str, Any], path: Path) -> int:
     """Cards of all instances: ``npuDeviceIds`` has a list of ids for each."""
     listed = backend.get("npuDeviceIds", [])
     if not isinstance(listed, list) or not all(isinstance(ids, list) for ids in listed):

@@ -1,1 +1,6 @@
-"""Where bytes live: one file a store."""
+"""Where bytes live: one store a file or package.
+
+mooncake.py  MooncakeStore: a client of a Mooncake cluster
+file/        FileStore: a folder that the processes of one machine share
+memory.py    MemoryStore: this process's own memory, for tests and as the fast one of two tiers
+"""

@@ -15,7 +15,7 @@ __all__ = ["MemoryStore"]
 class MemoryStore(StorageBackend):
     """Values copied in and out of a dictionary that evicts the least recently used beyond ``capacity_bytes``.
 
-    Bytes are copied outside the lock: a stored value is immutable, so whoever got a reference may read it at leisure.
+    Bytes are copied outside the lock: a stored value is immutable, so a reader with a reference may take its time.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -34,11 +34,11 @@ class MemoryStore(StorageBackend):
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
-        return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+        return [self._put_value(key, value) for key, value in zip(keys, values, strict=True)]
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         check_values(keys, targets)
-        return [self._get(key, target) for key, target in zip(keys, targets, strict=True)]
+        return [self._get_value(key, target) for key, target in zip(keys, targets, strict=True)]
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
@@ -49,7 +49,7 @@ class MemoryStore(StorageBackend):
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
-        return [self._remove(key) for key in keys]
+        return [self._remove_key(key) for key in keys]
 
     def clear(self, prefix: str) -> Status:
         check_keys([prefix])
@@ -73,7 +73,7 @@ class MemoryStore(StorageBackend):
             self._values.clear()
             self._used = 0
 
-    def _put(self, key: str, value: Value) -> Status:
+    def _put_value(self, key: str, value: Value) -> Status:
         with self._lock:
             if self._closed:
                 return Status.FAILED
@@ -90,7 +90,7 @@ class MemoryStore(StorageBackend):
                     self._used -= len(self._values.popitem(last=False)[1])
             return Status.OK
 
-    def _get(self, key: str, target: Value) -> Status:
+    def _get_value(self, key: str, target: Value) -> Status:
         with self._lock:
             if self._closed:
                 return Status.FAILED
@@ -106,7 +106,7 @@ class MemoryStore(StorageBackend):
             start += len(view)
         return Status.OK
 
-    def _remove(self, key: str) -> Status:
+    def _remove_key(self, key: str) -> Status:
         with self._lock:
             if self._closed:
                 return Status.FAILED

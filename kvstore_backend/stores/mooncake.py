@@ -1,8 +1,8 @@
 """A store in a Mooncake cluster: ``mooncake.store.MooncakeDistributedStore`` with honest answers.
 
 The native client answers with codes, and calls it cannot make sense of with fewer codes than keys. Here each becomes
-a ``Status``; a code that is not known to mean success is never ``OK``. Only this file of the package imports mooncake,
-and only when a store is opened.
+a ``Status``; a code that is not known to mean success is never ``OK``. Of the package only this file, when a store is
+opened, and ``kvstore doctor`` import mooncake.
 """
 
 from __future__ import annotations
@@ -30,24 +30,34 @@ from kvstore_backend.backend import (
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
-__all__ = ["INSTALL", "MooncakeStore", "check_installed", "is_installed", "replace_client", "said_to_http"]
+__all__ = [
+    "INSTALL",
+    "MooncakeStore",
+    "is_installed",
+    "join_cluster",
+    "load_client_class",
+    "replace_client",
+    "require_library",
+    "restore_client",
+    "send_http_probe",
+]
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine)"
-"""What to do where Mooncake is missing."""
+"""The remedy where Mooncake is missing."""
 
 _NOT_FOUND = -704
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
 _REMOVED: dict[int | None, Status] = {0: Status.OK, _NOT_FOUND: Status.ABSENT}
-_PROBE_S = 1.5
-# Setting the native client up holds Python's lock, 6 s where what listens at the master's address is none: all that
-# may be lost to such tries is one part in so many.
-_PARTS_LOST = 20
+_PROBE_SECONDS = 1.5
+# Setting the native client up holds Python's lock, 6 s where another server listens at the master's address. The pause
+# after a try that failed is so many times as long as the try, so that tries cost the process no more than a twentieth.
+_PAUSE_FACTOR = 20
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
-_DRAIN_S = 40.0
+_MAX_CALL_SECONDS = 40.0
 # Native clients that were not closed: dropping the last reference would close them.
 _LEFT_OPEN: list[Any] = []
 # The native client's class, where another stands in its place for everybody else.
@@ -64,8 +74,8 @@ class MooncakeStore(StorageBackend):
     ``close`` waits for those that run. Closing the native client takes one to two seconds and holds Python's lock all
     the while; with the master gone it would be some 15, so then it is left open until the process ends.
 
-    ``put`` answers ``OK`` as soon as another client has *begun* to write the same key, for this is what Mooncake says
-    of it: it may become readable only a moment later.
+    ``put`` answers ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: it may become
+    readable only a moment later.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -79,7 +89,7 @@ class MooncakeStore(StorageBackend):
         self._calls = threading.Condition()
         self._running = 0
         self._closed = False
-        self._native = _joined(settings)
+        self._native = join_cluster(settings)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -88,39 +98,39 @@ class MooncakeStore(StorageBackend):
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
         # Not the call for one buffer a value: that fails where another writer has begun with the same key.
-        codes = self._call(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
+        codes = self._call_native(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         check_values(keys, targets)
         addresses, sizes = _addresses_and_sizes(targets)
-        codes = self._call(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
-        return [_read(code, sum(nbytes)) for code, nbytes in zip(codes, sizes, strict=True)]
+        codes = self._call_native(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
+        return [_status_of_read(code, sum(nbytes)) for code, nbytes in zip(codes, sizes, strict=True)]
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
-        codes = self._call(keys, self._native.batch_is_exist)
+        codes = self._call_native(keys, self._native.batch_is_exist)
         if codes.count(codes[0] if codes else None) == len(codes):  # usual, and quick to tell
             return [_EXISTS.get(code, Status.FAILED) for code in codes[:1]] * len(codes)
         return list(map(_EXISTS.get, codes, repeat(Status.FAILED)))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
-        return [_REMOVED.get(code, Status.FAILED) for code in self._call(keys, self._native.batch_remove, force)]
+        return [_REMOVED.get(code, Status.FAILED) for code in self._call_native(keys, self._native.batch_remove, force)]
 
     def clear(self, prefix: str) -> Status:
         check_keys([prefix])
         pattern = f"^{re.escape(prefix)}.*"
-        removed = self._call([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
+        removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return Status.OK if removed is not None and removed >= 0 else Status.FAILED
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        with self._entered() as may_call:
+        with self._enter_call() as may_call:
             if may_call and (code := self._native.register_buffer(address, nbytes)):
                 logger.warning("Mooncake refused to register %d bytes at %#x: code %d", nbytes, address, code)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        with self._entered() as may_call:
+        with self._enter_call() as may_call:
             if may_call and (code := self._native.unregister_buffer(address)):
                 logger.warning("Mooncake refused to unregister %d bytes at %#x: code %d", nbytes, address, code)
 
@@ -129,12 +139,12 @@ class MooncakeStore(StorageBackend):
         if self._closed:
             return Health(False, "closed")
         try:
-            _reached(self._settings).close()
+            _connect_to_master(self._settings).close()
         except PoolUnavailable as exc:
             return Health(False, str(exc))
-        answer = self._call(["kvstore-health"], self._native.batch_is_exist)[0]
-        ok = answer in _EXISTS
-        return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {answer}")
+        code = self._call_native(["kvstore-health"], self._native.batch_is_exist)[0]
+        ok = code in _EXISTS
+        return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {code}")
 
     def stats(self) -> StoreStats:
         """Only the kind: the client is told none of the cluster's figures."""
@@ -146,15 +156,15 @@ class MooncakeStore(StorageBackend):
             if self._closed:
                 return
             self._closed = True
-            idle = self._calls.wait_for(lambda: self._running == 0, _DRAIN_S)
+            idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
             self._native.close()
         else:
             _LEFT_OPEN.append(self._native)
-            logger.warning("Left the pool without a farewell: %s", health.detail if idle else "calls still run")
+            logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[bool]:
+    def _enter_call(self) -> Iterator[bool]:
         """Count one native call in and out; false where the client is closed and must not be called."""
         with self._calls:
             if may_call := not self._closed:
@@ -167,23 +177,23 @@ class MooncakeStore(StorageBackend):
                     self._running -= 1
                     self._calls.notify_all()
 
-    def _call(self, keys: Sequence[str], native: Callable[..., list[int]], *arguments: object) -> list[int | None]:
+    def _call_native(self, keys: Sequence[str], call: Callable[..., list[int]], *arguments: object) -> list[int | None]:
         """One code per key; ``None`` where there is none: closed, an exception, fewer answers than keys."""
         codes: list[int | None] = []
-        with self._entered() as may_call:
+        with self._enter_call() as may_call:
             if may_call and keys:
                 try:
-                    codes.extend(native(keys, *arguments))
+                    codes.extend(call(keys, *arguments))
                 except Exception:
                     logger.exception("Mooncake raised on %d keys", len(keys))
         codes.extend([None] * (len(keys) - len(codes)))
         return codes
 
 
-def check_installed() -> None:
+def require_library() -> None:
     """Raise ``PoolUnavailable`` where Mooncake's library cannot be loaded."""
     try:
-        _library()
+        load_client_class()
     except ImportError as exc:
         raise PoolUnavailable(
             f"Mooncake's library cannot be loaded ({exc}): {INSTALL}, or choose the storage backend file"
@@ -193,7 +203,7 @@ def check_installed() -> None:
 def is_installed() -> bool:
     """Whether Mooncake's library can be loaded here."""
     try:
-        _library()
+        load_client_class()
     except ImportError:
         return False
     return True
@@ -207,15 +217,23 @@ def replace_client(client: type) -> None:
     Raises:
         PoolUnavailable: Mooncake's library cannot be loaded.
     """
-    check_installed()
+    require_library()
     if not _REPLACED:
-        _REPLACED.append(_library())
+        _REPLACED.append(load_client_class())
     import mooncake.store
 
     mooncake.store.MooncakeDistributedStore = client
 
 
-def _library() -> Any:
+def restore_client() -> None:
+    """Undo ``replace_client``."""
+    if _REPLACED:
+        import mooncake.store
+
+        mooncake.store.MooncakeDistributedStore = _REPLACED.pop()
+
+
+def load_client_class() -> Any:
     """The native client's class; importing it loads shared libraries that a machine may lack."""
     if _REPLACED:
         return _REPLACED[0]
@@ -225,25 +243,17 @@ def _library() -> Any:
     return MooncakeDistributedStore
 
 
-def _joined(settings: MooncakeSettings) -> Any:
-    """A native client that is part of the cluster."""
-    check_installed()
-    native = _library()()
-    with _reached(settings) as connection:
+def join_cluster(settings: MooncakeSettings) -> Any:
+    """A native client that is part of the cluster.
+
+    Raises:
+        PoolUnavailable: as ``MooncakeStore`` says.
+    """
+    require_library()
+    native = load_client_class()()
+    with _connect_to_master(settings) as connection:
         local_hostname = settings.local_hostname or connection.getsockname()[0]
-    # Setting the native client up would stop the process while it waits for a master that hangs.
-    if not settings.etcd_addresses and said_to_http(settings.master_server_addr) is None:
-        raise PoolUnavailable(
-            f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
-            "hangs: restart it, or correct the address"
-        )
-    if settings.metadata_server.startswith("http"):
-        url = urlsplit(settings.metadata_server)
-        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
-        address = f"{url.hostname}:{url.port or 80}"
-        _probe(address, "Mooncake metadata server", remedy).close()
-        if said_to_http(address) is None:
-            raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
+    _check_servers(settings)
     if settings.etcd_addresses:
         set_native_cluster(settings)
     began = time.monotonic()
@@ -259,35 +269,55 @@ def _joined(settings: MooncakeSettings) -> Any:
         settings.enable_ssd_offload,
         settings.ssd_offload_path,
     )
-    pause = _PARTS_LOST * (time.monotonic() - began)
-    if code and settings.etcd_addresses:
-        raise PoolUnavailable(
-            f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
-            f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
-            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)",
-            pause,
-        )
+    pause = _PAUSE_FACTOR * (time.monotonic() - began)
     if code:
-        # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
-        alone = settings.metadata_server.startswith("http") and not _has_network()
-        first = "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1; else " if alone else ""
-        raise PoolUnavailable(
-            f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
-            f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
-            "(MC_LOG_LEVEL=INFO shows Mooncake's own log)",
-            pause,
-        )
+        raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
     return native
 
 
-def said_to_http(address: str) -> bytes | None:
-    """What a listener at ``host:port`` answers to an HTTP request: a Mooncake master closes; None: nothing in time.
+def _check_servers(settings: MooncakeSettings) -> None:
+    """Raise ``PoolUnavailable`` for a server that hangs: setting the native client up would hang with it."""
+    if not settings.etcd_addresses and send_http_probe(settings.master_server_addr) is None:
+        raise PoolUnavailable(
+            f"what listens at {settings.master_server_addr} does not answer: it is not a Mooncake master, or one that "
+            "hangs: restart it, or correct the address"
+        )
+    if settings.metadata_server.startswith("http"):
+        url = urlsplit(settings.metadata_server)
+        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
+        address = f"{url.hostname}:{url.port or 80}"
+        _open_connection(address, "Mooncake metadata server", remedy).close()
+        if send_http_probe(address) is None:
+            raise PoolUnavailable(f"what listens at {address} does not answer as a metadata server: {remedy}")
+
+
+def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
+    if settings.etcd_addresses:
+        return (
+            f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "
+            f"code {code}: check that a mooncake_master with --enable_ha=true and --cluster_id={settings.cluster_id} "
+            "runs (MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+        )
+    # With a metadata server Mooncake gives itself an address, and passes loopback over unless told to take it.
+    alone = settings.metadata_server.startswith("http") and not _has_network()
+    first = "this machine has no network but loopback: set MC_TCP_BIND_ADDRESS=127.0.0.1; else " if alone else ""
+    return (
+        f"joining the Mooncake cluster of {settings.master_server_addr} failed with code {code}: {first}check that "
+        f"a mooncake_master answers there and that {settings.global_segment_size} bytes of memory are free "
+        "(MC_LOG_LEVEL=INFO shows Mooncake's own log)"
+    )
+
+
+def send_http_probe(address: str) -> bytes | None:
+    """The first bytes that a listener at ``host:port`` sends back to an HTTP request; None: nothing in time.
+
+    A Mooncake master sends none, and closes the connection.
 
     Raises:
         OSError: nobody listens there.
     """
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as connection:
+    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
         try:
             connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
             return connection.recv(64)
@@ -307,29 +337,29 @@ def _has_network() -> bool:
     return True
 
 
-def _reached(settings: MooncakeSettings) -> socket.socket:
+def _connect_to_master(settings: MooncakeSettings) -> socket.socket:
     """A connection to the master, or to one of the etcd servers that know it."""
     etcd = settings.etcd_addresses
     for address in etcd[:-1]:
         with contextlib.suppress(PoolUnavailable):
-            return _probe(address, "etcd", "")
+            return _open_connection(address, "etcd", "")
     if etcd:
-        return _probe(etcd[-1], "etcd", "start etcd there")
-    return _probe(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
+        return _open_connection(etcd[-1], "etcd", "start etcd there")
+    return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")
 
 
-def _probe(address: str, what: str, remedy: str) -> socket.socket:
+def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
     """A connection to ``host:port``; setting the native client up would try for 90 s where nobody answers."""
     host, _, port = address.rpartition(":")
     try:
-        return socket.create_connection((host.strip("[]"), int(port)), _PROBE_S)
+        return socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS)
     except OSError as exc:
         reason = exc.strerror or str(exc)
-        raise PoolUnavailable(f"no {what} answers at {address} ({reason}): {remedy}, or correct the address") from exc
+        raise PoolUnavailable(f"no {role} answers at {address} ({reason}): {remedy}, or correct the address") from exc
 
 
-def _read(code: int | None, nbytes: int) -> Status:
-    """What a get's code means for a target of ``nbytes``."""
+def _status_of_read(code: int | None, nbytes: int) -> Status:
+    """The meaning of a get's code for a target of ``nbytes``."""
     return Status.OK if code == nbytes else Status.ABSENT if code == _NOT_FOUND else Status.FAILED
 
 

@@ -1,1 +1,9 @@
-"""One concern each, each a backend around another backend."""
+"""Backends around a backend, one concern each.
+
+wrapper.py       the part that wrappers have in common: calls that are not their concern go to the backend inside
+checked.py       a header with a checksum before every block; a block that does not verify is a miss
+guarded.py       a deadline for every call, and a circuit breaker
+write_behind.py  writes in the background, from memory of its own
+tiered.py        a fast backend before a large one
+metered.py       Prometheus metrics of every call
+"""

@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
-from kvstore_backend.config.hints import instead
+from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, summed
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
@@ -283,7 +283,7 @@ def _pool_config(extra: dict[str, Any]) -> PoolConfig:
     """The pool that ``kv_connector_extra_config`` or the environment names."""
     for name in extra:
         if name not in _OPTIONS:
-            raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{instead(name, _OPTIONS)}')
+            raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{did_you_mean(name, _OPTIONS)}')
     config = read_config(extra.get("pool"))
     if config is None:
         raise ConfigError("the configuration says that there is no pool; leave --kv-transfer-config out")

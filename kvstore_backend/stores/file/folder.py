@@ -1,6 +1,6 @@
-"""What lies in a pool's folder, whose layout file_ledger.py tells; and which folder may be a pool's.
+"""The contents of a pool's folder, whose layout ledger.py tells; and which folder may be a pool's.
 
-Others use the folder meanwhile: what was listed may be gone when it is looked at.
+Others use the folder meanwhile: a file that was listed may be gone when it is looked at.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Block", "entries", "folders_in", "refusal", "stored", "stored_in"]
+__all__ = ["Block", "find_refusal", "list_entries", "list_folders", "scan_block_folder", "scan_blocks"]
 
-_LONGEST_LEDGER = 64
+_MAX_LEDGER_BYTES = 64
 
 
 class Block(NamedTuple):
@@ -25,10 +25,10 @@ class Block(NamedTuple):
     nbytes: int
 
 
-def refusal(folder: Path) -> tuple[str, str] | None:
-    """Why a folder that exists cannot be used, said of it, and what would be right; None where it can.
+def find_refusal(folder: Path) -> tuple[str, str] | None:
+    """Why a folder that exists cannot be used, said of it, and a remedy; None where it can be used.
 
-    Nobody but this process's user and root may be able to change what is stored, or could have made parts of it.
+    Only this process's user and root may be able to change a stored value, or could have made parts of the folder.
     """
     for path in (folder, *(folder / name for name in ("ledger", "blocks", "writers"))):
         it = "" if path == folder else f"has a part, {path.name}, that "
@@ -47,33 +47,33 @@ def refusal(folder: Path) -> tuple[str, str] | None:
     ledger = folder / "ledger"
     if names and not ledger.exists():  # asked last: somebody who opens the folder at this moment makes it first
         return f"holds {', '.join(names[:3])} and no ledger, so it is not a pool's", elsewhere
-    if names and not (ledger.is_file() and ledger.stat().st_size <= _LONGEST_LEDGER):
+    if names and not (ledger.is_file() and ledger.stat().st_size <= _MAX_LEDGER_BYTES):
         return f"holds {', '.join(names[:3])}, and its ledger is not a pool's", elsewhere
     return None
 
 
-def stored(blocks: Path) -> Iterator[Block]:
-    """What is stored under ``blocks``, but for what goes meanwhile; whatever else lies there is passed over."""
-    for folder in folders_in(blocks):
-        yield from stored_in(folder)
+def scan_blocks(blocks: Path) -> Iterator[Block]:
+    """The values stored under ``blocks``, but for those removed meanwhile; other files there are passed over."""
+    for folder in list_folders(blocks):
+        yield from scan_block_folder(folder)
 
 
-def stored_in(folder: os.PathLike[str], prefix: str = "") -> Iterator[Block]:
-    """What is stored in one of the folders of ``blocks`` under names that begin with ``prefix``."""
-    for entry in entries(folder):
+def scan_block_folder(folder: os.PathLike[str], prefix: str = "") -> Iterator[Block]:
+    """The values in one of the folders of ``blocks`` whose files' names begin with ``prefix``."""
+    for entry in list_entries(folder):
         if entry.name.startswith(prefix) and entry.name.endswith(".block"):
             with contextlib.suppress(FileNotFoundError):
                 found = entry.stat()
                 yield Block(found.st_mtime_ns, entry.path, found.st_size)
 
 
-def folders_in(folder: Path) -> list[os.DirEntry[str]]:
+def list_folders(folder: Path) -> list[os.DirEntry[str]]:
     """The folders in a folder; none where it is gone."""
-    return [entry for entry in entries(folder) if entry.is_dir(follow_symlinks=False)]
+    return [entry for entry in list_entries(folder) if entry.is_dir(follow_symlinks=False)]
 
 
-def entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it is gone."""
+def list_entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """The files and folders in a folder; none where it is gone."""
     try:
         return list(os.scandir(folder))
     except FileNotFoundError:

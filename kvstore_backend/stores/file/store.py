@@ -29,15 +29,15 @@ from kvstore_backend.backend import (
     check_values,
 )
 from kvstore_backend.spans import views
-from kvstore_backend.stores.file.ledger import Ledger, Removed
+from kvstore_backend.stores.file.ledger import FolderRemoved, Ledger
 
 __all__ = ["FileStore"]
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 _FAN_OUT = 256
-_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class FileStore(StorageBackend):
@@ -75,19 +75,19 @@ class FileStore(StorageBackend):
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         check_values(keys, values)
-        return [self._tried(self._put, *each) or Status.FAILED for each in zip(keys, values, strict=True)]
+        return [self._try_call(self._put_value, *each) or Status.FAILED for each in zip(keys, values, strict=True)]
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         check_values(keys, targets)
-        return [self._tried(self._get, *each) for each in zip(keys, targets, strict=True)]
+        return [self._try_call(self._get_value, *each) for each in zip(keys, targets, strict=True)]
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         check_keys(keys)
-        return [self._tried(os.stat, key) for key in keys]
+        return [self._try_call(os.stat, key) for key in keys]
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         check_keys(keys)
-        return [self._tried(self._ledger.remove, key) for key in keys]
+        return [self._try_call(self._ledger.remove_block, key) for key in keys]
 
     def clear(self, prefix: str) -> Status:
         """Finds only keys whose names are not too long for a file's, as those of blocks are."""
@@ -95,7 +95,7 @@ class FileStore(StorageBackend):
         if self._closed:
             return Status.FAILED
         try:
-            self._ledger.clear(quote(prefix, safe=""))
+            self._ledger.clear_prefix(quote(prefix, safe=""))
         except OSError as exc:
             logger.warning("Folder %s cannot be cleared: %s", self._folder, exc)
             return Status.FAILED
@@ -105,14 +105,14 @@ class FileStore(StorageBackend):
         if self._closed:
             return Health(False, "closed")
         try:
-            used = self._ledger.accounts().used_bytes
+            used = self._ledger.read_accounts().used_bytes
         except OSError as exc:
             return Health(False, f"folder {self._folder} cannot be used: {exc.strerror}")
         return Health(True, f"folder {self._folder} holds {used} of {self._ledger.capacity} bytes")
 
     def stats(self) -> StoreStats:
         try:
-            used, keys = self._ledger.accounts()
+            used, keys = self._ledger.read_accounts()
         except OSError:
             return StoreStats("file", capacity_bytes=self._ledger.capacity)
         return StoreStats("file", keys, used, self._ledger.capacity)
@@ -124,12 +124,12 @@ class FileStore(StorageBackend):
                 self._closed = True
                 self._ledger.close()
 
-    def _tried(self, call: Callable[..., object], key: str, *value: Value) -> Status:
-        """``OK`` unless ``call``, given the path of the key's file, could not do what it is for."""
+    def _try_call(self, call: Callable[..., object], key: str, *value: Value) -> Status:
+        """``OK`` unless ``call`` failed, which is given the path of the key's file."""
         if self._closed:
             return Status.FAILED
         try:
-            call(self._path(key), *value)
+            call(self._block_path(key), *value)
         except FileNotFoundError:
             return Status.ABSENT
         except OSError as exc:
@@ -137,16 +137,16 @@ class FileStore(StorageBackend):
             return Status.FAILED
         return Status.OK
 
-    def _put(self, path: str, value: Value) -> None:
+    def _put_value(self, path: str, value: Value) -> None:
         if os.path.exists(path):
             return
         ledger = self._ledger
         try:
-            _store(ledger, path, value)
-        except Removed as exc:
-            _store(self._opened_anew(ledger, exc), path, value)
+            _write_block(ledger, path, value)
+        except FolderRemoved as exc:
+            _write_block(self._reopen_ledger(ledger, exc), path, value)
 
-    def _opened_anew(self, ledger: Ledger, reason: Removed) -> Ledger:
+    def _reopen_ledger(self, ledger: Ledger, reason: FolderRemoved) -> Ledger:
         """A ledger in place of one that lost its folder, as it does when somebody empties the pool by deleting that."""
         with self._opening:
             if self._closed:
@@ -157,48 +157,48 @@ class FileStore(StorageBackend):
                 logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
             return self._ledger
 
-    def _get(self, path: str, target: Value) -> None:
+    def _get_value(self, path: str, target: Value) -> None:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if (stored := os.fstat(file).st_size) != _nbytes(target):
-                raise OSError(errno.EINVAL, f"{stored} bytes are stored, {_nbytes(target)} were asked for")
-            _move(os.preadv, file, target)
-            _touch(file)
+            if (stored := os.fstat(file).st_size) != _count_bytes(target):
+                raise OSError(errno.EINVAL, f"{stored} bytes are stored, {_count_bytes(target)} were asked for")
+            _move_bytes(os.preadv, file, target)
+            _mark_used(file)
         finally:
             os.close(file)
 
-    def _path(self, key: str) -> str:
+    def _block_path(self, key: str) -> str:
         """Where a key's value lies: under the key itself where that can name a file, so that people can read it."""
         name = quote(key, safe="")
-        if len(name) > _LONGEST_NAME:
+        if len(name) > _MAX_NAME_LENGTH:
             name = "=" + hashlib.sha256(name.encode()).hexdigest()
         return f"{self._ledger.blocks}/{zlib.crc32(name.encode()) % _FAN_OUT:02x}/{name}.block"
 
 
-def _nbytes(value: Value) -> int:
+def _count_bytes(value: Value) -> int:
     return sum(span.nbytes for span in value)
 
 
-def _store(ledger: Ledger, path: str, value: Value) -> None:
-    draft = ledger.reserve(_nbytes(value))
+def _write_block(ledger: Ledger, path: str, value: Value) -> None:
+    draft = ledger.reserve_draft(_count_bytes(value))
     try:
-        _move(os.pwritev, draft.file, value)
-        _touch(draft.file)
-        ledger.publish(draft, path)
+        _move_bytes(os.pwritev, draft.file, value)
+        _mark_used(draft.file)
+        ledger.publish_draft(draft, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong before tells more
-            ledger.discard(draft)
+        with contextlib.suppress(OSError):  # the error before tells more
+            ledger.discard_draft(draft)
         raise
     finally:
         os.close(draft.file)
 
 
-def _move(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:
+def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:
     """Read or write all of ``value`` at the beginning of ``file``, however few bytes each call moves."""
     pending = views(value)
     offset = 0
     while pending:
-        moved = call(file, pending[:_MOST_BUFFERS], offset)
+        moved = call(file, pending[:_MAX_BUFFERS], offset)
         if moved == 0:
             raise OSError(errno.EIO, f"the file ends after {offset} bytes")
         offset += moved
@@ -208,7 +208,7 @@ def _move(call: Callable[[int, Sequence[memoryview], int], int], file: int, valu
             pending[0] = pending[0][moved:]
 
 
-def _touch(file: int) -> None:
+def _mark_used(file: int) -> None:
     """Note that it is in use now; the kernel's own clock for files is too coarse to order uses by."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.report import Finding
-from kvstore_backend.config import MooncakeSettings
+from kvstore_backend.config import MooncakeSettings, rdma
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
     state.write_text("4: ACTIVE\n")
-    monkeypatch.setattr(checks, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return state
 
 
 def found(protocol: str, rdma_devices: str = "", **settings: Any) -> list[Finding]:
     made = MooncakeSettings("127.0.0.1:1", "P2PHANDSHAKE", protocol=protocol, rdma_devices=rdma_devices, **settings)
-    return list(checks.protocol(made))
+    return list(checks.check_protocol(made))
 
 
 def test_a_device_with_an_active_port_will_do(device: Path) -> None:
@@ -75,4 +75,4 @@ def test_ascend_is_passed_on_with_a_warning() -> None:
 )
 def test_the_name_by_which_others_reach_this_machine(local_hostname: str, master: str, level: str) -> None:
     settings = MooncakeSettings(master, "P2PHANDSHAKE", local_hostname=local_hostname, protocol="tcp")
-    assert [finding.level for finding in checks.hostname(settings)] == [level]
+    assert [finding.level for finding in checks.check_hostname(settings)] == [level]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvstore_backend.config import (
     load_config,
     read_config,
 )
-from kvstore_backend.config import settings as module
 
 GIB = 1 << 30
 
@@ -54,12 +52,6 @@ MINDIE = {
     "master_server_address": "10.0.0.1:50088",
     "use_ascend_direct": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Stands in for /sys/class/infiniband, so that these tests say the same on every machine."""
-    monkeypatch.setattr(module, "_RDMA_DEVICES", tmp_path / "infiniband")
 
 
 def written(path: Path, content: object) -> Path:
@@ -214,12 +206,6 @@ def test_etcd_for_the_masters_address(environ: dict[str, str], master: str) -> N
     assert config.store.master_server_addr == master
     assert config.store.etcd_addresses == master.removeprefix("etcd://").split(";")
     assert config.store.cluster_id == "prod"
-
-
-def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_STORE_CLUSTER_ID", "of somebody before us")
-    module.set_native_cluster(mooncake("etcd://h:1?cluster_id=prod&protocol=tcp"))
-    assert os.environ["MC_STORE_CLUSTER_ID"] == "prod"
 
 
 def test_a_fast_tier_before_the_shared_store(tmp_path: Path) -> None:

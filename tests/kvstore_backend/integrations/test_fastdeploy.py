@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
-from kvstore_backend.stores import mooncake as mooncake_file
+from kvstore_backend.stores.mooncake import restore_client
 from tests.kvstore_backend.integrations.fastdeploy_double import (
     OneClass,
     SchedulerAndWorker,
@@ -72,15 +72,11 @@ def argv(model: Path, **changes: object) -> list[str]:
 @pytest.fixture(scope="module")
 def activated() -> Iterator[None]:
     """Mooncake's client replaced, as in a process of FastDeploy."""
-    import mooncake.store
-
-    native = mooncake.store.MooncakeDistributedStore
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FD_PLUGINS", "kvstore")
         activate()
         yield
-    mooncake.store.MooncakeDistributedStore = native
-    mooncake_file._REPLACED.clear()
+    restore_client()
 
 
 @pytest.fixture(scope="module")

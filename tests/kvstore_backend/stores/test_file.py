@@ -137,7 +137,7 @@ class TestEviction:
         self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put(store, *numbered(100))
-        monkeypatch.setattr(file_ledger, "_SAMPLE", 30, raising=False)
+        monkeypatch.setattr(file_ledger, "SAMPLE_SIZE", 30)
         looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
         assert put(store, "key100") == [OK]
         assert 0 < len(looked_at) <= 30
@@ -297,7 +297,7 @@ class TestCrashes:
         before.close()
         next_boot = tmp_path / "boot_id"  # stands in for the kernel's, which only a restart changes
         next_boot.write_text("00000000-1111-2222-3333-444444444444\n")
-        monkeypatch.setattr(file_ledger, "_BOOT_ID", next_boot)
+        monkeypatch.setattr(file_ledger, "BOOT_ID_FILE", next_boot)
         after = FileStore(folder, 100 * BLOCK)
         assert after.exists(["key"]) == [ABSENT]
         assert after.stats().used_bytes == 0
@@ -392,7 +392,7 @@ class TestTheFolder:
         FileStore(folder, BLOCK).close()
         (folder / "blocks" / "2024").mkdir()
         (folder / "blocks" / "2024" / "photos.tar").write_text("somebody's own" * 100)
-        monkeypatch.setattr(file_ledger, "_BOOT_ID", tmp_path / "boot_id")
+        monkeypatch.setattr(file_ledger, "BOOT_ID_FILE", tmp_path / "boot_id")
         (tmp_path / "boot_id").write_text("00000000-1111-2222-3333-444444444444\n")
         store = FileStore(folder, BLOCK)
         assert put(store, "one") == put(store, "two") == [OK]
@@ -558,7 +558,7 @@ def _put_and_die(store: FileStore, key: str, moment: str) -> None:
     if moment == "in the middle of the bytes":
         os.pwritev = write_half_and_die  # type: ignore[assignment]
     else:
-        store._ledger.publish = die  # type: ignore[method-assign, assignment]
+        file_ledger.Ledger.publish_draft = die  # type: ignore[method-assign, assignment]
     put(store, key)
 
 
@@ -568,7 +568,7 @@ def _change_and_die(store: FileStore, change: str) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    file_ledger._write = die  # type: ignore[assignment]
+    file_ledger.write_accounts = die  # type: ignore[assignment]
     if change == "remove":
         store.remove(["key0"])
     elif change == "clear":

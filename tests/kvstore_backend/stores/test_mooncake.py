@@ -184,7 +184,7 @@ class TestOpening:
             return -1
 
         native = type("Native", (), {"setup": setup})
-        monkeypatch.setattr("kvstore_backend.stores.mooncake._library", lambda: native)
+        monkeypatch.setattr("kvstore_backend.stores.mooncake.load_client_class", lambda: native)
         with pytest.raises(PoolUnavailable, match="failed with code -1") as caught:
             open_store(mooncake_master.config())
         assert caught.value.pause_seconds >= 10 * 0.01
@@ -252,7 +252,8 @@ class TestCodes:
     @pytest.fixture
     def answering(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         def store_that_answers(answer: Any, address: str = "127.0.0.1:1") -> MooncakeStore:
-            monkeypatch.setattr("kvstore_backend.stores.mooncake._joined", lambda _: self.Native(answer))
+            native = answer if isinstance(answer, self.Native) else self.Native(answer)
+            monkeypatch.setattr("kvstore_backend.stores.mooncake.join_cluster", lambda _: native)
             return MooncakeStore(MooncakeSettings(address, protocol="tcp"))
 
         return store_that_answers
@@ -297,16 +298,18 @@ class TestCodes:
         assert caplog.messages == ["Mooncake refused to register 64 bytes at 0x1000: code -600"]
 
     def test_the_native_client_is_closed_once(self, answering: Any) -> None:
+        native = self.Native([0])
         with socket.create_server(("127.0.0.1", 0)) as master:
-            store = answering([0], f"127.0.0.1:{master.getsockname()[1]}")
+            store = answering(native, f"127.0.0.1:{master.getsockname()[1]}")
             for _ in range(3):
                 store.close()
-        assert store._native.closed == 1
+        assert native.closed == 1
 
     def test_the_native_client_of_a_dead_master_is_left_alone(self, answering: Any) -> None:
-        store = answering([-900])
+        native = self.Native([-900])
+        store = answering(native)
         store.close()
-        assert store._native.closed == 0
+        assert native.closed == 0
         assert store.exists(["k"]) == [FAILED]
 
 

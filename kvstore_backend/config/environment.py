@@ -1,0 +1,39 @@
+"""The variables of the process's environment that are no setting of a pool: other engines', and Mooncake's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from kvstore_backend.config.settings import MooncakeSettings
+
+__all__ = ["fastdeploy_plugins", "named_model", "set_native_cluster", "set_native_defaults"]
+
+# MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
+# call otherwise. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times otherwise, each as long as the time-out.
+_NATIVE_DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
+
+
+def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The plugins that ``FD_PLUGINS`` names; FastDeploy loads all that are installed where it is not set."""
+    named = (os.environ if environ is None else environ).get("FD_PLUGINS", "")
+    return [name.strip() for name in named.split(",") if name.strip()]
+
+
+def named_model(environ: Mapping[str, str] | None = None) -> str:
+    """The checkpoint's folder by ``KVSTORE_MODEL``, for processes of engines that are not told it; empty: not set."""
+    return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
+
+
+def set_native_defaults() -> None:
+    """Set the variables that Mooncake's native library reads from the process's environment, where nobody else has.
+
+    Called before the library is imported.
+    """
+    for variable, value in _NATIVE_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+
+
+def set_native_cluster(settings: MooncakeSettings) -> None:
+    """Tell Mooncake's native library which cluster's leader to ask etcd for; it reads that when it joins."""
+    os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id

@@ -1,0 +1,215 @@
+"""Every source of configuration -> one ``PoolConfig``.
+
+A value is taken from the first of these that has it: explicit values, a URL, a JSON file, the environment, a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config.dialects import MOONCAKE_NAMES, ParsedConfig, is_url, read_file, read_url
+from kvstore_backend.config.hints import did_you_mean
+from kvstore_backend.config.settings import (
+    STORE_SETTINGS,
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    StoreSettings,
+)
+
+__all__ = ["load_config", "read_config"]
+
+# As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
+_NEAR = 0.85
+_NEAR_OURS = 0.8  # of variables that begin with KVSTORE_: KVSTORE_SIZE; Kubernetes makes others of a service's name
+_NOT_A_TYPO = "MOONCAKE_TE_META_DATA_SERVER"
+
+_OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metadata}
+
+
+class _Source(NamedTuple):
+    """Values by field name, and how to tell an operator where one of them stands."""
+
+    values: Mapping[str, object]
+    place: Callable[[str], str]
+
+
+def load_config(
+    backend: str,
+    *,
+    explicit: Mapping[str, object] | None = None,
+    config_path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> PoolConfig:
+    """The configuration of ``backend``: each value from ``explicit``, else file, else environment, else a default.
+
+    Args:
+        backend: ``mooncake``, ``file`` or ``memory``; or a URL that names one of them and says more of it.
+        explicit: values by the field names of the backend's settings; ``None`` values count as not given.
+        config_path: a JSON file in any dialect; not given, the one that ``MOONCAKE_CONFIG_PATH`` names, for ``file``
+            and ``memory`` if it describes such a store.
+        environ: the environment; not given, the process's own. An empty variable counts as not given.
+
+    Raises:
+        ConfigError: one sentence naming the value, file key or variable at fault and its remedy.
+    """
+    parsed_url = read_url(backend) if is_url(backend) else None
+    kind = STORE_SETTINGS.get(parsed_url.backend if parsed_url else backend)
+    if kind is None:
+        raise ConfigError(f"storage backend {backend!r} is not known{did_you_mean(backend, STORE_SETTINGS)}")
+    environ = os.environ if environ is None else environ
+    names = [*_field_names(kind), *_OPTIONS]
+    sources = [
+        _explicit_source(names, explicit or {}),
+        *([_parsed_source(names, parsed_url)] if parsed_url else []),
+        _file_source(kind, names, config_path, environ, is_named=parsed_url is None),
+        _environment_source(kind, environ),
+    ]
+    options = {
+        name: _parse_value(option, source)
+        for name, option in _OPTIONS.items()
+        if (source := _first_source(sources, name)) is not None
+    }
+    return PoolConfig(_fill_settings(kind, sources), **options)
+
+
+def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> PoolConfig | None:
+    """The configuration that ``source`` describes; ``None`` where that says that there is no pool.
+
+    Args:
+        source: a URL, or the path of a JSON file in any dialect; not given: the environment decides.
+        environ: as in ``load_config``.
+
+    Raises:
+        ConfigError: as ``load_config``; also where neither ``source`` nor the environment names a pool.
+    """
+    environ = os.environ if environ is None else environ
+    if source is not None and is_url(str(source)):
+        return load_config(str(source), environ=environ)
+    path, named_by = (source, "") if source is not None else _file_of_environment(environ)
+    if path is not None:
+        backend = read_file(path, named_by).backend
+        return load_config(backend, config_path=path, environ=environ) if backend else None
+    for kind in STORE_SETTINGS.values():
+        if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
+            return load_config(kind.backend, environ=environ)
+    raise ConfigError(
+        "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
+        "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
+    )
+
+
+def _fill_settings(kind: type[StoreSettings], sources: Sequence[_Source]) -> StoreSettings:
+    """Settings made of the first source that has each value."""
+    values: dict[str, Any] = {}
+    for setting in fields(kind):
+        source = _first_source(sources, setting.name)
+        if source is not None:
+            values[setting.name] = _parse_value(setting, source)
+        elif setting.default is MISSING and setting.default_factory is MISSING:
+            raise ConfigError(
+                f"{setting.name} is not given: set {setting.metadata['variable']}, "
+                f'or "{setting.name}" in the file that MOONCAKE_CONFIG_PATH names'
+            )
+    return kind(**values)
+
+
+def _first_source(sources: Sequence[_Source], name: str) -> _Source | None:
+    return next((source for source in sources if name in source.values), None)
+
+
+def _field_names(kind: type[StoreSettings]) -> list[str]:
+    return [setting.name for setting in fields(kind)]
+
+
+def _explicit_source(names: Sequence[str], explicit: Mapping[str, object]) -> _Source:
+    given = {name: value for name, value in explicit.items() if value is not None}
+    _check_names(names, given, "")
+    return _Source(given, lambda name: name)
+
+
+def _parsed_source(names: Sequence[str], parsed: ParsedConfig) -> _Source:
+    _check_names(names, parsed.values, parsed.where)
+    return _Source(parsed.values, parsed.places.__getitem__)
+
+
+def _file_source(
+    kind: type[StoreSettings],
+    names: Sequence[str],
+    config_path: str | Path | None,
+    environ: Mapping[str, str],
+    *,
+    is_named: bool,
+) -> _Source:
+    """The JSON file's values; none where no file is named, or the environment names one of another backend.
+
+    Args:
+        is_named: the backend was asked for by its name, not by a URL that says where it is.
+    """
+    named_by = ""
+    if config_path is None and (is_named or kind is MooncakeSettings):
+        config_path, named_by = _file_of_environment(environ)
+    if config_path is None:
+        return _Source({}, str)
+    parsed = read_file(config_path, named_by)
+    if named_by and kind is not MooncakeSettings and parsed.backend != kind.backend:
+        return _Source({}, str)  # it is Mooncake's variable, first of all
+    if not parsed.backend:
+        raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
+    return _parsed_source(names, parsed)
+
+
+def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
+    return environ.get("MOONCAKE_CONFIG_PATH") or None, " (named by MOONCAKE_CONFIG_PATH)"
+
+
+def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -> _Source:
+    """The environment's values; a variable that is nearly one of ours is refused, as its value would be lost."""
+    settings = [*fields(kind), *_OPTIONS.values()]
+    variables: dict[str, str] = {setting.name: setting.metadata["variable"] for setting in settings}
+    ours = [*variables.values(), "MOONCAKE_CONFIG_PATH"]
+    for name in environ:
+        strange = name.startswith(("MOONCAKE_", "KVSTORE_")) and name not in ours and name != _NOT_A_TYPO
+        how_near = _NEAR_OURS if name.startswith("KVSTORE_") else _NEAR
+        if strange and (near := difflib.get_close_matches(name, ours, 1, how_near)):
+            raise ConfigError(f"environment variable {name} is not known; did you mean {near[0]}?")
+    given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
+    return _Source(given, variables.__getitem__)
+
+
+def _check_names(names: Sequence[str], values: Mapping[str, object], where: str) -> None:
+    aliases = [alias for alias, name in MOONCAKE_NAMES.items() if name in names]
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(name, [*names, *aliases], 1)
+            raise ConfigError(f'unknown key "{name}"{where}{did_you_mean(name, near or names)}')
+
+
+def _parse_value(setting: Field[Any], source: _Source) -> Any:
+    value = source.values[setting.name]
+    parse = setting.metadata["parse"] or _parse_store_url
+    try:
+        return parse(value)
+    except ValueError as exc:
+        raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}") from None
+
+
+def _parse_store_url(value: object) -> MemorySettings | FileSettings:
+    """The settings of a store of this machine, by its URL alone."""
+    try:
+        parsed = read_url(value) if isinstance(value, str) else None
+        if parsed is None or parsed.backend == "mooncake":
+            raise ValueError("it must be a URL such as memory:?size=1GiB or file:///dev/shm/kvpool?size=4GiB")
+        kind = STORE_SETTINGS[parsed.backend]
+        store = _fill_settings(kind, [_parsed_source(_field_names(kind), parsed)])
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from exc
+    assert isinstance(store, (MemorySettings, FileSettings))
+    return store

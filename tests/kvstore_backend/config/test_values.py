@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvstore_backend.config import FileSettings, load_config, parse_size, values
+from kvstore_backend.config.values import parse_master_address
+
+GIB = 1 << 30
+
+
+def test_addresses_may_be_names_ipv4_and_bracketed_ipv6() -> None:
+    for address in ("localhost:1", "10.0.0.1:65535", "[::1]:15001", "node-7.cluster.local:15001"):
+        assert parse_master_address(address) == address
+
+
+def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path)
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+
+
+def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("1073741824", GIB),
+        ("7B", 7),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("512 MB", 512_000_000),
+        ("1GB", 10**9),
+        ("4GiB", 4 * GIB),
+        ("4gib", 4 * GIB),
+        (" 1.5GiB ", GIB * 3 // 2),
+        ("1.1GB", 1_100_000_000),
+        ("2TiB", 2048 * GIB),
+    ],
+)
+def test_sizes_read_as_written(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4G", "1e9", "-1", "4 Gi B", "½GB", "1,5GB", "0x10", None, 1.0, True, -1])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="a size is a number of bytes"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**63), st.sampled_from(["", "B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
+@example(2**63 - 1, "TiB")
+def test_whole_sizes_are_exact(number: int, unit: str) -> None:
+    powers = {"K": 1, "M": 2, "G": 3, "T": 4}
+    factor = (1024 if "i" in unit else 1000) ** powers.get(unit[:1], 0)
+    assert parse_size(f"{number}{unit}") == number * factor

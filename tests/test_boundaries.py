@@ -1,0 +1,170 @@
+"""The walls of the house, which pyproject.toml declares for import-linter and the source is read for here.
+
+1. Only the store, the direct hand-over and the commands of kvstore import mooncake.
+2. Only the engine imports torch; installing or starting the router brings none.
+3. Only ``router/http`` speaks HTTP to instances.
+4. A key's text is built and parsed in ``namespace.py``.
+5. Configuration is read in ``config/``, ``settings/`` and ``args.py``.
+6. Rooms depend downward.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("router", "kvstore_backend", "engine")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+FOREIGN = {
+    "router": {"engine", "kvstore_backend", "mooncake", "torch", "transformers"},
+    "kvstore_backend": {"engine", "router", "torch", "transformers"},
+    "engine": {"router"},
+}
+HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
+# server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
+# themselves, is a program of its own, not on a request's way.
+SPEAKERS = {"router.http.connection", "router.http.server", "router.register"}
+MAX_ARROWS = 45
+MAX_ENTRIES = 14
+
+# Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that
+# torch's thread pool reads when it is loaded, and reads FastDeploy's.
+READERS_OF_THE_ENVIRONMENT = ("kvstore_backend/config/", "router/settings/", "engine/args.py")
+
+
+@functools.cache
+def imports(*, for_types: bool) -> grimp.ImportGraph:
+    """Who imports whom; ``for_types``: with imports that only a type checker sees."""
+    return grimp.build_graph(
+        *PACKAGES, include_external_packages=True, exclude_type_checking_imports=not for_types, cache_dir=None
+    )
+
+
+def room(module: str) -> str:
+    """The folder or file directly under ``router/`` that a module belongs to."""
+    return module.split(".")[1]
+
+
+def arrows_between_rooms() -> set[tuple[str, str]]:
+    """The imports (importing module, imported one) of the router that cross from a room into another."""
+    graph = imports(for_types=False)
+    inside = [module for module in graph.modules if module.startswith("router.")]
+    return {
+        (module, imported)
+        for module in inside
+        for imported in graph.find_modules_directly_imported_by(module)
+        if imported.startswith("router.") and room(imported) != room(module)
+    }
+
+
+def test_the_contracts_of_pyproject_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    status = lint_imports(str(ROOT / "pyproject.toml"), no_cache=True)
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_no_foreign_one_even_for_types(package: str) -> None:
+    graph = imports(for_types=True)
+    for module in graph.modules:
+        if module.split(".")[0] == package:
+            imported = {name.split(".")[0] for name in graph.find_modules_directly_imported_by(module)}
+            assert not imported & FOREIGN[package], module
+
+
+def test_only_the_http_room_speaks_http_even_for_types() -> None:
+    graph = imports(for_types=True)
+    for module in graph.modules:
+        if module.split(".")[0] == "router" and module not in SPEAKERS:
+            imported = {name.split(".")[0] for name in graph.find_modules_directly_imported_by(module)}
+            assert not imported & HTTP_CLIENTS, module
+
+
+def test_the_sidecar_is_no_part_of_the_router() -> None:
+    assert imports(for_types=True).find_modules_that_directly_import("router.register") == set()
+
+
+def test_the_routers_rooms_have_few_arrows_and_no_circle() -> None:
+    arrows = arrows_between_rooms()
+    assert len(arrows) <= MAX_ARROWS, sorted(arrows)
+    rooms: dict[str, set[str]] = {}
+    for module, imported in arrows:
+        rooms.setdefault(room(module), set()).add(room(imported))
+    graphlib.TopologicalSorter(rooms).prepare()  # raises CycleError
+
+
+def test_the_router_has_few_rooms() -> None:
+    entries = [path.name for path in (ROOT / "router").iterdir() if path.name not in ("__pycache__", "py.typed")]
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+    graph = imports(for_types=False)
+    inside = {module for module in graph.modules if module.split(".")[0] == package}
+    # A package's __init__ offers the names of its modules: what counts is that these do not import it.
+    arrows = {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
+    graphlib.TopologicalSorter(arrows).prepare()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in FILES if not str(file.relative_to(ROOT)).startswith(READERS_OF_THE_ENVIRONMENT)],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_only_configuration_reads_the_environment(file: Path) -> None:
+    assert list(environment_reads(file)) == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in FILES if file.is_relative_to(ROOT / "router")],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_only_settings_of_the_router_mention_the_environment(file: Path) -> None:
+    if file.parent.name != "settings":
+        assert "environ" not in file.read_text()
+        assert "getenv" not in file.read_text()
+
+
+def environment_reads(file: Path) -> Iterator[int]:
+    """The lines at which a file touches the process's environment."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in names:
+                yield node.lineno
+            case ast.ImportFrom(module="os", names=imported) if {alias.name for alias in imported} & names:
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in FILES if file.relative_to(ROOT) != Path("kvstore_backend/namespace.py")],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
+def test_only_namespace_knows_the_text_of_a_key(file: Path) -> None:
+    assert "kv1" not in file.read_text()
+
+
+def test_installing_the_router_brings_no_torch() -> None:
+    required = importlib.metadata.requires("fastdeploy-kvstore") or []
+    always = [line for line in required if "extra ==" not in line]
+    assert always
+    assert not [line for line in always if line.startswith(("torch", "mooncake", "transformers"))]
+
+
+def test_starting_the_router_loads_no_torch() -> None:
+    code = "import router.launch, sys; print(sorted({'torch', 'mooncake', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,103 @@
+"""Each module has a namesake among the tests (``router/fleet/health.py``: ``tests/router/fleet/test_health.py``), or
+stands here with the tests that cover it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for package in ("router", "kvstore_backend", "engine")
+    for path in (ROOT / package).rglob("*.py")
+    if path.name != "__init__.py"
+)
+
+TESTED_IN = {
+    # Registering and pairing are seen through the registry.
+    "router/fleet/pairing.py": "tests/router/fleet/test_registry.py",
+    "router/fleet/registration.py": "tests/router/fleet/test_registry.py",
+    "router/fleet/tasks.py": "tests/router/fleet/test_health.py",
+    "router/http/api_error.py": "tests/router/access/test_auth.py",
+    # A pooled connection, an exchange on it and its errors are one thing to their users.
+    "router/http/connection.py": "tests/router/http/test_exchange.py",
+    "router/http/errors.py": "tests/router/http/test_exchange.py",
+    "router/http/message.py": "tests/router/http/test_exchange.py",
+    "router/http/pool.py": "tests/router/http/test_exchange.py",
+    # Policies of some lines, each compared with the others.
+    "router/policies/base.py": "tests/router/policies/test_policies.py",
+    "router/policies/cache_aware.py": "tests/router/policies/test_affinity.py",
+    "router/policies/consistent_hash.py": "tests/router/policies/test_affinity.py",
+    "router/policies/fd_metrics_score.py": "tests/router/policies/test_policies.py",
+    "router/policies/power_of_two.py": "tests/router/policies/test_policies.py",
+    "router/policies/prefix_policy.py": "tests/router/policies/test_affinity.py",
+    "router/policies/process_tokens.py": "tests/router/policies/test_policies.py",
+    "router/policies/random.py": "tests/router/policies/test_policies.py",
+    "router/policies/request_num.py": "tests/router/policies/test_policies.py",
+    "router/policies/round_robin.py": "tests/router/policies/test_policies.py",
+    # The way of one request, from outside: streams, pairs, faults at each step.
+    "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
+    "router/serving/proxy.py": "tests/router/serving/test_response.py",
+    "router/serving/request.py": "tests/router/serving/test_attempt.py",
+    "router/serving/retry.py": "tests/router/serving/test_attempt.py",
+    "router/fleet/instance.py": "tests/router/fleet/test_registry.py",
+    "router/settings/hints.py": "tests/router/settings/test_router_settings.py",
+    "router/settings/secret_file.py": "tests/router/access/test_auth.py",
+    "router/settings/sources.py": "tests/router/settings/test_router_settings.py",
+    "router/settings/yaml_file.py": "tests/router/settings/test_router_settings.py",
+    # Every backend passes the same suite.
+    "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
+    "kvstore_backend/spans.py": "tests/kvstore_backend/conformance/suite.py",
+    "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
+    # The file store, from several processes.
+    "kvstore_backend/stores/file/folder.py": "tests/kvstore_backend/stores/test_file.py",
+    "kvstore_backend/stores/file/ledger.py": "tests/kvstore_backend/stores/test_file.py",
+    "kvstore_backend/stores/file/store.py": "tests/kvstore_backend/stores/test_file.py",
+    "kvstore_backend/config/settings.py": "tests/kvstore_backend/config/test_sources.py",
+    # Commands, run as a user runs them.
+    "kvstore_backend/cli/__main__.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/admin.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/bench.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
+    "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
+    # Both halves of the connector beside each other.
+    "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/scheduler.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/transfers.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/worker.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    # Attention, beside transformers' own.
+    "engine/attention/block_index.py": "tests/engine/test_block_index.py",
+    "engine/attention/paged.py": "tests/engine/test_models.py",
+    "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
+    "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
+    # Both sides of a hand-over, in two processes.
+    "engine/disaggregation/decode.py": "tests/engine/test_direct_handover.py",
+    "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",
+    "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
+    "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
+    "engine/logs.py": "tests/engine/test_api_server.py",
+    "engine/metrics.py": "tests/engine/test_api_server.py",
+    "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
+    "engine/request.py": "tests/engine/test_scheduler.py",
+}
+
+
+def namesake(module: Path) -> Path:
+    return ROOT / "tests" / module.with_name(f"test_{module.name}")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_has_a_namesake_or_says_where_it_is_tested(module: Path) -> None:
+    assert namesake(module).exists() != (str(module) in TESTED_IN), "a namesake, or a line in TESTED_IN; not both"
+
+
+@pytest.mark.parametrize(("module", "tests"), TESTED_IN.items())
+def test_the_table_names_files_that_are_there(module: str, tests: str) -> None:
+    assert (ROOT / module).exists()
+    assert (ROOT / tests).exists()
