@@ -231,6 +231,13 @@ def create_app(instance: Instance) -> FastAPI:
         text = prometheus_client.generate_latest(instance.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    _add_error_handlers(app)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give every failure OpenAI's error object."""
+
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status)
@@ -248,8 +255,6 @@ def create_app(instance: Instance) -> FastAPI:
     async def on_unexpected_error(_: Request, error: Exception) -> Response:
         message = f"this instance failed ({type(error).__name__}); its log says why"
         return JSONResponse(error_body(500, message), 500)
-
-    return app
 
 
 async def _respond_unless_left(request: Request, response: CompletionResponse) -> Response:

@@ -21,9 +21,9 @@ COMPUTE_S = 0.1
 def estimate(*seconds_per_block: float) -> LoadOrCompute:
     """What knows how long computing takes, and of these loads of ten blocks."""
     known = LoadOrCompute(BLOCK)
-    known.computed(10 * BLOCK, 10 * COMPUTE_S)
+    known.record_step(10 * BLOCK, 10 * COMPUTE_S)
     for seconds in seconds_per_block:
-        known.loaded(10, 10 * seconds)
+        known.record_load(10, 10 * seconds)
     return known
 
 
@@ -36,7 +36,7 @@ def test_until_enough_is_known_blocks_are_loaded() -> None:
     assert estimate(*[10 * COMPUTE_S] * 3).should_load(10, 0)
     knows_no_steps = LoadOrCompute(BLOCK)
     for _ in range(4):
-        knows_no_steps.loaded(10, 1000)
+        knows_no_steps.record_load(10, 1000)
     assert knows_no_steps.should_load(10, 0)
 
 
@@ -51,9 +51,9 @@ def test_the_more_run_the_more_a_load_may_take_since_computing_would_delay_them(
 
 def test_a_load_too_short_to_matter_is_never_skipped() -> None:
     known = LoadOrCompute(BLOCK)
-    known.computed(1000, 1e-6)
+    known.record_step(1000, 1e-6)
     for _ in range(4):
-        known.loaded(10, 0.04)
+        known.record_load(10, 0.04)
     assert known.should_load(10, 0)
     assert not known.should_load(20, 0)
 
@@ -66,14 +66,14 @@ def test_now_and_then_a_load_is_tried_again() -> None:
 
 def test_one_quick_load_brings_the_pool_back() -> None:
     known = estimate(*[10 * COMPUTE_S] * 4)
-    known.loaded(10, COMPUTE_S)
+    known.record_load(10, COMPUTE_S)
     assert known.should_load(10, 0)
 
 
 def test_computing_is_known_from_the_last_thousands_of_tokens() -> None:
     known = estimate(*[10 * COMPUTE_S] * 4)
     for _ in range(20):
-        known.computed(2048, 2048 * 20 * COMPUTE_S / BLOCK)
+        known.record_step(2048, 2048 * 20 * COMPUTE_S / BLOCK)
     assert known.should_load(10, 0)
 
 
