@@ -130,7 +130,7 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner) -> BlockMemory | None:
-        """The blocks that direct hand-overs read and write; None where there is nothing to hand over, or no way to."""
+        """The blocks that direct hand-overs read and write; None where there is no hand-over, or no way to do it."""
         if self.args.splitwise_role == "mixed":
             return None
         try:
@@ -154,9 +154,9 @@ class Instance:
         """Engine, connector port and heartbeat, for as long as the server runs."""
         self.core.start()
         await self.receiver.start_listening(self._connector)
-        heartbeat = (
-            asyncio.create_task(send_heartbeats(self.router, self.registration_payload())) if self.router else None
-        )
+        heartbeat = None
+        if self.router:
+            heartbeat = asyncio.create_task(send_heartbeats(self.router, self.registration_payload()))
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:
@@ -278,7 +278,7 @@ async def _respond_unless_left(request: Request, response: CompletionResponse) -
             task.cancel()
 
 
-class _Server(uvicorn.Server):
+class InstanceServer(uvicorn.Server):
     """Asked to stop, gives running responses a moment to end, then ends them with finish reason ``abort``."""
 
     def __init__(self, instance: Instance) -> None:
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (KVStoreError, OSError) as exc:
             print(f"engine.api_server: {exc}", file=sys.stderr)
             return 2
-        server = _Server(instance)
+        server = InstanceServer(instance)
         # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
         signal.signal(signal.SIGTERM, server.handle_exit)
         with contextlib.suppress(KeyboardInterrupt):

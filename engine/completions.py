@@ -31,6 +31,7 @@ __all__ = ["CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
+_ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 
 
 class Completions:
@@ -254,10 +255,11 @@ class CompletionResponse:
         pieces = [piece async for piece in self._generation.pieces()]
         reason = pieces[-1].finish_reason
         if reason == "error":
-            raise ApiError(500, "the engine failed while computing this request; its log says why")
+            raise ApiError(500, _ENGINE_FAILED)
         choice = self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
         choice |= {"index": 0, "finish_reason": reason}
-        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": self._generation.usage()}
+        usage = self._generation.usage()
+        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": usage}
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, the last one ``[DONE]``."""
@@ -266,21 +268,22 @@ class CompletionResponse:
         pending: list[Piece] = []
         async for piece in self._generation.pieces():
             if piece.finish_reason == "error":
-                yield _encode_event(error_body(500, "the engine failed while computing this request; its log says why"))
+                yield _encode_event(error_body(500, _ENGINE_FAILED))
                 break
             pending.append(piece)
             if not (piece.text or piece.finish_reason or piece.logprobs or first):
                 continue  # the token completed no character yet
             ids = self._token_ids(pending, with_prompt=first)
-            choice = self._chunk_choice(piece, ids, first=first) | {"index": 0, "finish_reason": piece.finish_reason}
+            choice = self._chunk_choice(piece, ids, first=first)
+            choice |= {"index": 0, "finish_reason": piece.finish_reason}
             first, pending = False, []
             chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
             if options and options.continuous_usage_stats:
                 chunk["usage"] = self._generation.usage()
             yield _encode_event(chunk)
         if options and options.include_usage:
-            last = {**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()}
-            yield _encode_event(last)
+            usage = self._generation.usage()
+            yield _encode_event({**self._head, "object": self.object_chunk, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
     def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +297,8 @@ class CompletionResponse:
         if not self._body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": list(self._generation.request.prompt_token_ids)} if with_prompt else {}
-        return prompt | {"completion_token_ids": [piece.token_id for piece in pieces if piece.token_id is not None]}
+        completion = [piece.token_id for piece in pieces if piece.token_id is not None]
+        return prompt | {"completion_token_ids": completion}
 
     def _token_text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
@@ -309,7 +313,8 @@ class ChatResponse(CompletionResponse):
 
     def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        return {"message": {"role": "assistant", "content": text, **ids}, "logprobs": self._describe_logprobs(pieces)}
+        message = {"role": "assistant", "content": text, **ids}
+        return {"message": message, "logprobs": self._describe_logprobs(pieces)}
 
     def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
@@ -342,7 +347,8 @@ class TextResponse(CompletionResponse):
     object_chunk = "text_completion"
 
     def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
-        return {"text": "".join(piece.text for piece in pieces), **ids, "logprobs": self._describe_logprobs(pieces)}
+        text = "".join(piece.text for piece in pieces)
+        return {"text": text, **ids, "logprobs": self._describe_logprobs(pieces)}
 
     def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         return {"text": piece.text, **ids, "logprobs": self._describe_logprobs([piece])}

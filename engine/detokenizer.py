@@ -80,7 +80,7 @@ class Detokenizer:
         return text
 
     def _release_text(self, new: str, *, final: bool) -> str:
-        """Give out the text held back and ``new``, but for an end that may be the beginning of a stop string."""
+        """Give out the text held back and ``new``, but for an end that may begin a stop string."""
         if self.stopped:
             return ""
         text = self._held + new

@@ -1,7 +1,7 @@
 """Whether blocks that the pool has are worth loading: where the pool is slow, computing them is quicker.
 
-Learned from the time that loads and steps took lately. Until enough is known, and now and then after that, blocks
-are loaded.
+Learned from the time that loads and steps took lately. Until enough is known, and now and then after that,
+blocks are loaded.
 """
 
 from __future__ import annotations

@@ -240,14 +240,15 @@ class ModelRunner:
             token_ids += chunk.sequence.token_ids[start : start + chunk.num_tokens]
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
         # Only the rows whose next token is wanted go through the vocabulary projection.
-        logits = self._compute_logits(batch, token_ids, batch.last_rows[sampling] if sampling else batch.last_rows[:1])
+        rows = batch.last_rows[sampling] if sampling else batch.last_rows[:1]
+        logits = self._compute_logits(batch, token_ids, rows)
         if not sampling:
             return []
         sequences = [chunks[i].sequence for i in sampling]
         return sample(logits, sequences, self.eos_token_ids, self.repetition_penalty)
 
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
-        """How the chunk looks blocks up, if it does. Prompts are computed exactly to the last token, in any chunks."""
+        """How the chunk looks blocks up, if it does; prompts, cut into any chunks, are computed exactly."""
         sequence = chunk.sequence
         if self.retrieval is None or sequence.regime is Regime.DENSE or not sequence.is_decoding:
             return None

@@ -64,7 +64,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, fields: Any) -> Any:
-        """Drop fields that are null: OpenAI's schema lets clients write out the fields that they do not give."""
+        """Drop fields that are null: OpenAI's schema lets clients write them instead of leaving them out."""
         return {name: v for name, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 

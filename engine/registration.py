@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 # Until the first registration has worked, and after one has failed.
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
@@ -81,4 +81,4 @@ async def send_heartbeats(router: str, instance: dict[str, Any]) -> None:
                 else:
                     log.info("Registered at router %s", router)
                 reported = problem
-            await asyncio.sleep(_RETRY_SECONDS if problem else HEARTBEAT_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS if problem else HEARTBEAT_SECONDS)

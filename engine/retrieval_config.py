@@ -18,7 +18,7 @@ from kvstore_backend import ConfigError
 __all__ = ["REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
-"""The vectors that can stand for a block in the index (``engine.attention.block_index``); the first is the default."""
+"""The vectors that can stand for a block in the index (see ``block_index``); the first is the default."""
 
 
 class Regime(enum.Enum):
@@ -33,7 +33,7 @@ class Regime(enum.Enum):
 
 @dataclass(frozen=True)
 class BlockPartition:
-    """The parts of a sequence's ``num_blocks`` blocks (the newest may be partly filled), as one step reads them."""
+    """A sequence's ``num_blocks`` blocks (the newest may be partly filled) in the parts that one step reads."""
 
     num_blocks: int
     num_initial: int

@@ -13,7 +13,8 @@ a block's keys ``k`` (after RoPE), and which form the query ``q`` takes to meet 
 The query heads that share a KV head share the recalled blocks: each turns its scores into shares (softmax), so that no
 head outvotes the others by the length of its query, and a block counts by the greatest share it has of any.
 
-An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approximate index takes longer and misses some.
+An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approximate index takes longer and misses
+some.
 """
 
 from __future__ import annotations

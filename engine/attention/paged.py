@@ -1,7 +1,7 @@
 """Exact attention over paged KV memory, for any model that asks transformers' AttentionInterface.
 
 KV memory is one tensor ``[block, layer, k/v, kv_head, token, head_dim]``: a block is one contiguous span, which
-is one value of a pool. A forward pass runs all chunks of a step as one row of tokens; ``PagedBatch`` says which
+a pool stores as one value. A forward pass runs all chunks of a step as one row of tokens; ``PagedBatch`` says which
 tokens belong to which sequence, and reaches ``paged_attention`` as a keyword argument that transformers passes
 through every model's layers untouched.
 """
@@ -31,8 +31,8 @@ _GATHERED_BYTES_ELSEWHERE = 256 << 20
 class ChunkShape:
     """One chunk: ``num_tokens`` new tokens after ``num_computed`` with KV, in the blocks of ``block_table``.
 
-    With ``sparse_state`` it is one token of a sequence that decodes sparsely; of its blocks only the newest need be
-    there.
+    With ``sparse_state`` it is one token of a sequence that decodes sparsely; of its blocks only the newest need
+    be there.
     """
 
     num_computed: int
@@ -139,8 +139,8 @@ class PagedBatch:
     def _find_pages(self, tables: torch.Tensor) -> torch.Tensor:
         """Block tables ``[N, n]`` -> the pages they mean in layer 0, in the order ``[2, N, kv_head, n]``.
 
-        A page is one block's part of one layer's K or V for one head; page 0 of KV memory is that of block 0, layer 0,
-        K, head 0.
+        A page is one block's part of one layer's K or V for one head; page 0 of KV memory is that of block 0,
+        layer 0, K, head 0.
         """
         heads = torch.arange(self._kv_heads, device=tables.device)[:, None]
         kinds = torch.arange(2, device=tables.device)[:, None, None, None]
@@ -148,7 +148,7 @@ class PagedBatch:
         return (first + kinds * self._kv_heads + heads).flatten()
 
     def _group_by_length(self, rows: list[tuple[int, ChunkShape]]) -> list[list[tuple[int, ChunkShape]]]:
-        """Rows of like length together (up to twice, which bounds what padding costs), few enough to gather at once."""
+        """Rows of like length together (up to twice, which bounds padding), few enough to gather at once."""
         block_bytes = 2 * self._kv_heads * self._block_size * self._head_dim * self.kv.element_size()
         max_blocks = _GATHERED_BYTES.get(self.kv.device.type, _GATHERED_BYTES_ELSEWHERE) // block_bytes
         groups: list[list[tuple[int, ChunkShape]]] = []

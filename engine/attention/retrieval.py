@@ -155,7 +155,7 @@ class SparseState:
     def attend_layer(
         self, layer: int, partition: BlockPartition, queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """One step's attention of ``queries [kv_head, group, head_dim]``, once the working set's blocks are chosen."""
+        """One step's attention of queries ``[kv_head, group, head_dim]``, once blocks are chosen."""
         working_set, sequence = self.working_set(layer), self.sequence
         assert working_set.chosen is not None
         wanted = torch.ones(len(working_set.chosen), partition.num_blocks - 1, dtype=torch.bool)
@@ -210,7 +210,7 @@ class Retrieval:
         return self._states[sequence]
 
     def index_blocks(self, sequence: EngineSequence) -> None:
-        """Take every newly full and computed block into the index; copy it to host memory if it is to be offloaded.
+        """Take every newly full and computed block into the index, and copy it to host memory if it is offloaded.
 
         It does not matter who computed the blocks: the index is a function of their keys alone, so those from
         the pool, a prefix cache or another instance need nothing that would have to come with them.
@@ -237,7 +237,7 @@ class Retrieval:
     def attend_sparsely(
         self, layer: int, states: Sequence[SparseState], queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """One step's attention: queries ``[sequences, kv_heads, group, head_dim]``, and the output's shape too."""
+        """One step's attention of queries ``[sequences, kv_heads, group, head_dim]``; of the same shape."""
         partitions = [self.config.partition_blocks(state.context_length, layer) for state in states]
         choosing = [i for i, state in enumerate(states) if state.must_choose(layer, partitions[i])]
         chosen_for = [partitions[i] for i in choosing]
@@ -266,7 +266,7 @@ class Retrieval:
             layer,
             [states[i].row for i in some],
             queries[some],
-            [(partitions[i].num_initial, partitions[i].window_start, partitions[i].num_recalled) for i in some],
+            [(part.num_initial, part.window_start, part.num_recalled) for part in (partitions[i] for i in some)],
             queries.shape[-1] ** -0.5 if scale is None else scale,
         )
         for i, chosen in zip(some, found, strict=True):

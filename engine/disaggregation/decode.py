@@ -136,7 +136,7 @@ class HandoverReceiver:
         self._silence_seconds = silence_seconds
         self._expiry_seconds = expiry_seconds
         self._server: asyncio.Server | None = None
-        # By request id, from the request or P's connection, the first of the two, until the request has its outcome.
+        # By request id, from the first of request and connection until the request has its outcome.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
         self._serving: set[asyncio.Task[None]] = set()
 

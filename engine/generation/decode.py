@@ -1,4 +1,4 @@
-"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute the prompt."""
+"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill instance's part of a request: compute the prompt and hand it over, directly or through the pool."""
+"""The prefill instance's part of a request: compute the prompt, hand it over directly or through the pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class PrefillGeneration(Generation):
 
     def __init__(self, parts: SharedParts, request: Request, info: DisaggregateInfo) -> None:
         # The decode instance makes the answer, from the first token on that is chosen here.
-        params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min(1, request.params.min_tokens))
+        min_tokens = min(1, request.params.min_tokens)
+        params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min_tokens)
         super().__init__(parts, dataclasses.replace(request, params=params))
         self._info = info
         self._is_saved = asyncio.Event()

@@ -29,7 +29,7 @@ def router() -> Iterator[Router]:
 @pytest.fixture(autouse=True)
 def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.registration.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("engine.registration._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("engine.registration.RETRY_SECONDS", 0.01)
 
 
 @contextlib.asynccontextmanager
