@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.attention.retrieval import Lookup, Retrieval
+from engine.attention.retrieval import Retrieval, SparseState
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, Sequence
 from engine.retrieval_config import Regime, RetrievalConfig
@@ -89,22 +89,22 @@ class AttentionOnly:
         """Milliseconds dense, milliseconds sparse, share of recalled blocks that were new."""
         retrieval = Retrieval(CONFIG, self._kv, 1, self.tokens)
         sequence = sequence_of(self.tokens, 1, Regime.OFFLOADED)
-        lookup: Lookup = retrieval.lookup(sequence)
-        retrieval.absorb(sequence)
+        state: SparseState = retrieval.state_of(sequence)
+        retrieval.index_blocks(sequence)
         queries = walk(self._steps + 1, LIKENESS[motion], 1, KV_HEADS, GROUP, DIM)
-        retrieval.attend(0, [lookup], queries[0], None)  # fills the working set
+        retrieval.attend_sparsely(0, [state], queries[0], None)  # fills the working set
         copied = sequence.blocks_copied
 
         def dense(step: int) -> None:
             scaled_dot_product_attention(queries[step + 1], *self._dense)
 
         def sparse(step: int) -> None:
-            retrieval.attend(0, [lookup], queries[step + 1], None)
+            retrieval.attend_sparsely(0, [state], queries[step + 1], None)
 
         dense_ms, sparse_ms = alternate(self._steps, dense, sparse)
-        recalled = CONFIG.reach(self.tokens, 0).num_recalled
+        recalled = CONFIG.partition_blocks(self.tokens, 0).num_recalled
         new = (sequence.blocks_copied - copied) / (self._steps * KV_HEADS * max(1, recalled))
-        self.resident = sum(held.kv.nbytes for held in [lookup.working_set(0)]) / self._kv.nbytes
+        self.resident = state.working_set(0).kv.nbytes / self._kv.nbytes
         self.index = retrieval.index.nbytes / self._kv.nbytes  # type: ignore[attr-defined]
         return dense_ms, sparse_ms, new
 
@@ -120,7 +120,7 @@ def whole_steps(folder: Path, lengths: list[int], steps: int) -> None:
         runner.enable_retrieval(CONFIG, 1, tokens + steps)
         assert runner.retrieval
         dense, sparse = (sequence_of(tokens, steps + 1, regime) for regime in (Regime.DENSE, Regime.OFFLOADED))
-        runner.retrieval.absorb(sparse)
+        runner.retrieval.index_blocks(sparse)
 
         def step(sequence: Sequence, number: int = 0) -> None:
             [choice] = runner.run([Chunk(sequence, 1)])

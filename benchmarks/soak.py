@@ -38,7 +38,7 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.make_model import WORDS, make_model
-from engine.packed_linear import filled_up
+from engine.packed_linear import round_up_rows
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child
@@ -202,7 +202,7 @@ class Instance:
     async def _compute_all_lengths(self) -> None:
         """Prompts of all lengths for which oneDNN keeps code (70 MiB), that it does not look like a leak later."""
         async with httpx.AsyncClient(base_url=f"http://{self.key}", timeout=60) as client:
-            for length in sorted({filled_up(length) for length in range(1, BATCHED + 1)}):
+            for length in sorted({round_up_rows(length) for length in range(1, BATCHED + 1)}):
                 prompt = f" {_words(random.Random(length), length)}"
                 answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
                 answer.raise_for_status()

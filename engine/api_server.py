@@ -22,11 +22,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from engine import completions, logs
+from engine import logs
 from engine.args import EngineArgs, parse_args
 from engine.background import in_background
 from engine.block_manager import BlockManager
-from engine.completions import Completions
+from engine.completions import CompletionResponse, Completions
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
 from engine.generation import Generations
@@ -49,7 +49,7 @@ from engine.protocol import (
     error_body,
     parse_body,
 )
-from engine.registration import host_ip_towards, keep_registered, router_url
+from engine.registration import host_ip_towards, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
 _CLIENT_LEFT = 499
-"""Status of an answer that nobody reads."""
+"""Status of a response that nobody reads."""
 
 
 class Instance:
@@ -110,7 +110,7 @@ class Instance:
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(args.model)
-        memory = self._block_memory(runner)
+        memory = self._open_block_memory(runner)
         self.receiver = HandoverReceiver(memory)
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
@@ -129,8 +129,8 @@ class Instance:
             f"pool: {args.kvcache_storage_backend or 'none'}"
         )
 
-    def _block_memory(self, runner: ModelRunner) -> BlockMemory | None:
-        """What direct hand-overs write to and from; None where there is nothing to hand over, or no way to."""
+    def _open_block_memory(self, runner: ModelRunner) -> BlockMemory | None:
+        """The blocks that direct hand-overs read and write; None where there is no hand-over, or no way to do it."""
         if self.args.splitwise_role == "mixed":
             return None
         try:
@@ -150,11 +150,13 @@ class Instance:
         return host_ip_towards(self.router) if self.router else "127.0.0.1"
 
     @contextlib.asynccontextmanager
-    async def running(self, _: FastAPI) -> AsyncIterator[None]:
+    async def run_lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Engine, connector port and heartbeat, for as long as the server runs."""
         self.core.start()
-        await self.receiver.start(self._connector)
-        heartbeat = asyncio.create_task(keep_registered(self.router, self.card())) if self.router else None
+        await self.receiver.start_listening(self._connector)
+        heartbeat = None
+        if self.router:
+            heartbeat = asyncio.create_task(send_heartbeats(self.router, self.registration_payload()))
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:
@@ -162,11 +164,11 @@ class Instance:
         finally:
             if heartbeat:
                 heartbeat.cancel()
-            await self.receiver.close()
+            await self.receiver.stop_listening()
             await asyncio.to_thread(self.core.stop)
 
-    def card(self) -> dict[str, Any]:
-        """What the router is told of this instance (FastDeploy's registration)."""
+    def registration_payload(self) -> dict[str, Any]:
+        """This instance as the router is to know it (FastDeploy's registration)."""
         args = self.args
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
@@ -187,34 +189,37 @@ class Instance:
 
 def create_app(instance: Instance) -> FastAPI:
     """The HTTP face of ``instance``."""
-    app = FastAPI(title="fastdeploy-kvstore engine", lifespan=instance.running)
+    app = FastAPI(title="fastdeploy-kvstore engine", lifespan=instance.run_lifespan)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(request, await instance.completions.chat(parse_body(ChatBody, await request.body())))
+        body = parse_body(ChatBody, await request.body())
+        return await _respond_unless_left(request, await instance.completions.begin_chat(body))
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         body = parse_body(CompletionBody, await request.body())
-        return await _answer(request, await instance.completions.complete(body))
+        return await _respond_unless_left(request, await instance.completions.begin_completion(body))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse(instance.completions.models())
+        return JSONResponse(instance.completions.list_models())
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await instance.completions.tokenize(parse_body(TokenizeBody, await request.body())))
+        body = parse_body(TokenizeBody, await request.body())
+        return JSONResponse(await instance.completions.tokenize_prompt(body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(instance.completions.detokenize(parse_body(DetokenizeBody, await request.body())))
+        body = parse_body(DetokenizeBody, await request.body())
+        return JSONResponse(instance.completions.detokenize_tokens(body))
 
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
         body = parse_body(AbortBody, await request.body())
         generations = instance.generations
-        aborted = generations.abort_all() if body.abort_all else generations.abort(body.req_ids)
+        aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
         return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
 
     @app.get("/health")
@@ -226,49 +231,55 @@ def create_app(instance: Instance) -> FastAPI:
         text = prometheus_client.generate_latest(instance.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    _add_error_handlers(app)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give every failure OpenAI's error object."""
+
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
+    async def on_api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status)
 
     @app.exception_handler(ClientDisconnect)
-    async def left(_: Request, __: ClientDisconnect) -> Response:
+    async def on_client_disconnect(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected_error(_: Request, error: Exception) -> Response:
+    async def on_unexpected_error(_: Request, error: Exception) -> Response:
         message = f"this instance failed ({type(error).__name__}); its log says why"
         return JSONResponse(error_body(500, message), 500)
 
-    return app
 
+async def _respond_unless_left(request: Request, response: CompletionResponse) -> Response:
+    """Stream the response, or collect it and stop early when the client leaves."""
+    if response.is_stream:
+        return StreamingResponse(response.stream_events(), media_type="text/event-stream")
 
-async def _answer(request: Request, answer: completions.Answer) -> Response:
-    """Stream the answer, or collect it and stop early when the client leaves."""
-    if answer.streams:
-        return StreamingResponse(answer.events(), media_type="text/event-stream")
-
-    async def disconnected() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(disconnected())
+    collecting = asyncio.ensure_future(response.collect_whole())
+    leaving = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not whole.done():
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
             return Response(status_code=_CLIENT_LEFT)
-        return Response(orjson.dumps(whole.result()), media_type="application/json")
+        return Response(orjson.dumps(collecting.result()), media_type="application/json")
     finally:
-        for task in (whole, left):
+        for task in (collecting, leaving):
             task.cancel()
 
 
-class _Server(uvicorn.Server):
-    """Asked to stop, gives running answers a moment to end, then ends them with finish reason ``abort``."""
+class InstanceServer(uvicorn.Server):
+    """Asked to stop, gives running responses a moment to end, then ends them with finish reason ``abort``."""
 
     def __init__(self, instance: Instance) -> None:
         # uvicorn cuts connections at its own time-out, with a traceback for each: it is to have nothing left to cut.
@@ -283,7 +294,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
+def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
     """A bound socket that does not listen yet, so that a taken port is noticed before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -298,7 +309,7 @@ def _bound_socket(host: str, port: int, flag: str) -> socket.socket:
     return bound
 
 
-def _listen(bound: socket.socket, flag: str) -> None:
+def _start_listening(bound: socket.socket, flag: str) -> None:
     """Listen, while a refusal can still be told: several may bind one port before the first of them listens."""
     try:
         bound.listen()
@@ -316,17 +327,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port
-            bound = {flag: sockets.enter_context(_bound_socket(args.host, port, flag)) for flag, port in ports.items()}
+            bound = {flag: sockets.enter_context(_bind_socket(args.host, port, flag)) for flag, port in ports.items()}
             instance = Instance(args, bound["--pd-comm-port"])
             for flag, listener in bound.items():
-                _listen(listener, flag)
+                _start_listening(listener, flag)
             del bound["--pd-comm-port"]  # the instance's own
         except KeyboardInterrupt:
             return 130
         except (KVStoreError, OSError) as exc:
             print(f"engine.api_server: {exc}", file=sys.stderr)
             return 2
-        server = _Server(instance)
+        server = InstanceServer(instance)
         # uvicorn handles SIGTERM while it serves and raises it again at the end; being asked to stop is no failure.
         signal.signal(signal.SIGTERM, server.handle_exit)
         with contextlib.suppress(KeyboardInterrupt):

@@ -31,7 +31,7 @@ _RETRIEVAL_FIELDS = tuple(field.name for field in fields(RetrievalConfig) if fie
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """What an instance was asked to be. Names follow the flags; ports of 0 mean "any free one"."""
+    """An instance as the command line asks for it. Names follow the flags; ports of 0 mean "any free one"."""
 
     model: str
     served_model_name: str
@@ -91,23 +91,23 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         ConfigError: a flag that cannot be used, in one sentence.
     """
     environ = os.environ if environ is None else environ
-    known, unknown = _parser().parse_known_args(argv)
+    known, unknown = _build_parser().parse_known_args(argv)
     if unknown:
-        raise ConfigError(_unknown(unknown[0]))
+        raise ConfigError(_explain_unknown_flag(unknown[0]))
     values = vars(known)
-    if not values["model"]:  # argparse would ask for it before it says what it does not know
+    if not values["model"]:  # argparse would ask for it before it names a flag that it does not know
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     values["served_model_name"] = values["served_model_name"] or values["model"]
-    values["cache_transfer_protocol"] = _protocols(values["cache_transfer_protocol"])
+    values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
-    values["debug"] = _debug(environ)
-    values["retrieval"] = _retrieval(values, environ)
+    values["debug"] = _read_debug(environ)
+    values["retrieval"] = _read_retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
-    _check(args)
+    _check_combinations(args)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="engine.api_server",
         allow_abbrev=False,
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="checkpoint folder in Hugging Face's format; must be given")
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
-    add("--port", type=_port, default=8000, help="port to listen on")
+    add("--port", type=_parse_port, default=8000, help="port to listen on")
     add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda where there is one")
     add(
         "--dtype",
@@ -126,33 +126,33 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="of weights and KV; auto: as the checkpoint was saved",
     )
-    add("--max-model-len", type=_positive, default=2048, help="tokens of prompt and answer together")
-    add("--max-num-seqs", type=_positive, default=8, help="sequences that run at once")
-    add("--max-num-batched-tokens", type=_positive, default=2048, help="tokens computed in one step")
-    add("--block-size", type=_positive, default=64, help="tokens in a KV block")
-    add("--num-gpu-blocks-override", type=_positive, help="KV blocks; not given: from the memory there is")
-    add("--gpu-memory-utilization", type=_share, default=0.9, help="share of a GPU's free memory for KV blocks")
+    add("--max-model-len", type=_parse_positive, default=2048, help="tokens of prompt and answer together")
+    add("--max-num-seqs", type=_parse_positive, default=8, help="sequences that run at once")
+    add("--max-num-batched-tokens", type=_parse_positive, default=2048, help="tokens computed in one step")
+    add("--block-size", type=_parse_positive, default=64, help="tokens in a KV block")
+    add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
+    add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
     add("--enable-output-caching", action="store_true", help="save generated blocks to the pool, too")
     add(
         "--kvcache-storage-backend",
-        type=_store,
+        type=_parse_store,
         help=f"the pool: {', '.join(_STORES)}, or a URL such as file:///dev/shm/kvpool?size=4GiB; not given: none",
     )
     add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
-    add("--pd-comm-port", type=_port, default=0, help="connector port: where prefill instances reach this one")
+    add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
     add("--router", help="router to register with: host:port")
-    add("--metrics-port", type=_port, help="a second port, such as for /metrics")
-    add("--engine-worker-queue-port", type=_port, default=0, help="told to the router; not used otherwise")
-    add("--cache-queue-port", type=_port, help="accepted for FastDeploy's sake; not used")
+    add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
+    add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
+    add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
-    add("--tensor-parallel-size", type=_positive, default=1, help="only 1")
-    _add_retrieval(parser)
+    add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
+    _add_retrieval_flags(parser)
     return parser
 
 
-def _add_retrieval(parser: argparse.ArgumentParser) -> None:
+def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sparse attention over an index of KV blocks").add_argument
     default = RetrievalConfig(block_size=1)
     add("--enable-retrieval", action="store_true", help="long prompts' answers read only blocks that matter")
@@ -162,18 +162,18 @@ def _add_retrieval(parser: argparse.ArgumentParser) -> None:
         also = f"; or {variable}" if variable else ""
         add(f"--retrieval-{name.replace('_', '-')}", type=parse, help=f"{text} [{getattr(default, name)}{also}]")
 
-    add_value("init_tokens", _tokens, "tokens at the beginning that are always read")
-    add_value("local_tokens", _tokens, "tokens at the end that are always read; more than a block")
-    add_value("topk_percent", _share, "share of the blocks between that a step reads")
-    add_value("dense_boundary", _tokens, "prompts of fewer tokens are attended to exactly")
-    add_value("offload_boundary", _tokens, "of longer prompts the blocks move to host memory")
+    add_value("init_tokens", _parse_tokens, "tokens at the beginning that are always read")
+    add_value("local_tokens", _parse_tokens, "tokens at the end that are always read; more than a block")
+    add_value("topk_percent", _parse_share, "share of the blocks between that a step reads")
+    add_value("dense_boundary", _parse_tokens, "prompts of fewer tokens are attended to exactly")
+    add_value("offload_boundary", _parse_tokens, "of longer prompts the blocks move to host memory")
     add_value("representative", str, f"what stands for a block: {', '.join(REPRESENTATIVES)}")
-    add_value("stride", _positive, "steps from one choice of blocks to the next")
-    add_value("dense_layers", _number, "first layers that read every block")
+    add_value("stride", _parse_positive, "steps from one choice of blocks to the next")
+    add_value("dense_layers", _parse_number, "first layers that read every block")
 
 
-def _retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
-    """What the flags say, else the environment, else the method's defaults; None: not enabled."""
+def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
+    """Sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
     if not values["enable_retrieval"]:
@@ -184,7 +184,7 @@ def _retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Retriev
         text = environ.get(variable)
         if text and name not in given:
             try:
-                given[name] = _share(text) if name == "topk_percent" else _tokens(text)
+                given[name] = _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
             except argparse.ArgumentTypeError as exc:
                 raise ConfigError(f"{variable}: {exc}") from None
     config = RetrievalConfig(values["block_size"], **given)
@@ -196,7 +196,7 @@ def _retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Retriev
     return config
 
 
-def _check(args: EngineArgs) -> None:
+def _check_combinations(args: EngineArgs) -> None:
     if args.kvcache_storage_backend and not args.enable_prefix_caching:
         raise ConfigError(
             f"--kvcache-storage-backend {args.kvcache_storage_backend} needs prefix caching; "
@@ -217,7 +217,7 @@ def _check(args: EngineArgs) -> None:
         )
 
 
-def _unknown(argument: str) -> str:
+def _explain_unknown_flag(argument: str) -> str:
     name = argument.partition("=")[0]
     names = [field.name for field in fields(EngineArgs) if field.name != "retrieval"]
     names += ["enable_retrieval", *(f"retrieval_{name}" for name in _RETRIEVAL_FIELDS)]
@@ -227,7 +227,7 @@ def _unknown(argument: str) -> str:
     return f"{name!r} is no flag of this program; {hint}"
 
 
-def _protocols(text: str) -> tuple[str, ...]:
+def _parse_protocols(text: str) -> tuple[str, ...]:
     protocols = tuple(part.strip() for part in text.split(","))
     for protocol in protocols:
         if protocol not in _TRANSFERS:
@@ -235,27 +235,27 @@ def _protocols(text: str) -> tuple[str, ...]:
     return protocols
 
 
-def _debug(environ: Mapping[str, str]) -> bool:
+def _read_debug(environ: Mapping[str, str]) -> bool:
     value = environ.get("FD_DEBUG", "0")
     if value not in ("0", "1", ""):
         raise ConfigError(f"FD_DEBUG={value!r}: set it to 1 for debug logs or to 0")
     return value == "1"
 
 
-def _store(text: str) -> str:
+def _parse_store(text: str) -> str:
     if text not in _STORES and ":" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_STORES)}, and no URL")
     return text
 
 
-def _positive(text: str) -> int:
-    value = _number(text)
+def _parse_positive(text: str) -> int:
+    value = _parse_number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
-def _tokens(text: str) -> int:
+def _parse_tokens(text: str) -> int:
     """A number of tokens; K and M mean 1024 and 1024 * 1024."""
     digits, unit = text[:-1], {"k": 10, "m": 20}.get(text[-1:].lower())
     try:
@@ -267,21 +267,21 @@ def _tokens(text: str) -> int:
     return value
 
 
-def _port(text: str) -> int:
-    value = _number(text)
+def _parse_port(text: str) -> int:
+    value = _parse_number(text)
     if not 0 < value < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not a port (1 to 65535)")
     return value
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def _share(text: str) -> float:
+def _parse_share(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

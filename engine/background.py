@@ -30,6 +30,6 @@ def yield_to_compute() -> None:
 
 
 def in_background(call: Callable[[], T]) -> T:
-    """What ``call`` returns; the threads that it starts, a native library's too, yield to compute."""
+    """The result of ``call``; the threads that it starts, a native library's too, yield to compute."""
     with ThreadPoolExecutor(1, initializer=yield_to_compute) as thread:
         return thread.submit(call).result()

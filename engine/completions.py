@@ -21,28 +21,29 @@ from engine.protocol import (
     TokenizeBody,
     error_body,
     now,
+    quote_short,
     sampling_params,
-    short,
 )
 from engine.request import Request, TokenLogprobs
 from engine.token_bytes import TokenBytes
 
-__all__ = ["Answer", "Completions"]
+__all__ = ["CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
+_ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 
 
 class Completions:
-    """Makes answers for one model.
+    """Begins responses of one model.
 
     Args:
         generations: runs the requests.
         tokenizer: a transformers tokenizer, with a chat template if there is to be chat.
-        model: name in the answers.
+        model: name in the responses.
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids of a client must lie below it.
-        repetition_penalty: what the engine applies to everybody; a client may ask for no other.
+        repetition_penalty: the engine applies it to everybody; a client may ask for no other.
     """
 
     def __init__(
@@ -67,27 +68,28 @@ class Completions:
         # How templates are rendered is not the clients' to say: a template of their own could compute for minutes.
         self._rendering = inspect.signature(tokenizer.apply_chat_template).parameters
 
-    def models(self) -> dict[str, Any]:
+    def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        card = {
+        model = {
             "id": self._model,
             "object": "model",
             "created": self._created,
             "owned_by": "fastdeploy-kvstore",
             "max_model_len": self._max_model_len,
         }
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [model]}
 
-    async def chat(self, body: ChatBody) -> Answer:
+    async def begin_chat(self, body: ChatBody) -> CompletionResponse:
         """POST /v1/chat/completions, checked and ready to run.
 
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
         """
-        tokens = body.prompt_token_ids or await self._encode(self._render(body), "messages")
-        return ChatAnswer(self._start(body, tokens, "prompt_token_ids"), body, self._model, self._token_bytes)
+        tokens = body.prompt_token_ids or await self._encode_text(self._render_chat(body), "messages")
+        generation = self._begin_generation(body, tokens, "prompt_token_ids")
+        return ChatResponse(generation, body, self._model, self._token_bytes)
 
-    async def complete(self, body: CompletionBody) -> Answer:
+    async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
 
         Raises:
@@ -100,26 +102,27 @@ class Completions:
             raise ApiError(400, f"prompt: {len(prompt)} prompts in one request; send one each", param="prompt")
         if not prompt:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
-        # Special tokens, such as Llama's first one: a chat template writes them itself.
-        tokens = await self._encode(prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
-        return TextAnswer(self._start(body, tokens, "prompt"), body, self._model, self._token_bytes)
+        if isinstance(prompt, str):
+            # Special tokens, such as Llama's first one: a chat template writes them itself.
+            prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
+        return TextResponse(self._begin_generation(body, prompt, "prompt"), body, self._model, self._token_bytes)
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
 
         Raises:
-            ApiError: neither a text nor messages, both, messages that cannot be rendered, or what cannot fit anyway.
+            ApiError: neither a text nor messages, both, messages that cannot be rendered, or a text too long to fit.
         """
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
         text, param = body.prompt or "", "prompt"
         if body.messages:
-            text, param = self._render(ChatBody(messages=body.messages)), "messages"
-        tokens = await self._encode(text, param, add_special_tokens=body.add_special_tokens)
+            text, param = self._render_chat(ChatBody(messages=body.messages)), "messages"
+        tokens = await self._encode_text(text, param, add_special_tokens=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
 
-    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
-        """POST /detokenize: the text that an answer of these tokens has, so without special tokens.
+    def detokenize_tokens(self, body: DetokenizeBody) -> dict[str, Any]:
+        """POST /detokenize: the text that a response of these tokens has, so without special tokens.
 
         Raises:
             ApiError: a token that the model does not have.
@@ -128,7 +131,7 @@ class Completions:
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
-    def _start(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
+    def _begin_generation(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
@@ -151,14 +154,14 @@ class Completions:
             params=sampling_params(body, max_tokens=room),
             cache_salt=body.cache_salt or "",
         )
-        return self._generations.start(request, body.disaggregate_info)
+        return self._generations.begin(request, body.disaggregate_info)
 
     def _check_tokens(self, tokens: list[int], param: str) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise ApiError(400, f"{param}: token id {wrong} is not in [0, {self._vocab_size})", param=param)
 
-    async def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+    async def _encode_text(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
         at_least = -(-len(text) // self._longest_token)
         if at_least >= self._max_model_len:
             raise self._too_long(f"at least {at_least}", param)
@@ -175,7 +178,7 @@ class Completions:
             code="context_length_exceeded",
         )
 
-    def _render(self, body: ChatBody) -> str:
+    def _render_chat(self, body: ChatBody) -> str:
         messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
@@ -191,7 +194,7 @@ class Completions:
                 messages, tools=body.tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except Exception as exc:
-            # Templates are programs of the checkpoint; whatever they object to is the client's to mend.
+            # Templates are programs of the checkpoint; it is the client who can mend the messages that they refuse.
             raise ApiError(400, f"messages: the chat template refused them: {exc}", param="messages") from None
         return text
 
@@ -204,18 +207,20 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if content is None or isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise ApiError(400, f"messages.{index}.content: it is {short(content)}; give a text", param="messages")
+        raise ApiError(400, f"messages.{index}.content: it is {quote_short(content)}; give a text", param="messages")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
-                400, f"messages.{index}.content: a part of type {short(kind)}; only text is supported", param="messages"
+                400,
+                f"messages.{index}.content: a part of type {quote_short(kind)}; only text is supported",
+                param="messages",
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-class Answer:
-    """An answer in OpenAI's form: whole, or as a stream of events."""
+class CompletionResponse:
+    """A response in OpenAI's form: collected into one object, or as a stream of events."""
 
     prefix: str
     object_whole: str
@@ -232,12 +237,17 @@ class Answer:
         }
 
     @property
-    def streams(self) -> bool:
+    def request(self) -> Request:
+        """The request as the engine gets it."""
+        return self._generation.request
+
+    @property
+    def is_stream(self) -> bool:
         """Whether the client asked for a stream."""
         return self._body.stream
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer at once.
+    async def collect_whole(self) -> dict[str, Any]:
+        """The whole response at once.
 
         Raises:
             ApiError: 500, the engine failed.
@@ -245,78 +255,83 @@ class Answer:
         pieces = [piece async for piece in self._generation.pieces()]
         reason = pieces[-1].finish_reason
         if reason == "error":
-            raise ApiError(500, "the engine failed while computing this request; its log says why")
-        choice = self._choice(pieces, self._token_ids(pieces, with_prompt=True))
+            raise ApiError(500, _ENGINE_FAILED)
+        choice = self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
         choice |= {"index": 0, "finish_reason": reason}
-        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": self._generation.usage()}
+        usage = self._generation.usage()
+        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": usage}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, the last one ``[DONE]``."""
+    async def stream_events(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events, the last one ``[DONE]``."""
         options = self._body.stream_options
         first = True
-        untold: list[Piece] = []
+        pending: list[Piece] = []
         async for piece in self._generation.pieces():
             if piece.finish_reason == "error":
-                yield _event(error_body(500, "the engine failed while computing this request; its log says why"))
+                yield _encode_event(error_body(500, _ENGINE_FAILED))
                 break
-            untold.append(piece)
+            pending.append(piece)
             if not (piece.text or piece.finish_reason or piece.logprobs or first):
                 continue  # the token completed no character yet
-            ids = self._token_ids(untold, with_prompt=first)
-            choice = self._delta(piece, ids, first=first) | {"index": 0, "finish_reason": piece.finish_reason}
-            first, untold = False, []
+            ids = self._token_ids(pending, with_prompt=first)
+            choice = self._chunk_choice(piece, ids, first=first)
+            choice |= {"index": 0, "finish_reason": piece.finish_reason}
+            first, pending = False, []
             chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
             if options and options.continuous_usage_stats:
                 chunk["usage"] = self._generation.usage()
-            yield _event(chunk)
+            yield _encode_event(chunk)
         if options and options.include_usage:
-            yield _event({**self._head, "object": self.object_chunk, "choices": [], "usage": self._generation.usage()})
+            usage = self._generation.usage()
+            yield _encode_event({**self._head, "object": self.object_chunk, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
+    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
     def _token_ids(self, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
-        """What ``return_token_ids`` adds: the ids of the pieces, and of the prompt once."""
+        """The fields of ``return_token_ids``: the ids of the pieces, and of the prompt once."""
         if not self._body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": list(self._generation.request.prompt_token_ids)} if with_prompt else {}
-        return prompt | {"completion_token_ids": [piece.token_id for piece in pieces if piece.token_id is not None]}
+        completion = [piece.token_id for piece in pieces if piece.token_id is not None]
+        return prompt | {"completion_token_ids": completion}
 
     def _token_text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
 
 
-class ChatAnswer(Answer):
-    """Answer of /v1/chat/completions."""
+class ChatResponse(CompletionResponse):
+    """Response of /v1/chat/completions."""
 
     prefix = "chatcmpl-"
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
-    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
+    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        return {"message": {"role": "assistant", "content": text, **ids}, "logprobs": self._logprobs(pieces)}
+        message = {"role": "assistant", "content": text, **ids}
+        return {"message": message, "logprobs": self._describe_logprobs(pieces)}
 
-    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
-        return {"delta": {**role, "content": piece.text, **ids}, "logprobs": self._logprobs([piece])}
+        return {"delta": {**role, "content": piece.text, **ids}, "logprobs": self._describe_logprobs([piece])}
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         content = [
             {
-                **self._token(piece.token_id, piece.logprobs.chosen),
-                "top_logprobs": [self._token(token, value) for token, value in piece.logprobs.top],
+                **self._describe_token(piece.token_id, piece.logprobs.chosen),
+                "top_logprobs": [self._describe_token(token, value) for token, value in piece.logprobs.top],
             }
             for piece in pieces
             if piece.logprobs is not None and piece.token_id is not None
         ]
         return {"content": content} if self._body.num_logprobs() is not None else None
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _describe_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._token_text(token_id),
             "logprob": logprob,
@@ -324,33 +339,36 @@ class ChatAnswer(Answer):
         }
 
 
-class TextAnswer(Answer):
-    """Answer of /v1/completions."""
+class TextResponse(CompletionResponse):
+    """Response of /v1/completions."""
 
     prefix = "cmpl-"
     object_whole = "text_completion"
     object_chunk = "text_completion"
 
-    def _choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
-        return {"text": "".join(piece.text for piece in pieces), **ids, "logprobs": self._logprobs(pieces)}
+    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        return {"text": text, **ids, "logprobs": self._describe_logprobs(pieces)}
 
-    def _delta(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
-        return {"text": piece.text, **ids, "logprobs": self._logprobs([piece])}
+    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+        return {"text": piece.text, **ids, "logprobs": self._describe_logprobs([piece])}
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:
             return None
-        told: list[tuple[int, TokenLogprobs]] = [
+        choices: list[tuple[int, TokenLogprobs]] = [
             (piece.token_id, piece.logprobs)
             for piece in pieces
             if piece.token_id is not None and piece.logprobs is not None
         ]
         return {
-            "tokens": [self._token_text(token) for token, _ in told],
-            "token_logprobs": [logprobs.chosen for _, logprobs in told],
-            "top_logprobs": [{self._token_text(token): value for token, value in logprobs.top} for _, logprobs in told],
+            "tokens": [self._token_text(token) for token, _ in choices],
+            "token_logprobs": [logprobs.chosen for _, logprobs in choices],
+            "top_logprobs": [
+                {self._token_text(token): value for token, value in logprobs.top} for _, logprobs in choices
+            ],
         }
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _encode_event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"

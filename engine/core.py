@@ -131,7 +131,7 @@ class EngineCore:
             raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
         # What ends with the first token never decodes: a prefill instance's requests.
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
-            sequence.regime = self._runner.retrieval.config.regime(sequence.num_prompt_tokens)
+            sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
         def add() -> None:
             self._listeners[sequence] = listener
@@ -192,7 +192,7 @@ class EngineCore:
                 chunks = self.scheduler.schedule()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
-                    self._runner.retrieval.keep(self.scheduler.running)
+                    self._runner.retrieval.forget_all_but(self.scheduler.running)
                 # With nothing to compute, whatever lets work begin (a request, a load that ended, blocks that a
                 # save gives back) comes by mail.
                 idle = not chunks
@@ -253,14 +253,14 @@ class EngineCore:
         choices = self._runner.run(chunks)
         if prefills and self._connector:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self._connector.load_or_compute.computed(num_tokens, time.monotonic() - start)
+            self._connector.load_or_compute.record_step(num_tokens, time.monotonic() - start)
         return choices
 
     def _absorb(self, sequence: Sequence) -> None:
         """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
-        self._runner.retrieval.absorb(sequence)
+        self._runner.retrieval.index_blocks(sequence)
         # Prompts are computed exactly, for which all of their blocks are needed.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size

@@ -19,20 +19,20 @@ class Detokenizer:
     """Turns one sequence's tokens into text.
 
     A token's text can depend on the few before it (spaces, byte pieces of one character), so a short window of
-    tokens is decoded anew for each, and what of its text was not there before is new. The window begins where a
-    character does: at the last but one border at which nothing was unfinished.
+    tokens is decoded anew for each, and the part of its text that was not there before is new. The window begins where
+    a character does: at the last but one border at which nothing was unfinished.
 
     Args:
         tokenizer: a transformers tokenizer.
         prompt_token_ids: the prompt; its end is context for the first piece.
-        stop: strings that end the text; neither they nor what follows is given out.
+        stop: strings that end the text; neither they nor the text after them is given out.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._window = list(prompt_token_ids[-_CONTEXT:])
-        while self._decode(self._window).startswith(_INCOMPLETE):  # it begins within a character
+        while self._decode_tokens(self._window).startswith(_INCOMPLETE):  # it begins within a character
             del self._window[0]
         self._context, self._num_context = "", 0  # text and number of the window's tokens that are context only
         self._given = 0  # characters of the window's text
@@ -41,18 +41,18 @@ class Detokenizer:
         self.stopped = False
         """Whether a stop string was met; no text follows."""
 
-    def add(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
         self._window.append(token_id)
-        return self._release(self._decode_new(final=False), final=False)
+        return self._release_text(self._decode_new(final=False), final=False)
 
-    def finish(self) -> str:
-        """What was held back, now that no token follows."""
-        return self._release(self._decode_new(final=True), final=True)
+    def flush_text(self) -> str:
+        """The text that was held back, now that no token follows."""
+        return self._release_text(self._decode_new(final=True), final=True)
 
     def _decode_new(self, *, final: bool) -> str:
-        text = self._decode(self._window)
-        certain = len(text) if final else len(text) - _unfinished(text)
+        text = self._decode_tokens(self._window)
+        certain = len(text) if final else len(text) - _count_incomplete(text)
         may_complete = certain < len(text) and len(self._window) - self._num_context <= _MAX_INCOMPLETE
         if may_complete and not text.startswith(self._context):
             # With byte fallback a run of bytes is broken from its first to its last while the last is unfinished.
@@ -70,17 +70,17 @@ class Detokenizer:
         return new
 
     def _set_context(self) -> None:
-        """Take the window for what has been given out; only what comes after it is new."""
-        self._context = self._decode(self._window)
+        """Take the window for text that has been given out; only tokens after it bring new text."""
+        self._context = self._decode_tokens(self._window)
         self._num_context = len(self._window)
         self._given = len(self._context)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode_tokens(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _release(self, new: str, *, final: bool) -> str:
-        """Of the text held back and ``new``, what cannot be part of a stop string any more."""
+    def _release_text(self, new: str, *, final: bool) -> str:
+        """Give out the text held back and ``new``, but for an end that may begin a stop string."""
         if self.stopped:
             return ""
         text = self._held + new
@@ -88,16 +88,16 @@ class Detokenizer:
         if met:
             self.stopped, self._held = True, ""
             return text[: min(met)]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = 0 if final else max((_stop_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _unfinished(text: str) -> int:
+def _count_incomplete(text: str) -> int:
     """How many characters at the end of ``text`` may be parts of one that is not complete yet."""
     return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
-def _overlap(text: str, stop: str) -> int:
+def _stop_overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that ``stop`` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,7 @@
 """Whether blocks that the pool has are worth loading: where the pool is slow, computing them is quicker.
 
-Learned from what loads and steps took lately. Until enough is known, and now and then after that, blocks are loaded.
+Learned from the time that loads and steps took lately. Until enough is known, and now and then after that,
+blocks are loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import deque
 __all__ = ["LoadOrCompute"]
 
 # The quickest of so many loads counts: one that stalled says little about the pool, all of them say enough.
-_LOADS = 4
+_NUM_LOADS = 4
 # After so many decisions to compute a load is tried again: the pool may have recovered.
 _TRY_AGAIN_AFTER = 15
 # Steps count half when this many prompt tokens were computed after them.
@@ -22,8 +23,8 @@ _NEGLIGIBLE_SECONDS = 0.05
 class LoadOrCompute:
     """Compares loading with computing.
 
-    ``loaded`` and ``should_load`` are called by whoever loads, ``computed`` by whoever computes; no lock is needed
-    between the two, for neither minds a figure that is a step old.
+    ``record_load`` and ``should_load`` are for the thread that loads, ``record_step`` for the one that computes; no
+    lock is needed between the two, for neither minds a figure that is a step old.
 
     Args:
         block_size: tokens in a block.
@@ -31,16 +32,16 @@ class LoadOrCompute:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._seconds_per_block: deque[float] = deque(maxlen=_LOADS)
+        self._seconds_per_block: deque[float] = deque(maxlen=_NUM_LOADS)
         self._seconds_per_token: float | None = None
         self._times_skipped = 0
 
-    def loaded(self, num_blocks: int, seconds: float) -> None:
+    def record_load(self, num_blocks: int, seconds: float) -> None:
         """``num_blocks`` arrived in so many seconds; where none did, ``GuardedBackend`` sees to it."""
         if num_blocks:
             self._seconds_per_block.append(seconds / num_blocks)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def record_step(self, num_tokens: int, seconds: float) -> None:
         """A step with chunks of prompts took so many seconds for ``num_tokens`` tokens."""
         latest = seconds / num_tokens
         known = latest if self._seconds_per_token is None else self._seconds_per_token
@@ -48,10 +49,10 @@ class LoadOrCompute:
 
     def should_load(self, num_blocks: int, num_running: int) -> bool:
         """Whether to load ``num_blocks``, or to compute their tokens, which would delay ``num_running`` others too."""
-        if len(self._seconds_per_block) < _LOADS or self._seconds_per_token is None:
+        if len(self._seconds_per_block) < _NUM_LOADS or self._seconds_per_token is None:
             return True
         load = num_blocks * min(self._seconds_per_block)
-        # A load runs beside whatever is computed; computing is in everybody's way.
+        # A load runs beside all computing; computing is in everybody's way.
         compute = num_blocks * self._block_size * self._seconds_per_token * (1 + num_running)
         if load <= max(compute, _NEGLIGIBLE_SECONDS) or self._times_skipped == _TRY_AGAIN_AFTER:
             self._times_skipped = 0

@@ -1,4 +1,4 @@
-"""Where an instance's log goes: ``$FD_LOG_DIR/api_server.log`` and, for what an operator must see, the console."""
+"""Where an instance's log goes: ``$FD_LOG_DIR/api_server.log`` and, for warnings and errors, the console."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ in seconds, the same bytes every time. Three properties are built in, because sh
   wrong byte in a cached block changes the words that follow.
 - Answers are readable, and survive a round trip: only whole English words are ever likely, and each is one
   token with its leading space, so the text of an answer, put back into a conversation, encodes to the very
-  ids that were generated. That is what lets turn 2 find the blocks that turn 1 generated.
+  ids that were generated. So turn 2 finds the blocks that turn 1 generated.
 - A choice is a choice: the best logit leads the second by far more than float32 rounding, so answers do not
   depend on how the work was cut into batches and blocks.
 
@@ -43,7 +43,7 @@ HIDDEN, LAYERS, INTERMEDIATE = 512, 8, 1408
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_POSITIONS = 32768
 
-# Standard deviations of what leaves a part, for inputs of deviation 1. Chosen by measurement: 70 to 90
+# Standard deviations of a part's outputs, for inputs of deviation 1. Chosen by measurement: 70 to 90
 # different words in 100, from prompts of 3 to 8,000 tokens; rounding moves a logit by 2e-5 where the best
 # leads by 0.6 (median).
 ATTENTION_SCORE = 2.2
@@ -52,14 +52,14 @@ MLP_OUT = 0.7
 LOGIT = 3.0
 
 # The residual stream's channel 0 is 1 for every token and no layer writes to it, so the output layer can use
-# it as a bias: whatever is not a word of WORDS is pushed out of reach of any sampling temperature.
+# it as a bias: every token that is no word of WORDS is pushed out of reach of any sampling temperature.
 CONSTANT_CHANNEL = 0
 NOT_A_WORD = -100.0
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 SPACE = "Ġ"  # how byte-level vocabularies write the byte 0x20
-# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer, whatever its file says: so say the same.
+# transformers gives a qwen2 checkpoint Qwen2's own pre-tokenizer instead of the one in its file: so have the same.
 QWEN2_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -165,10 +165,10 @@ def _holds_this_model(folder: Path) -> bool:
 
 
 def _write_checkpoint(folder: Path) -> None:
-    tokenizer = _tokenizer()
+    tokenizer = _build_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(dict(_tensors(vocab_size)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_draw_tensors(vocab_size)), folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", _model_config(tokenizer))
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))
@@ -178,7 +178,7 @@ def _write_checkpoint(folder: Path) -> None:
     _write_json(folder / STAMP, {"model": MODEL_NAME, "version": MODEL_VERSION, "bytes": sizes})
 
 
-def _tokenizer() -> Tokenizer:
+def _build_tokenizer() -> Tokenizer:
     """Byte-level BPE with the rules of Qwen2's, and merges that spell exactly the words of ``WORDS``.
 
     Merges only ever lengthen a word from its leading space, so no order of merging can end anywhere else: a
@@ -204,19 +204,19 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _draw_tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Every tensor of the checkpoint by its transformers name, drawn in this order from one frozen stream.
 
     ``RandomState`` is frozen by numpy's promise: the same seed gives the same numbers in every version.
     """
     stream = np.random.RandomState(SEED)
 
-    def uniform(rows: int, columns: int, deviation: float) -> NDArray[np.float32]:
+    def draw_uniform(rows: int, columns: int, deviation: float) -> NDArray[np.float32]:
         bound = deviation * math.sqrt(3.0)
         return ((2.0 * stream.random_sample((rows, columns)) - 1.0) * bound).astype(np.float32)
 
     def writes_to_residual(columns: int, deviation: float) -> NDArray[np.float32]:
-        weight = uniform(HIDDEN, columns, deviation)
+        weight = draw_uniform(HIDDEN, columns, deviation)
         weight[CONSTANT_CHANNEL] = 0.0
         return weight
 
@@ -225,19 +225,19 @@ def _tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     score = math.sqrt(ATTENTION_SCORE) * fan_in
     kv = KV_HEADS * HEAD_DIM
 
-    embedding = uniform(vocab_size, HIDDEN, 1.0)
+    embedding = draw_uniform(vocab_size, HIDDEN, 1.0)
     embedding[:, CONSTANT_CHANNEL] = 1.0
     yield "model.embed_tokens.weight", embedding
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         yield f"{layer}.input_layernorm.weight", ones
         for name, rows, deviation in (("q", HIDDEN, score), ("k", kv, score), ("v", kv, fan_in)):
-            yield f"{layer}.self_attn.{name}_proj.weight", uniform(rows, HIDDEN, deviation)
-            yield f"{layer}.self_attn.{name}_proj.bias", uniform(1, rows, 0.1)[0]
+            yield f"{layer}.self_attn.{name}_proj.weight", draw_uniform(rows, HIDDEN, deviation)
+            yield f"{layer}.self_attn.{name}_proj.bias", draw_uniform(1, rows, 0.1)[0]
         yield f"{layer}.self_attn.o_proj.weight", writes_to_residual(HIDDEN, ATTENTION_OUT * fan_in)
         yield f"{layer}.post_attention_layernorm.weight", ones
         for name in ("gate", "up"):
-            yield f"{layer}.mlp.{name}_proj.weight", uniform(INTERMEDIATE, HIDDEN, fan_in)
+            yield f"{layer}.mlp.{name}_proj.weight", draw_uniform(INTERMEDIATE, HIDDEN, fan_in)
         yield (
             f"{layer}.mlp.down_proj.weight",
             writes_to_residual(INTERMEDIATE, MLP_OUT / math.sqrt(INTERMEDIATE)),
@@ -245,7 +245,7 @@ def _tensors(vocab_size: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     yield "model.norm.weight", ones
     first_word = vocab_size - len(WORDS)
     head = np.zeros((vocab_size, HIDDEN), dtype=np.float32)
-    head[first_word:] = uniform(len(WORDS), HIDDEN, LOGIT * fan_in)
+    head[first_word:] = draw_uniform(len(WORDS), HIDDEN, LOGIT * fan_in)
     head[:first_word, CONSTANT_CHANNEL] = NOT_A_WORD
     yield "lm_head.weight", head
 

@@ -1,4 +1,4 @@
-"""What an instance tells Prometheus; FastDeploy's names where it has them, ``kvstore_`` before our own."""
+"""The metrics of an instance, for Prometheus; FastDeploy's names where it has them, ``kvstore_`` before our own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.running = self._gauge("fastdeploy:num_requests_running", "Requests in the running batch")
-        self.waiting = self._gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
-        self.cache_usage = self._gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
-        self.available_blocks = self._gauge("fastdeploy:available_gpu_block_num", "KV blocks nobody holds")
-        self.reserved_blocks = self._gauge(
+        self.running = self._add_gauge("fastdeploy:num_requests_running", "Requests in the running batch")
+        self.waiting = self._add_gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
+        self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
+        self.available_blocks = self._add_gauge("fastdeploy:available_gpu_block_num", "KV blocks nobody holds")
+        self.reserved_blocks = self._add_gauge(
             "kvstore_reserved_blocks",
             "KV blocks kept for hand-overs that run, or that were given up and may still write",
         )
@@ -29,40 +29,40 @@ class EngineMetrics:
             registry=self.registry,
         )
         for way in ("direct", "pool", "computed"):
-            self.handed_over.labels(way)  # so that what has not happened yet reads 0
-        self.handed_over_bytes = self._counter(
+            self.handed_over.labels(way)  # so that a way that has not been taken yet reads 0
+        self.handed_over_bytes = self._add_counter(
             "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
         )
-        self.pending_saves = self._gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
-        self.pool_open = self._gauge("kvstore_pool_open", "1 when the pool has been joined")
-        self.prompt_tokens = self._counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
-        self.generated_tokens = self._counter("fastdeploy:generation_tokens", "Tokens generated")
-        self.own_cached_tokens = self._counter(
+        self.pending_saves = self._add_gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
+        self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
+        self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
+        self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
+        self.own_cached_tokens = self._add_counter(
             "fastdeploy:prefix_gpu_cache_token_num", "Prompt tokens found in this instance's own cache"
         )
-        self.pool_cached_tokens = self._counter(
+        self.pool_cached_tokens = self._add_counter(
             "kvstore_pool_cached_tokens", "Prompt tokens read from the pool instead of computed"
         )
-        self.saved_blocks = self._counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
-        self.unsaved_blocks = self._counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
+        self.saved_blocks = self._add_counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
+        self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
         self.finished = Counter(
             "kvstore_requests_finished",
             "Requests ended, by finish reason",
             ["reason"],
             registry=self.registry,
         )
-        self.preemptions = self._counter("kvstore_preemptions", "Sequences whose blocks were taken to go on")
-        self.first_token = self._histogram("fastdeploy:time_to_first_token_seconds", "Arrival to first token")
-        self.output_token = self._histogram(
+        self.preemptions = self._add_counter("kvstore_preemptions", "Sequences whose blocks were taken to go on")
+        self.first_token = self._add_histogram("fastdeploy:time_to_first_token_seconds", "Arrival to first token")
+        self.output_token = self._add_histogram(
             "fastdeploy:time_per_output_token_seconds", "Mean time between a request's later tokens"
         )
-        self.latency = self._histogram("fastdeploy:e2e_request_latency_seconds", "Arrival to last token")
+        self.latency = self._add_histogram("fastdeploy:e2e_request_latency_seconds", "Arrival to last token")
 
-    def _gauge(self, name: str, text: str) -> Gauge:
+    def _add_gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
+    def _add_counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
+    def _add_histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
-from engine.attention.retrieval import Lookup, Retrieval
+from engine.attention.retrieval import Retrieval, SparseState
 from engine.packed_linear import pack_linears
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 LAYOUT = "layer,kv,head,token,dim"
 
-# What else a generation_config.json may say that changes transformers' greedy answers, and where it changes nothing.
-_NOT_HONOURED = {
+# Other settings of a generation_config.json that change transformers' greedy answers, and where they change nothing.
+_IGNORED_SETTINGS = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "encoder_no_repeat_ngram_size": 0,
@@ -102,7 +102,7 @@ def load_model_config(folder: str) -> Any:
 
 
 def check_length(folder: str, config: Any, max_model_len: int) -> None:
-    """Sequences of ``max_model_len`` tokens must be within what the model knows, and its RoPE fixed within it.
+    """Sequences of ``max_model_len`` tokens must be within the model's positions, and its RoPE fixed within them.
 
     transformers chooses the frequencies of "longrope" for a whole forward pass, by the furthest position in it: one
     long sequence would turn the keys of all that run beside it. Up to the length the model was first trained for
@@ -139,7 +139,7 @@ class ModelRunner:
     """
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
-        paged.register()
+        paged.register_attention()
         self._folder = folder
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
@@ -168,7 +168,7 @@ class ModelRunner:
         )
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.repetition_penalty = _repetition_penalty(folder, self.model.generation_config)
-        _warn_of_what_is_not_honoured(folder, self.model.generation_config)
+        _warn_of_ignored_settings(folder, self.model.generation_config)
         self.kv = torch.empty(0)
         self.retrieval: Retrieval | None = None
 
@@ -197,7 +197,7 @@ class ModelRunner:
         batch = paged.PagedBatch(self.kv, [paged.ChunkShape(0, 1, [0])])
         reason = ""
         try:
-            self._forward(batch, [0], batch.last_rows)
+            self._compute_logits(batch, [0], batch.last_rows)
         except Exception as exc:  # each architecture fails in its own way
             reason = str(exc).strip().splitlines()[0]
         self.kv[0] = 0
@@ -229,7 +229,7 @@ class ModelRunner:
         batch = paged.PagedBatch(
             self.kv,
             [
-                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, self._lookup(c))
+                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, self._sparse_state(c))
                 for c in chunks
             ],
             self.retrieval,
@@ -240,21 +240,22 @@ class ModelRunner:
             token_ids += chunk.sequence.token_ids[start : start + chunk.num_tokens]
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
         # Only the rows whose next token is wanted go through the vocabulary projection.
-        logits = self._forward(batch, token_ids, batch.last_rows[sampling] if sampling else batch.last_rows[:1])
+        rows = batch.last_rows[sampling] if sampling else batch.last_rows[:1]
+        logits = self._compute_logits(batch, token_ids, rows)
         if not sampling:
             return []
         sequences = [chunks[i].sequence for i in sampling]
         return sample(logits, sequences, self.eos_token_ids, self.repetition_penalty)
 
-    def _lookup(self, chunk: Chunk) -> Lookup | None:
-        """How the chunk looks blocks up. Prompts are computed exactly, to the last token, however they are chunked."""
+    def _sparse_state(self, chunk: Chunk) -> SparseState | None:
+        """How the chunk looks blocks up, if it does; prompts, cut into any chunks, are computed exactly."""
         sequence = chunk.sequence
         if self.retrieval is None or sequence.regime is Regime.DENSE or not sequence.is_decoding:
             return None
-        return self.retrieval.lookup(sequence)
+        return self.retrieval.state_of(sequence)
 
     @torch.inference_mode()
-    def _forward(self, batch: paged.PagedBatch, token_ids: list[int], rows: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, batch: paged.PagedBatch, token_ids: list[int], rows: torch.Tensor) -> torch.Tensor:
         """The logits of these rows of the step's row of tokens, ``[rows, vocabulary]``."""
         output = self.model(
             input_ids=torch.tensor([token_ids], device=self.device),
@@ -297,9 +298,9 @@ def _repetition_penalty(folder: str, generation_config: Any) -> float:
     return float(penalty)
 
 
-def _warn_of_what_is_not_honoured(folder: str, generation_config: Any) -> None:
-    values = {name: getattr(generation_config, name, None) for name in _NOT_HONOURED}
-    names = [name for name, value in values.items() if value not in (None, [], _NOT_HONOURED[name])]
+def _warn_of_ignored_settings(folder: str, generation_config: Any) -> None:
+    values = {name: getattr(generation_config, name, None) for name in _IGNORED_SETTINGS}
+    names = [name for name, value in values.items() if value not in (None, [], _IGNORED_SETTINGS[name])]
     if names:
         log.warning(
             "Greedy answers may not be transformers': what the generation_config.json of %s says of %s is not done",

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["PackedLinear", "filled_up", "pack_linears"]
+__all__ = ["PackedLinear", "pack_linears", "round_up_rows"]
 
 
 class PackedLinear(torch.nn.Module):
-    """Computes what ``linear`` does, for float32 on CPU; inference only.
+    """Computes the same as ``linear``, for float32 on CPU; inference only.
 
     Args:
         linear: its weight is copied into oneDNN's own order.
@@ -34,13 +34,13 @@ class PackedLinear(torch.nn.Module):
         """``[..., in_features]`` -> ``[..., out_features]``."""
         rows = inputs.numel() // self.in_features
         filled = inputs.reshape(rows, self.in_features)
-        if added := filled_up(rows) - rows:
+        if added := round_up_rows(rows) - rows:
             filled = torch.nn.functional.pad(filled, (0, 0, 0, added))
         outputs: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled, self._weight, self.bias, "none", [], "")
         return outputs[:rows].view(*inputs.shape[:-1], self.out_features)
 
 
-def filled_up(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """The number of rows that are computed for ``rows``: the same up to 16, then one of eight for each doubling."""
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step

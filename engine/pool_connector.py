@@ -182,7 +182,7 @@ class PoolConnector:
     def _timed_load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
         start = time.monotonic()
         loaded = self._load(hashes, blocks)
-        self.load_or_compute.loaded(loaded, time.monotonic() - start)
+        self.load_or_compute.record_load(loaded, time.monotonic() - start)
         return loaded
 
     def _load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:

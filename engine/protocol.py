@@ -1,8 +1,8 @@
-"""OpenAI's request bodies, checked, and the shape of its answers and errors.
+"""OpenAI's request bodies, checked, and the shape of its responses and errors.
 
 Fields that we do not know are let through unread: clients send many that need no support to be harmless. Fields
-that would change the answer and that we cannot honour are refused, unless they say what holds anyway. ``null`` is as
-good as no field. An instance serves one model, whatever ``model`` says (as FastDeploy's does).
+that would change the answer and that we cannot honour are refused, unless their value changes nothing. ``null`` is as
+good as no field. An instance serves one model and does not look at ``model`` (nor does FastDeploy's).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = [
     "DetokenizeBody",
     "GenerationBody",
     "TokenizeBody",
+    "build_usage",
     "error_body",
     "parse_body",
+    "quote_short",
     "sampling_params",
-    "short",
-    "usage",
 ]
 
 
-_MOST_STOPS = 16
+_MAX_STOPS = 16
 
 
 class ApiError(Exception):
@@ -64,19 +64,19 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, fields: Any) -> Any:
-        """OpenAI's schema lets clients write out what they do not give."""
+        """Drop fields that are null: OpenAI's schema lets clients write them instead of leaving them out."""
         return {name: v for name, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
 class StreamOptions(_Body):
-    """What a stream carries beside the text."""
+    """Usage in a stream: at its end, or with each event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class DisaggregateInfo(_Body):
-    """What the router says of a prefill/decode pair; the fields we need of it (FastDeploy's contract)."""
+    """The prefill/decode pair that the router chose; the fields we need of it (FastDeploy's contract)."""
 
     prefill_ip: str | None = None
     decode_ip: str | None = None
@@ -84,7 +84,7 @@ class DisaggregateInfo(_Body):
 
 
 class ResponseFormat(_Body):
-    """What form the text is to have: any."""
+    """The form of the text: any."""
 
     type: Literal["text"] = "text"
 
@@ -133,8 +133,8 @@ class GenerationBody(_Body):
     @classmethod
     def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
         """The text of each token is searched for each of them."""
-        if isinstance(stop, list) and len(stop) > _MOST_STOPS:
-            raise PydanticCustomError("too_long", f"Input should be at most {_MOST_STOPS} strings")
+        if isinstance(stop, list) and len(stop) > _MAX_STOPS:
+            raise PydanticCustomError("too_long", f"Input should be at most {_MAX_STOPS} strings")
         return stop
 
     def num_logprobs(self) -> int | None:
@@ -196,26 +196,28 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     """Check a body.
 
     Raises:
-        ApiError: 400 with one sentence naming the field, what it was and what it should be.
+        ApiError: 400 with one sentence naming the field, its value and the value that it should have.
     """
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
         raise ApiError(400, f"the body is not JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, but it is {short(value)}")
+        raise ApiError(400, f"the body must be a JSON object, but it is {quote_short(value)}")
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
         # Of a union every member objects; the one that got furthest into the value was meant.
         errors = exc.errors(include_url=False)
-        param, error = max(((_path(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0]))
+        param, error = max(
+            ((_path_of_fault(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0])
+        )
         name = ".".join(map(str, param))
-        given = "" if error["type"] == "missing" else f", but it is {short(error['input'])}"
+        given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
         raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
 
 
-def _path(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
+def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
     """The client's own path to a fault: pydantic's location also names the members of unions."""
     path: list[int | str] = []
     for part in location:
@@ -225,8 +227,8 @@ def _path(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
     return path or [location[0]]
 
 
-def short(value: object) -> str:
-    """What a client sent, so that it fits in a sentence."""
+def quote_short(value: object) -> str:
+    """A value that a client sent, cut so that it fits in a sentence."""
     try:
         text = orjson.dumps(value).decode()
     except orjson.JSONEncodeError:  # nested deeper than it writes, though not than it reads
@@ -255,10 +257,10 @@ def sampling_params(body: GenerationBody, *, max_tokens: int) -> SamplingParams:
     )
 
 
-def usage(
+def build_usage(
     prompt: int, completion: int, own_cached: int, pool_cached: int, blocks: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """OpenAI's usage object, and beside ``cached_tokens`` where those came from; all in tokens.
+    """OpenAI's usage object, and beside ``cached_tokens`` the caches that had them; all in tokens.
 
     Args:
         blocks: of an answer that looked KV blocks up, how many it read of how many, summed over steps and layers.

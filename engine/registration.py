@@ -12,13 +12,13 @@ import httpx
 
 from kvstore_backend import ConfigError
 
-__all__ = ["host_ip_towards", "keep_registered", "router_url"]
+__all__ = ["host_ip_towards", "router_url", "send_heartbeats"]
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 # Until the first registration has worked, and after one has failed.
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
@@ -57,26 +57,28 @@ def host_ip_towards(url: str) -> str:
         return own
 
 
-async def keep_registered(router: str, instance: dict[str, Any]) -> None:
+async def send_heartbeats(router: str, instance: dict[str, Any]) -> None:
     """Register ``instance`` at ``router`` again and again, until cancelled.
 
     Args:
         router: ``router_url(...)``.
         instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
     """
-    said: str | None = None
+    reported: str | None = None
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         while True:
             try:
-                card = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}
-                answer = await client.post(f"{router}/register", json=card)
-                problem = "" if answer.status_code == 200 else f"it answered {answer.status_code}: {answer.text[:200]}"
+                payload = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}
+                response = await client.post(f"{router}/register", json=payload)
+                problem = (
+                    "" if response.status_code == 200 else f"it answered {response.status_code}: {response.text[:200]}"
+                )
             except (httpx.HTTPError, OSError) as exc:
                 problem = f"{type(exc).__name__}: {exc}"
-            if problem != said:
+            if problem != reported:
                 if problem:
                     log.warning("Cannot register at router %s, and trying again: %s", router, problem)
                 else:
                     log.info("Registered at router %s", router)
-                said = problem
-            await asyncio.sleep(_RETRY_SECONDS if problem else HEARTBEAT_SECONDS)
+                reported = problem
+            await asyncio.sleep(RETRY_SECONDS if problem else HEARTBEAT_SECONDS)

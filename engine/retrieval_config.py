@@ -1,6 +1,6 @@
 """Sizes of sparse attention, each in one place. Free of tensors.
 
-A long sequence's KV is three parts: initial blocks and a sliding window, which every step reads, and what lies
+A long sequence's KV is three parts: initial blocks and a sliding window, which every step reads, and the blocks
 between, of which a step reads the best ``topk_percent``::
 
     block   0 .. initial │ initial .. window start │ window start .. last
@@ -15,10 +15,10 @@ from fractions import Fraction
 
 from kvstore_backend import ConfigError
 
-__all__ = ["REPRESENTATIVES", "Reach", "Regime", "RetrievalConfig"]
+__all__ = ["REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
-"""What stands for a block in the index (``engine.attention.block_index``); the first is the default."""
+"""The vectors that can stand for a block in the index (see ``block_index``); the first is the default."""
 
 
 class Regime(enum.Enum):
@@ -32,8 +32,8 @@ class Regime(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Which of a sequence's ``num_blocks`` blocks (the newest may be partly filled) a step may read."""
+class BlockPartition:
+    """A sequence's ``num_blocks`` blocks (the newest may be partly filled) in the parts that one step reads."""
 
     num_blocks: int
     num_initial: int
@@ -98,26 +98,26 @@ class RetrievalConfig:
         if self.dense_layers < 0:
             raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")
 
-    def regime(self, num_prompt_tokens: int) -> Regime:
+    def choose_regime(self, num_prompt_tokens: int) -> Regime:
         """How a sequence with such a prompt decodes."""
         if num_prompt_tokens < self.dense_boundary:
             return Regime.DENSE
         return Regime.SPARSE if num_prompt_tokens <= self.offload_boundary else Regime.OFFLOADED
 
-    def reach(self, context: int, layer: int) -> Reach:
-        """What a step reads in ``layer`` whose newest token is the ``context``-th."""
+    def partition_blocks(self, context: int, layer: int) -> BlockPartition:
+        """The blocks of a sequence for a step in ``layer`` whose newest token is the ``context``-th."""
         num_blocks = -(-context // self.block_size)
         num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
         window_start = max(num_initial, (context - self.local_tokens) // self.block_size)
         num_outside = window_start - num_initial
         if layer < self.dense_layers:
-            return Reach(num_blocks, num_initial, window_start, num_outside)
+            return BlockPartition(num_blocks, num_initial, window_start, num_outside)
         # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
         share = int(Fraction(str(self.topk_percent)) * num_outside)
-        return Reach(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
+        return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
 
-    def most_read(self, max_context: int, layer: int) -> int:
+    def max_blocks_read(self, max_context: int, layer: int) -> int:
         """The most blocks that any step up to ``max_context`` tokens reads in ``layer``."""
         # The window's number of blocks swings by one as blocks fill; all else only grows.
-        reaches = [self.reach(context, layer) for context in range(max(1, max_context - self.block_size), max_context)]
-        return max(reach.num_read for reach in [*reaches, self.reach(max_context, layer)])
+        contexts = range(max(1, max_context - self.block_size), max_context)
+        return max(self.partition_blocks(context, layer).num_read for context in [*contexts, max_context])

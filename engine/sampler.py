@@ -41,26 +41,26 @@ def sample(
     for row, sequence in enumerate(sequences):
         params = sequence.request.params
         if repetition_penalty != 1:
-            _penalize(logits[row], sequence.token_ids, repetition_penalty)
+            _penalize_repetition(logits[row], sequence.token_ids, repetition_penalty)
         if sequence.num_output_tokens < params.min_tokens:
             logits[row, list(eos_token_ids | params.stop_token_ids)] = -torch.inf
     best, likeliest = logits.max(dim=-1)  # where one logit is NaN, that is the best
     return [
-        _choose(logits[row], sequence, token, is_number)
+        _choose_token(logits[row], sequence, token, is_number)
         for row, (sequence, token, is_number) in enumerate(
             zip(sequences, likeliest.tolist(), best.isfinite().tolist(), strict=True)
         )
     ]
 
 
-def _penalize(logits: torch.Tensor, token_ids: SequenceOf[int], penalty: float) -> None:
+def _penalize_repetition(logits: torch.Tensor, token_ids: SequenceOf[int], penalty: float) -> None:
     """As transformers' ``RepetitionPenaltyLogitsProcessor`` does it, after https://arxiv.org/abs/1909.05858."""
     seen = torch.tensor(token_ids, device=logits.device)
     scores = logits[seen]
     logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
-def _choose(logits: torch.Tensor, sequence: Sequence, likeliest: int, is_number: bool) -> Choice:
+def _choose_token(logits: torch.Tensor, sequence: Sequence, likeliest: int, is_number: bool) -> Choice:
     params = sequence.request.params
     if not is_number:
         log.error(
@@ -69,11 +69,11 @@ def _choose(logits: torch.Tensor, sequence: Sequence, likeliest: int, is_number:
         )
         return None
     is_greedy = params.temperature == 0 or params.top_p == 0
-    token = likeliest if is_greedy else _draw(logits, sequence)
-    return token, _logprobs(logits, token, params.logprobs)
+    token = likeliest if is_greedy else _draw_token(logits, sequence)
+    return token, _top_logprobs(logits, token, params.logprobs)
 
 
-def _draw(logits: torch.Tensor, sequence: Sequence) -> int:
+def _draw_token(logits: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.request.params
     assert params.seed is not None, "the entry point gives every sampled request a seed"
     # As differences and in float64, so that a temperature close to 0 makes no infinity of the likeliest.
@@ -89,7 +89,7 @@ def _draw(logits: torch.Tensor, sequence: Sequence) -> int:
     return int(tokens[torch.multinomial(probabilities.cpu(), 1, generator=generator)])
 
 
-def _logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:
+def _top_logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:
     if count is None:
         return None
     log_probabilities = torch.log_softmax(logits, dim=-1)

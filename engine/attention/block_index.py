@@ -1,7 +1,7 @@
 """Which blocks of a long sequence matter to a query: one vector for each block and KV head, searched exactly.
 
-The score of a block is the inner product of its representative with the query. What a representative is made of, for
-a block's keys ``k`` (after RoPE), and what the query ``q`` becomes to meet it:
+The score of a block is the inner product of its representative with the query. How a representative is made, of
+a block's keys ``k`` (after RoPE), and which form the query ``q`` takes to meet it:
 
 ============  ====================  ========================  =================================================
 ``mean``      mean(k)               q                         the method's own
@@ -10,10 +10,11 @@ a block's keys ``k`` (after RoPE), and what the query ``q`` becomes to meet it:
                                                               could have (Quest, Tang et al. 2024)
 ============  ====================  ========================  =================================================
 
-The query heads that share a KV head share what is recalled: each turns its scores into shares (softmax), so that no
+The query heads that share a KV head share the recalled blocks: each turns its scores into shares (softmax), so that no
 head outvotes the others by the length of its query, and a block counts by the greatest share it has of any.
 
-An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approximate index takes longer and misses some.
+An exact search is the fastest here: 1024 blocks take 0.2 ms a head, an approximate index takes longer and misses
+some.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
 
 
 def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
-    """What queries ``[..., head_dim]`` become to be compared with representatives: ``[..., width]``."""
+    """Queries ``[..., head_dim]`` in the form that is compared with representatives: ``[..., width]``."""
     if kind == "mean":
         return queries
     if kind == "mean_std":
@@ -70,12 +71,12 @@ def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class Index(Protocol):
-    """What finds blocks: ``BlockIndex``, or another in its place."""
+    """Finds blocks: ``BlockIndex``, or another in its place."""
 
-    def write(self, row: int, first: int, keys: torch.Tensor) -> None:
+    def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
         """Take in blocks of a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
 
-    def search(
+    def search_blocks(
         self,
         layer: int,
         rows: Sequence[int],
@@ -99,7 +100,7 @@ class Index(Protocol):
 class BlockIndex(Index):
     """The representatives of several sequences, each in a row of its own.
 
-    Ownership: whoever uses a row writes a block before it is searched; nothing needs to be cleared for the next user.
+    Ownership: the user of a row adds a block before searching for it; nothing needs to be cleared for the next user.
 
     Args:
         kind: one of ``REPRESENTATIVES``.
@@ -133,11 +134,11 @@ class BlockIndex(Index):
         """Bytes of all rows."""
         return self._vectors.numel() * self._vectors.element_size()
 
-    def write(self, row: int, first: int, keys: torch.Tensor) -> None:
+    def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
         vectors = representative_of(self.kind, keys).permute(1, 2, 0, 3)
         self._vectors[:, row, :, first : first + len(keys)] = vectors
 
-    def search(
+    def search_blocks(
         self,
         layer: int,
         rows: Sequence[int],
@@ -146,11 +147,11 @@ class BlockIndex(Index):
         scale: float,
     ) -> list[torch.Tensor]:
         first_row, stop_row = min(rows), max(rows) + 1
-        most = max(last for _, last, _ in wanted)
+        max_blocks = max(last for _, last, _ in wanted)
         # A slice of all rows between, searched in vain where a row is not asked for: picking rows out would copy them.
         queries_by_row = queries.new_zeros(stop_row - first_row, *queries.shape[1:])
         queries_by_row[[row - first_row for row in rows]] = queries * scale
-        vectors = self._vectors[layer, first_row:stop_row, :, :most]
+        vectors = self._vectors[layer, first_row:stop_row, :, :max_blocks]
         scores = query_of(self.kind, queries_by_row) @ vectors.transpose(-1, -2)
         return [
             best_blocks(scores[row - first_row, ..., first:last], count)

@@ -1,12 +1,12 @@
 """Sparse attention: a step reads the initial blocks, the window, and of all others those that an index finds best.
 
-What a step reads of a layer lies in one contiguous working set, so that attention is one plain read of it::
+A step reads one contiguous working set of each layer, so that attention is one plain read of it::
 
     slot      0 ............................ n - 1 │ n
     holds     initial, recalled and window blocks  │ the newest block, as far as it is filled
 
-Keys carry their positions (RoPE), so the order of slots means nothing, and a working set is updated only where what
-it should hold has changed: blocks no longer wanted give their slots to those newly wanted. Each KV head chooses for
+Keys carry their positions (RoPE), so the order of slots means nothing, and a working set is updated only where other
+blocks are wanted than before: blocks no longer wanted give their slots to those newly wanted. Each KV head chooses for
 itself, so a slot holds different blocks for different heads.
 
 A working set is a cache. The truth is in KV memory or, of sequences that are offloaded, in host memory; the newest
@@ -23,14 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.block_index import BlockIndex, Index
 from engine.request import Sequence as EngineSequence
-from engine.retrieval_config import Reach, Regime, RetrievalConfig
+from engine.retrieval_config import BlockPartition, Regime, RetrievalConfig
 
-__all__ = ["Lookup", "Retrieval", "WorkingSet"]
+__all__ = ["Retrieval", "SparseState", "WorkingSet"]
 
 log = logging.getLogger(__name__)
 
 # Blocks move through memory that stays in a cache.
-_MOVED_BYTES = 2 << 20
+MAX_MOVED_BYTES = 2 << 20
 
 
 class WorkingSet:
@@ -47,15 +47,15 @@ class WorkingSet:
         self.kv = like.new_empty(2, self._kv_heads, num_slots * self._block_size, head_dim)
         """``[k/v, kv_head, slot * token, head_dim]``."""
         self._pages = self.kv.view(2 * self._kv_heads * num_slots, -1)
-        self._held = torch.full((self._kv_heads, num_slots), -1, dtype=torch.long)
+        self._block_in_slot = torch.full((self._kv_heads, num_slots), -1, dtype=torch.long)
         self.chosen: torch.Tensor | None = None
         """Which of the blocks outside are recalled, ``[kv_head, blocks]``."""
-        self.reach: Reach | None = None
-        """What ``chosen`` was chosen for."""
+        self.partition: BlockPartition | None = None
+        """The sequence's blocks when ``chosen`` was chosen."""
         self._num_full = -1  # slots before the newest block's
 
-    def hold(self, wanted: torch.Tensor, source: torch.Tensor, blocks: torch.Tensor, layer: int) -> int:
-        """Hold exactly the blocks that are wanted.
+    def fill(self, wanted: torch.Tensor, source: torch.Tensor, blocks: torch.Tensor, layer: int) -> int:
+        """Bring in the blocks that are missing, so that it holds exactly the blocks that are wanted.
 
         Args:
             wanted: ``[kv_head, block of the sequence]``, true for equally many blocks of each head.
@@ -66,7 +66,7 @@ class WorkingSet:
             How many blocks of a head were copied.
         """
         count = int(wanted[0].sum())
-        held = self._held[:, :count]
+        held = self._block_in_slot[:, :count]
         kept = (held >= 0) & wanted.gather(1, held.clamp(min=0))
         present = wanted.new_zeros(wanted.shape[0], wanted.shape[1] + 1)  # the last column takes what is not kept
         present.scatter_(1, torch.where(kept, held, wanted.shape[1]), True)
@@ -74,15 +74,15 @@ class WorkingSet:
         heads, missing = (wanted & ~present[:, :-1]).nonzero(as_tuple=True)
         _, slots = (~kept).nonzero(as_tuple=True)
         if len(missing):
-            self._copy(source, layer, blocks[missing], heads, slots)
-            self._held[heads, slots] = missing
-        self._held[:, count:] = -1
+            self._copy_blocks(source, layer, blocks[missing], heads, slots)
+            self._block_in_slot[heads, slots] = missing
+        self._block_in_slot[:, count:] = -1
         if count != self._num_full:
             self._num_full, self._num_newest = count, 0
         return len(missing)
 
-    def append(self, newest: torch.Tensor, filled: int) -> None:
-        """Take in what is new of the newest block: ``[2, kv_head, token, head_dim]``, ``filled`` tokens of it."""
+    def append_newest(self, newest: torch.Tensor, filled: int) -> None:
+        """Take in the new tokens of the newest block ``[2, kv_head, token, head_dim]``; ``filled`` are there."""
         start = self._num_full * self._block_size
         have = self._num_newest if self._num_newest < filled else 0
         self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
@@ -99,27 +99,27 @@ class WorkingSet:
         keys, values = self.kv[:, None, :, :length]
         return scaled_dot_product_attention(queries[None], keys, values, scale=scale)[0]
 
-    def _copy(
+    def _copy_blocks(
         self, source: torch.Tensor, layer: int, blocks: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor
     ) -> None:
         every_page = source.view(-1, self._pages.shape[1])
         kinds = torch.arange(2)[:, None]
         from_pages = (((blocks * self._num_layers + layer) * 2 + kinds) * self._kv_heads + heads).flatten()
         to_pages = ((kinds * self._kv_heads + heads) * self._num_slots + slots).flatten()
-        at_once = max(1, _MOVED_BYTES // (every_page.shape[1] * every_page.element_size()))
+        at_once = max(1, MAX_MOVED_BYTES // (every_page.shape[1] * every_page.element_size()))
         for part in range(0, len(from_pages), at_once):
             moved = every_page.index_select(0, from_pages[part : part + at_once].to(every_page.device))
             to = to_pages[part : part + at_once].to(self._pages.device)
             self._pages.index_copy_(0, to, moved.to(self._pages.device))
 
 
-class Lookup:
+class SparseState:
     """One sequence that decodes sparsely: its row of the index, its blocks in host memory, its working sets."""
 
     def __init__(self, sequence: EngineSequence, row: int, kv: torch.Tensor, config: RetrievalConfig) -> None:
         self.sequence = sequence
         self.row = row
-        self.num_absorbed = 0
+        self.num_indexed = 0
         """Leading blocks that are in the index, and in host memory if the sequence is offloaded."""
         self._kv = kv
         self._config = config
@@ -128,13 +128,13 @@ class Lookup:
         self.host: torch.Tensor | None = None
         if sequence.regime is Regime.OFFLOADED:
             try:
-                self.host = _host_memory(-(-self._max_context // config.block_size), kv)
+                self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
             except RuntimeError as exc:
                 log.warning("No host memory to offload a sequence to; its blocks stay where they are: %s", exc)
                 sequence.regime = Regime.SPARSE
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Tokens up to the one that is being computed, itself included."""
         return self.sequence.num_computed + 1
 
@@ -142,34 +142,36 @@ class Lookup:
         """The layer's; made for all layers when first asked for, large enough to the sequence's end."""
         if not self._sets:
             for i in range(self._kv.shape[1]):
-                self._sets.append(WorkingSet(self._config.most_read(self._max_context, i), self._kv))
+                self._sets.append(WorkingSet(self._config.max_blocks_read(self._max_context, i), self._kv))
         return self._sets[layer]
 
-    def must_choose(self, layer: int, reach: Reach) -> bool:
+    def must_choose(self, layer: int, partition: BlockPartition) -> bool:
         """Whether blocks are to be chosen anew in this step."""
-        before = self.working_set(layer).reach
-        if before is None or before.window_start != reach.window_start:
+        before = self.working_set(layer).partition
+        if before is None or before.window_start != partition.window_start:
             return True
-        return (self.context - self.sequence.num_prompt_tokens) % self._config.stride == 0
+        return (self.context_length - self.sequence.num_prompt_tokens) % self._config.stride == 0
 
-    def attend(self, layer: int, reach: Reach, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """One step's attention of ``queries [kv_head, group, head_dim]``, once the working set knows what is chosen."""
-        held, sequence = self.working_set(layer), self.sequence
-        assert held.chosen is not None
-        wanted = torch.ones(len(held.chosen), reach.num_blocks - 1, dtype=torch.bool)
-        wanted[:, reach.num_initial : reach.window_start] = held.chosen
+    def attend_layer(
+        self, layer: int, partition: BlockPartition, queries: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """One step's attention of queries ``[kv_head, group, head_dim]``, once blocks are chosen."""
+        working_set, sequence = self.working_set(layer), self.sequence
+        assert working_set.chosen is not None
+        wanted = torch.ones(len(working_set.chosen), partition.num_blocks - 1, dtype=torch.bool)
+        wanted[:, partition.num_initial : partition.window_start] = working_set.chosen
         if self.host is None:
             source, blocks = self._kv, torch.tensor(sequence.block_table)
         else:
             source, blocks = self.host, torch.arange(len(self.host))
-        sequence.blocks_copied += held.hold(wanted, source, blocks, layer)
-        held.append(
-            self._kv[sequence.block_table[reach.num_blocks - 1], layer],
-            (self.context - 1) % self._config.block_size + 1,
+        sequence.blocks_copied += working_set.fill(wanted, source, blocks, layer)
+        working_set.append_newest(
+            self._kv[sequence.block_table[partition.num_blocks - 1], layer],
+            (self.context_length - 1) % self._config.block_size + 1,
         )
-        sequence.blocks_read += held.num_blocks
-        sequence.blocks_passed += reach.num_blocks
-        return held.attend(queries, scale)
+        sequence.blocks_read += working_set.num_blocks
+        sequence.blocks_passed += partition.num_blocks
+        return working_set.attend(queries, scale)
 
 
 class Retrieval:
@@ -197,78 +199,81 @@ class Retrieval:
             device=kv.device,
         )
         self._free_rows = set(range(max_num_seqs))
-        self._lookups: dict[EngineSequence, Lookup] = {}
+        self._states: dict[EngineSequence, SparseState] = {}
 
-    def lookup(self, sequence: EngineSequence) -> Lookup:
+    def state_of(self, sequence: EngineSequence) -> SparseState:
         """The state of a sequence that decodes sparsely."""
-        if sequence not in self._lookups:
+        if sequence not in self._states:
             row = min(self._free_rows)
             self._free_rows.remove(row)
-            self._lookups[sequence] = Lookup(sequence, row, self._kv, self.config)
-        return self._lookups[sequence]
+            self._states[sequence] = SparseState(sequence, row, self._kv, self.config)
+        return self._states[sequence]
 
-    def absorb(self, sequence: EngineSequence) -> None:
-        """Take every newly full and computed block into the index; copy it to host memory if it is to be offloaded.
+    def index_blocks(self, sequence: EngineSequence) -> None:
+        """Take every newly full and computed block into the index, and copy it to host memory if it is offloaded.
 
-        It does not matter who computed the blocks: what the index holds is a function of their keys, so those from
+        It does not matter who computed the blocks: the index is a function of their keys alone, so those from
         the pool, a prefix cache or another instance need nothing that would have to come with them.
         """
-        lookup = self.lookup(sequence)
-        first, last = lookup.num_absorbed, sequence.num_computed // self.config.block_size
+        state = self.state_of(sequence)
+        first, last = state.num_indexed, sequence.num_computed // self.config.block_size
         if first >= last:
             return
         # A prompt that was handed over comes as a whole: in pieces, it takes no second memory as large as itself.
-        at_once = max(1, _MOVED_BYTES // (self._kv[0].numel() * self._kv.element_size()))
+        at_once = max(1, MAX_MOVED_BYTES // (self._kv[0].numel() * self._kv.element_size()))
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)
             blocks = self._kv[sequence.block_table[start:stop]]
-            self.index.write(lookup.row, start, blocks[:, :, 0])
-            if lookup.host is not None:
-                lookup.host[start:stop].copy_(blocks, non_blocking=True)
-        lookup.num_absorbed = last
+            self.index.add_blocks(state.row, start, blocks[:, :, 0])
+            if state.host is not None:
+                state.host[start:stop].copy_(blocks, non_blocking=True)
+        state.num_indexed = last
 
-    def keep(self, sequences: Iterable[EngineSequence]) -> None:
+    def forget_all_but(self, sequences: Iterable[EngineSequence]) -> None:
         """Forget all sequences but these."""
-        for sequence in self._lookups.keys() - set(sequences):
-            self._free_rows.add(self._lookups.pop(sequence).row)
+        for sequence in self._states.keys() - set(sequences):
+            self._free_rows.add(self._states.pop(sequence).row)
 
-    def attend(self, layer: int, lookups: Sequence[Lookup], queries: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """One step's attention: queries ``[sequences, kv_heads, group, head_dim]``, and the output's shape too."""
-        reaches = [self.config.reach(lookup.context, layer) for lookup in lookups]
-        choosing = [i for i, lookup in enumerate(lookups) if lookup.must_choose(layer, reaches[i])]
-        self._choose(layer, [lookups[i] for i in choosing], [reaches[i] for i in choosing], queries[choosing], scale)
+    def attend_sparsely(
+        self, layer: int, states: Sequence[SparseState], queries: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """One step's attention of queries ``[sequences, kv_heads, group, head_dim]``; of the same shape."""
+        partitions = [self.config.partition_blocks(state.context_length, layer) for state in states]
+        choosing = [i for i, state in enumerate(states) if state.must_choose(layer, partitions[i])]
+        chosen_for = [partitions[i] for i in choosing]
+        self._choose_blocks(layer, [states[i] for i in choosing], chosen_for, queries[choosing], scale)
         output = torch.empty_like(queries)
-        for i, lookup in enumerate(lookups):
-            output[i] = lookup.attend(layer, reaches[i], queries[i], scale)
+        for i, state in enumerate(states):
+            output[i] = state.attend_layer(layer, partitions[i], queries[i], scale)
         return output
 
-    def _choose(
+    def _choose_blocks(
         self,
         layer: int,
-        lookups: Sequence[Lookup],
-        reaches: Sequence[Reach],
+        states: Sequence[SparseState],
+        partitions: Sequence[BlockPartition],
         queries: torch.Tensor,
         scale: float | None,
     ) -> None:
-        for lookup, reach in zip(lookups, reaches, strict=True):
-            held = lookup.working_set(layer)
-            held.reach = reach
-            held.chosen = torch.ones(queries.shape[1], reach.num_outside, dtype=torch.bool)
-        some = [i for i, reach in enumerate(reaches) if reach.num_recalled < reach.num_outside]
+        for state, partition in zip(states, partitions, strict=True):
+            working_set = state.working_set(layer)
+            working_set.partition = partition
+            working_set.chosen = torch.ones(queries.shape[1], partition.num_outside, dtype=torch.bool)
+        some = [i for i, partition in enumerate(partitions) if partition.num_recalled < partition.num_outside]
         if not some:
             return
-        found = self.index.search(
+        found = self.index.search_blocks(
             layer,
-            [lookups[i].row for i in some],
+            [states[i].row for i in some],
             queries[some],
-            [(reaches[i].num_initial, reaches[i].window_start, reaches[i].num_recalled) for i in some],
+            [(part.num_initial, part.window_start, part.num_recalled) for part in (partitions[i] for i in some)],
             queries.shape[-1] ** -0.5 if scale is None else scale,
         )
         for i, chosen in zip(some, found, strict=True):
-            lookups[i].working_set(layer).chosen = chosen.cpu()
+            states[i].working_set(layer).chosen = chosen.cpu()
 
 
-def _host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
+def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
     """Room for so many blocks of KV memory, which a GPU can copy from and to by itself.
 
     Raises:

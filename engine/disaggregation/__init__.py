@@ -28,21 +28,21 @@ that it computes the prompt itself; to P, that it goes on as if there were no D.
 own claims expires.
 
 **When blocks that D gave up may be used again.** A write that P began may still be under way, and P's bytes must not
-hit a block that has become another's. D keeps given-up blocks in quarantine until
+hit a block that has become another's. D holds given-up blocks back from everybody until
 
 - P says "stopped, clean": TransferEngine's write returns 0 only after D's own end has acknowledged that the bytes are
   in memory, so nothing is under way; or
 - P says "stopped" after a write that failed, or P's connection ends because P's process did: P begins no more, and
-  what it gave to the network before arrives within ``LATE_SECONDS`` more of D's own running time; or
+  bytes that it gave to the network before arrive within ``LATE_SECONDS`` more of D's own running time; or
 - P's connection is lost without a word (TCP keep-alive finds no host there): P may live on behind a broken network,
   where TransferEngine drops a connection without progress after 30 s: ``UNREACHABLE_SECONDS``.
 
-A P that is alive but hung does none of these: its blocks stay in quarantine as long as it hangs. So D never lends more
+A P that is alive but hung does none of these: its blocks are held back as long as it hangs. So D never lends more
 than leaves room for its own longest sequence. Likewise P keeps the blocks that a write reads from until that write has
 returned, however the request ended.
 """
 
-from engine.disaggregation.decode import Handed, HandoverReceiver
+from engine.disaggregation.decode import HandoverReceiver, HandoverResult
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import HandoverSender, hand_over
 from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol
@@ -50,8 +50,8 @@ from engine.disaggregation.wire import Prompt
 
 __all__ = [
     "BlockMemory",
-    "Handed",
     "HandoverReceiver",
+    "HandoverResult",
     "HandoverSender",
     "Prompt",
     "Transfer",

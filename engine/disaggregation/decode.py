@@ -16,14 +16,14 @@ from engine.disaggregation.wire import (
     LINE_LIMIT,
     SILENCE_SECONDS,
     Prompt,
-    decoded_logprobs,
-    decoded_number,
-    receive,
-    send,
+    decode_logprobs,
+    decode_number,
+    receive_message,
+    send_message,
 )
 from engine.scheduler import Reservation
 
-__all__ = ["Handed", "HandoverReceiver"]
+__all__ = ["HandoverReceiver", "HandoverResult"]
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Handed:
-    """P's word on the prompt's KV: where P had it from, in tokens, and where it is now.
+class HandoverResult:
+    """The outcome of a hand-over: where P had the prompt's KV from, in tokens, and where it is now.
 
-    With ``prefilled`` it is in this instance's blocks, which whoever gets this submits or cancels; else in the pool.
+    With ``prefilled`` it is in this instance's blocks, which the request submits or cancels; else in the pool.
     """
 
     own_cached_tokens: int
@@ -55,7 +55,7 @@ class _GivenUp(Exception):
 class _Handover:
     """One connection of P's, and the request that waits for it, if it has come.
 
-    ``reservation`` belongs to this until it goes out in a ``Handed``, and that to whoever takes it.
+    ``reservation`` belongs to this until it goes out in a ``HandoverResult``, from then on to the request.
     """
 
     def __init__(self, prompt: Prompt, memory: BlockMemory | None) -> None:
@@ -64,34 +64,34 @@ class _Handover:
         self.reservation: Reservation | None = None
         self.is_claimed = False
         self.seconds_to_land: float | None = None
-        """Since P said that it writes no more: for how long what it wrote may still arrive."""
+        """For how long bytes of P's may still arrive; None until P has said that it writes no more."""
         self._memory = memory
         self._is_taken = False
-        self._result: asyncio.Future[Handed | None] = loop.create_future()
+        self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
         self._given_up: asyncio.Future[None] = loop.create_future()
 
-    async def take(self) -> Handed | None:
-        """Wait for P's word; None: it is not to be had."""
-        handed = await asyncio.shield(self._result)
+    async def wait_for_result(self) -> HandoverResult | None:
+        """Wait for the outcome; None: there is nothing to go on from. The caller owns its reservation."""
+        result = await asyncio.shield(self._result)
         self._is_taken = True
-        return handed
+        return result
 
-    def settle(self, handed: Handed | None) -> None:
-        """P's word, or that there is none."""
+    def set_result(self, result: HandoverResult | None) -> None:
+        """Tell the request that waits the outcome, unless it has been told one."""
         if self._result.done():
             return
-        self._result.set_result(handed)
+        self._result.set_result(result)
         if self._given_up.done():
-            self._drop()
+            self._drop_result()
 
     def give_up(self) -> None:
-        """Nobody is going to take what comes, or has come and was not taken."""
+        """Nobody is going to wait for the outcome, or take it if it is there already."""
         if not self._given_up.done():
             self._given_up.set_result(None)
-        self._drop()
+        self._drop_result()
 
     async def unless_given_up(self, awaitable: Awaitable[_T]) -> _T:
-        """What ``awaitable`` brings.
+        """Wait for the result of ``awaitable``.
 
         Raises:
             _GivenUp: it was given up first.
@@ -108,21 +108,21 @@ class _Handover:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)  # it may fail before it hears of that
 
-    def _drop(self) -> None:
+    def _drop_result(self) -> None:
         if not self._result.done() or self._is_taken:
             return
         self._is_taken = True
-        handed = self._result.result()
-        if handed and handed.prefilled and self._memory:
-            self._memory.cancel(handed.prefilled.reservation, clear=False)
+        result = self._result.result()
+        if result and result.prefilled and self._memory:
+            self._memory.cancel_reservation(result.prefilled.reservation, clear=False)
 
 
 class HandoverReceiver:
     """D's side of all hand-overs.
 
     Args:
-        memory: what P may write to; None: hand-overs go through the pool only.
-        silence_seconds: how long P may say nothing.
+        memory: the blocks that P may write to; None: hand-overs go through the pool only.
+        silence_seconds: how long P may send nothing.
         expiry_seconds: how long blocks are kept for a request that does not come.
     """
 
@@ -133,12 +133,17 @@ class HandoverReceiver:
         expiry_seconds: float = EXPIRY_SECONDS,
     ) -> None:
         self._memory = memory
-        self._silence = silence_seconds
-        self._expiry = expiry_seconds
+        self._silence_seconds = silence_seconds
+        self._expiry_seconds = expiry_seconds
         self._server: asyncio.Server | None = None
-        # By request id, from whichever comes first, the request or P's connection, until the request has its answer.
+        # By request id, from the first of request and connection until the request has its outcome.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
         self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait for their P, and hand-overs whose request has not come or not taken them yet."""
+        return len(self._pending)
 
     @property
     def port(self) -> int:
@@ -147,20 +152,20 @@ class HandoverReceiver:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def start(self, connector: socket.socket) -> None:
+    async def start_listening(self, connector: socket.socket) -> None:
         """Listen on a bound socket."""
-        self._server = await asyncio.start_server(self._accept, sock=connector, limit=LINE_LIMIT)
+        self._server = await asyncio.start_server(self._on_connection, sock=connector, limit=LINE_LIMIT)
 
-    async def close(self) -> None:
+    async def stop_listening(self) -> None:
         """Stop listening."""
         if self._server is not None:
             self._server.close()
 
-    async def wait(self, request_id: str, prompt: Prompt) -> Handed | None:
-        """What P says of this request's prompt; None when D is to compute it itself."""
-        begun, is_first = self._future(request_id), True
+    async def wait_for_prompt(self, request_id: str, prompt: Prompt) -> HandoverResult | None:
+        """Wait until P has handed this request's prompt over; None when D is to compute it itself."""
+        begun, is_first = self._find_or_add(request_id), True
         try:
-            handover = await asyncio.wait_for(asyncio.shield(begun), self._silence)
+            handover = await asyncio.wait_for(asyncio.shield(begun), self._silence_seconds)
             if handover.is_claimed:
                 log.warning("%s: another request has this id, too; computing the prompt here", request_id)
                 is_first = False
@@ -169,72 +174,74 @@ class HandoverReceiver:
             if handover.prompt != prompt:
                 log.warning("%s: the prefill instance has another prompt; computing the prompt here", request_id)
                 return None
-            return await handover.take()
+            return await handover.wait_for_result()
         except asyncio.TimeoutError:
             log.warning(
-                "%s: no word of a prefill instance in %g s; computing the prompt here", request_id, self._silence
+                "%s: no word of a prefill instance in %g s; computing the prompt here",
+                request_id,
+                self._silence_seconds,
             )
             return None
         finally:
             if is_first:
-                self._forget(request_id, begun)
+                self._forget_request(request_id, begun)
 
-    def _future(self, request_id: str) -> asyncio.Future[_Handover]:
+    def _find_or_add(self, request_id: str) -> asyncio.Future[_Handover]:
         if request_id not in self._pending:
             self._pending[request_id] = asyncio.get_running_loop().create_future()
         return self._pending[request_id]
 
-    def _forget(self, request_id: str, begun: asyncio.Future[_Handover]) -> None:
-        """The request has its answer, or is not going to come: what was not taken is given up."""
+    def _forget_request(self, request_id: str, begun: asyncio.Future[_Handover]) -> None:
+        """The request has its outcome, or is not going to come: give up a hand-over that it did not take."""
         if self._pending.get(request_id) is begun:
             del self._pending[request_id]
         if begun.done():
             begun.result().give_up()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Left to asyncio, Python 3.11 reports a task that is cancelled at the process's end as an error of ours.
-        serving = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        serving = asyncio.get_running_loop().create_task(self._serve_connection(reader, writer))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request_id, handover = "?", None
         try:
             _keep_alive(writer)
-            first = await receive(reader, self._silence)
+            first = await receive_message(reader, self._silence_seconds)
             if first["type"] != "begin" or not isinstance(first.get("request_id"), str):
                 raise ValueError(f"expected a begin message, got {str(first)[:200]}")
             request_id, handover = first["request_id"], _Handover(Prompt.from_message(first), self._memory)
-            self._announce(request_id, handover)
-            await handover.unless_given_up(self._reserve(first, handover, writer))
-            handover.settle(await handover.unless_given_up(self._outcome(reader, writer, handover)))
+            self._announce_handover(request_id, handover)
+            await handover.unless_given_up(self._answer_begin(first, handover, writer))
+            handover.set_result(await handover.unless_given_up(self._receive_result(reader, writer, handover)))
         except _GivenUp as exc:
             log.info("%s: the hand-over was given up: %s", request_id, exc)
-        except Exception as exc:  # whatever P, or a stranger, sends or fails to send
+        except Exception as exc:  # P, or a stranger, may send anything
             log.warning(
                 "%s: the hand-over broke off (%s: %s); computing the prompt here", request_id, type(exc).__name__, exc
             )
         finally:
             if handover is not None:
-                handover.settle(None)
-                await self._free(handover, reader, writer)
+                handover.set_result(None)
+                await self._give_back(handover, reader, writer)
             writer.close()
 
-    def _announce(self, request_id: str, handover: _Handover) -> None:
+    def _announce_handover(self, request_id: str, handover: _Handover) -> None:
         """Let the request have it: one that waits, or one that is still on its way from the router."""
-        begun = self._future(request_id)
+        begun = self._find_or_add(request_id)
         if begun.done():  # two begin with one id: the later one is for nobody
             handover.give_up()
             return
         begun.set_result(handover)
 
-        def expire() -> None:
+        def on_expiry() -> None:
             if not handover.is_claimed:
-                self._forget(request_id, begun)
+                self._forget_request(request_id, begun)
 
-        asyncio.get_running_loop().call_later(self._expiry, expire)
+        asyncio.get_running_loop().call_later(self._expiry_seconds, on_expiry)
 
-    async def _reserve(self, first: dict[str, Any], handover: _Handover, writer: asyncio.StreamWriter) -> None:
+    async def _answer_begin(self, first: dict[str, Any], handover: _Handover, writer: asyncio.StreamWriter) -> None:
         """Answer "begin" with "reserved" or "refused"."""
         memory, reason = self._memory, ""
         if memory is None:
@@ -242,73 +249,79 @@ class HandoverReceiver:
         elif different := [name for name, value in memory.terms.items() if first.get(name) != value]:
             reason = f"another {' and '.join(different)}"
         else:
-            handover.reservation = await memory.reserve(handover.prompt)
+            handover.reservation = await memory.reserve_blocks(handover.prompt)
             if handover.reservation is None:
                 reason = "no room"
         if memory is None or handover.reservation is None:
-            send(writer, "refused", reason=reason)
+            send_message(writer, "refused", reason=reason)
             return
-        target = memory.target(handover.reservation)
-        send(writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached)
+        target = memory.locate_target(handover.reservation)
+        send_message(
+            writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
+        )
 
-    async def _outcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handover: _Handover) -> Handed:
+    async def _receive_result(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handover: _Handover
+    ) -> HandoverResult:
+        """Follow P's messages until the prompt's KV is here, or in the pool."""
         while True:
-            message = await receive(reader, self._silence)
+            message = await receive_message(reader, self._silence_seconds)
             if message["type"] == "saved":
-                return _handed(message, handover.prompt, None)
+                return _parse_result(message, handover.prompt, None)
             if message["type"] == "ready":
-                handed = _handed(message, handover.prompt, await self._landed(message, handover))
-                if handed.prefilled is not None:
+                result = _parse_result(message, handover.prompt, await self._verify_prompt(message, handover))
+                if result.prefilled is not None:
                     handover.reservation = None
-                    send(writer, "accepted")
-                    return handed
-                send(writer, "rejected")
+                    send_message(writer, "accepted")
+                    return result
+                send_message(writer, "rejected")
             elif message["type"] == "stopped":
                 handover.seconds_to_land = _seconds_to_land(message)
             elif message["type"] != "alive":
                 raise ValueError(str(message.get("reason", message))[:200])
 
-    async def _landed(self, message: dict[str, Any], handover: _Handover) -> Prefilled | None:
-        """What P has written, if every block of it is what P sent."""
+    async def _verify_prompt(self, message: dict[str, Any], handover: _Handover) -> Prefilled | None:
+        """The prompt that P has written, if every block of it has the digest that P sent."""
         reservation, memory = handover.reservation, self._memory
         if memory is None or reservation is None:
             raise ValueError("the prefill instance is ready, but was lent no blocks")
-        token = decoded_number(message["token"], memory.vocab_size)
-        logprobs = decoded_logprobs(message["logprobs"], memory.vocab_size)
-        if not await memory.verify(reservation, message["digests"]):
+        token = decode_number(message["token"], memory.vocab_size)
+        logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
+        if not await memory.verify_blocks(reservation, message["digests"]):
             log.warning("Blocks that a prefill instance wrote are not what it sent; they are not used")
             return None
         return Prefilled(reservation, token, logprobs)
 
-    async def _free(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give a reservation that was not used back, once nobody can write to it any more."""
         if handover.reservation is None or self._memory is None:
             return
-        send(writer, "given_up")
+        send_message(writer, "given_up")
         seconds = handover.seconds_to_land
         if seconds is None:
-            seconds = await _until_stopped(reader)
+            seconds = await _wait_for_stop(reader)
         # In ticks of this loop's own running time: if this process hangs, so do the threads that take in late bytes.
         for _ in range(int(10 * seconds)):
             await asyncio.sleep(0.1)
-        self._memory.cancel(handover.reservation, clear=True)
+        self._memory.cancel_reservation(handover.reservation, clear=True)
 
 
-def _handed(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled | None) -> Handed:
-    own = decoded_number(message["own_cached_tokens"], prompt.num_tokens + 1)
-    pool = decoded_number(message["pool_cached_tokens"], prompt.num_tokens - own + 1)
-    return Handed(own, pool, prefilled)
+def _parse_result(message: dict[str, Any], prompt: Prompt, prefilled: Prefilled | None) -> HandoverResult:
+    """Read a "ready" or a "saved" whose author is not trusted."""
+    own = decode_number(message["own_cached_tokens"], prompt.num_tokens + 1)
+    pool = decode_number(message["pool_cached_tokens"], prompt.num_tokens - own + 1)
+    return HandoverResult(own, pool, prefilled)
 
 
 def _seconds_to_land(stopped: dict[str, Any]) -> float:
     return 0.0 if stopped.get("clean") is True else LATE_SECONDS
 
 
-async def _until_stopped(reader: asyncio.StreamReader) -> float:
-    """Wait until P writes no more; for how many seconds what it wrote may still arrive."""
+async def _wait_for_stop(reader: asyncio.StreamReader) -> float:
+    """Wait until P writes no more; for how many seconds its bytes may still arrive."""
     while True:
         try:
-            message = await receive(reader, None)
+            message = await receive_message(reader, None)
             if message["type"] == "stopped":
                 return _seconds_to_land(message)
         except (EOFError, ConnectionResetError, BrokenPipeError):

@@ -9,7 +9,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.disaggregation.memory import BlockMemory, Target
-from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, encoded_logprobs, receive, send
+from engine.disaggregation.wire import (
+    LINE_LIMIT,
+    SILENCE_SECONDS,
+    Prompt,
+    encode_logprobs,
+    receive_message,
+    send_message,
+)
 from engine.request import TokenLogprobs
 
 __all__ = ["HandoverSender", "hand_over"]
@@ -32,38 +39,38 @@ class HandoverSender:
         self._memory = memory
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[tuple[str, dict[str, object]]] = []  # before there is a connection
-        self._reached = asyncio.Event()  # D, or that it is not to be had
+        self._reached = asyncio.Event()  # D was reached, or it is known that it cannot be
         self._target: asyncio.Future[Target | None] = loop.create_future()
         self._verdict: asyncio.Future[bool] = loop.create_future()
         # Blocks to be written, with a reference on each: the index of the first, and the blocks.
         self._queue: deque[tuple[int, Sequence[int]]] = deque()
         self._queued = asyncio.Event()
-        self._clean = True
-        self._over = False
-        self._said: set[str] = set()
+        self._is_clean = True
+        self._is_over = False
+        self._kinds_sent: set[str] = set()
         self._writing = asyncio.create_task(self._write_all())
-        self._writing.add_done_callback(lambda written: self._stopped() if written.result() is None else None)
+        self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
         """Whether D may still be waiting for this."""
 
-    def computed(self, first: int, blocks: Sequence[int]) -> None:
+    def queue_blocks(self, first: int, blocks: Sequence[int]) -> None:
         """Take over the prompt's blocks from the ``first``-th on, as the engine's listener is given them."""
         self._queue.append((first, blocks))
-        if self._over:
-            self._drop_queued()
+        if self._is_over:
+            self._drop_queue()
         self._queued.set()
 
-    async def deliver(
+    async def deliver_directly(
         self, token: int, logprobs: TokenLogprobs | None, own_cached_tokens: int, pool_cached_tokens: int
     ) -> bool:
         """Wait until all blocks are written, tell D the first token, and hear whether D takes it from there."""
         digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
-        self._send(
+        self._send_or_keep(
             "ready",
             token=token,
-            logprobs=encoded_logprobs(logprobs),
+            logprobs=encode_logprobs(logprobs),
             digests=digests,
             own_cached_tokens=own_cached_tokens,
             pool_cached_tokens=pool_cached_tokens,
@@ -74,15 +81,15 @@ class HandoverSender:
             log.warning("%s: the decode instance does not say whether it takes over", self._request_id)
             return False
 
-    def saved(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
+    def report_save(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
         """The blocks are in the pool, as far as they could be saved."""
-        self._send("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
+        self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
-    def failed(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """There is nothing to hand over."""
-        self._send("failed", reason=reason)
+        self._send_or_keep("failed", reason=reason)
 
-    async def talk(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
+    async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
         """Speak with D until it hangs up or this is cancelled."""
         alive: asyncio.Task[None] | None = None
         try:
@@ -90,44 +97,45 @@ class HandoverSender:
                 asyncio.open_connection(host, port, limit=LINE_LIMIT), SILENCE_SECONDS
             )
             terms = self._memory.terms if self._memory else {}
-            send(writer, "begin", request_id=self._request_id, **self._prompt.message(), **terms)
+            send_message(writer, "begin", request_id=self._request_id, **self._prompt.to_message(), **terms)
             for kind, members in self._unsent:
-                send(writer, kind, **members)
+                send_message(writer, kind, **members)
             self._writer = writer
             self._reached.set()
             alive = asyncio.create_task(self._stay_alive(is_working))
             while True:
-                await self._hear(reader)
+                await self._handle_message(reader)
         except EOFError:
-            pass  # D hangs up when it has what it wants, or has gone: then nobody misses what is not sent
+            pass  # D hangs up when it is served, or has gone: nobody misses the messages that are not sent
         except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as exc:
             log.warning(
                 "%s: no hand-over to the decode instance %s:%d (%s: %s)",
                 *(self._request_id, host, port, type(exc).__name__, exc),
             )
         finally:
-            self._stop()
+            self._on_no_longer_wanted()
             self._reached.set()
             if alive is not None:
                 alive.cancel()
             if self._writer is not None:
                 self._writer.close()
 
-    async def end(self) -> None:
+    async def end_handover(self) -> None:
         """Begin no more writes, wait for the one that is under way, and tell D that it is over."""
         self._stop_writing()
-        if not self._said & {"ready", "saved"}:
-            self.failed("the prefill was given up")
+        if not self._kinds_sent & {"ready", "saved"}:
+            self.report_failure("the prefill was given up")
         await self._writing
-        self._stopped()
+        self._report_stop()
         await self._reached.wait()
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
-        message = await receive(reader, None)
+    async def _handle_message(self, reader: asyncio.StreamReader) -> None:
+        """Wait for one message of D's, and act on it."""
+        message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
             assert self._memory is not None, "only who can write is lent blocks"
-            self._target.set_result(self._memory.target_of(message, self._prompt))
+            self._target.set_result(self._memory.parse_target(message, self._prompt))
         elif kind == "refused":
             log.info("%s: no direct hand-over: %s", self._request_id, message.get("reason"))
             self._stop_writing()
@@ -135,12 +143,12 @@ class HandoverSender:
             if not self._verdict.done():
                 self._verdict.set_result(kind == "accepted")
         elif kind == "given_up":
-            self._stop()
+            self._on_no_longer_wanted()
 
     async def _stay_alive(self, is_working: Callable[[], bool]) -> None:
         while is_working():
             await asyncio.sleep(ALIVE_SECONDS)
-            self._send("alive")
+            self._send_or_keep("alive")
 
     async def _write_all(self) -> list[str] | None:
         """Write the prompt's blocks as they are computed; their digests, or None if not all could be written."""
@@ -154,7 +162,7 @@ class HandoverSender:
                 return None
             num_blocks = target.num_cached + len(target.addresses)
             while num_written < num_blocks:
-                if self._over:
+                if self._is_over:
                     return None
                 if not self._queue:
                     self._queued.clear()
@@ -163,9 +171,9 @@ class HandoverSender:
                 first, blocks = self._queue.popleft()
                 while self._queue:
                     blocks = [*blocks, *self._queue.popleft()[1]]
-                written = await asyncio.wrap_future(self._memory.write(blocks, first, target))
+                written = await asyncio.wrap_future(self._memory.write_blocks(blocks, first, target))
                 if written is None:
-                    self._clean = False
+                    self._is_clean = False
                     return None
                 digests += written
                 num_written = first + len(blocks)
@@ -174,38 +182,42 @@ class HandoverSender:
             log.warning("%s: the decode instance does not answer; handing over by the pool", self._request_id)
             return None
         finally:
-            self._over = True
-            self._drop_queued()
+            self._is_over = True
+            self._drop_queue()
 
-    def _stop(self) -> None:
+    def _on_no_longer_wanted(self) -> None:
         """D has gone, or wants no more."""
         self.is_wanted = False
         if not self._verdict.done():
             self._verdict.set_result(False)
         self._stop_writing()
 
-    def _stopped(self) -> None:
+    def _on_writing_done(self, writing: asyncio.Task[list[str] | None]) -> None:
+        if writing.result() is None:
+            self._report_stop()
+
+    def _report_stop(self) -> None:
         """Tell D that nothing is written any more, and so that it may have its blocks back."""
-        if "stopped" not in self._said:
-            self._send("stopped", clean=self._clean)
+        if "stopped" not in self._kinds_sent:
+            self._send_or_keep("stopped", clean=self._is_clean)
 
     def _stop_writing(self) -> None:
-        self._over = True
+        self._is_over = True
         if not self._target.done():
             self._target.set_result(None)
         self._queued.set()
-        self._drop_queued()
+        self._drop_queue()
 
-    def _drop_queued(self) -> None:
+    def _drop_queue(self) -> None:
         while self._queue:
             _, blocks = self._queue.popleft()
             if self._memory is not None:
-                self._memory.release(blocks)
+                self._memory.release_blocks(blocks)
 
-    def _send(self, kind: str, **members: object) -> None:
-        self._said.add(kind)
+    def _send_or_keep(self, kind: str, **members: object) -> None:
+        self._kinds_sent.add(kind)
         if self._writer is not None:
-            send(self._writer, kind, **members)
+            send_message(self._writer, kind, **members)
         else:
             self._unsent.append((kind, members))
 
@@ -219,27 +231,27 @@ async def hand_over(
     memory: BlockMemory | None = None,
     is_working: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HandoverSender]:
-    """Hand a prompt over to D while it is computed. Nothing that becomes of D raises here, or holds up the prefill.
+    """Hand a prompt over to D while it is computed. No failure of D raises here, or holds up the prefill.
 
-    Leaving without ``deliver`` or ``saved``, by an exception too, closes the connection, which D takes for a failure;
-    not before a write that is under way has returned, for which nobody waits here.
+    Leaving without ``deliver_directly`` or ``report_save``, by an exception too, closes the connection, which D takes
+    for a failure; not before a write that is under way has returned, for which nobody waits here.
 
     Args:
         host, port: D's connector port.
-        memory: what is written from; None: only by the pool.
+        memory: the blocks that are written; None: hand over through the pool only.
         is_working: false when the prompt's computation hangs; D is told no more that it goes on.
     """
     sender = HandoverSender(request_id, prompt, memory)
-    talking = asyncio.create_task(sender.talk(host, port, is_working))
+    talking = asyncio.create_task(sender.talk_to_decode(host, port, is_working))
 
-    async def end() -> None:
-        await sender.end()
+    async def end_and_hang_up() -> None:
+        await sender.end_handover()
         talking.cancel()
         await asyncio.wait({talking})
 
     try:
         yield sender
     finally:
-        ending = asyncio.create_task(end())
+        ending = asyncio.create_task(end_and_hang_up())
         _ending.add(ending)
         ending.add_done_callback(_ending.discard)

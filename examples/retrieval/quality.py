@@ -40,10 +40,10 @@ class RandomIndex(Index):
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
 
-    def write(self, row: int, first: int, keys: torch.Tensor) -> None:
+    def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
         pass
 
-    def search(
+    def search_blocks(
         self,
         layer: int,
         rows: Sequence[int],
@@ -63,10 +63,10 @@ class OracleIndex(Index):
     def __init__(self) -> None:
         self._keys: dict[int, torch.Tensor] = {}
 
-    def write(self, row: int, first: int, keys: torch.Tensor) -> None:
+    def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
         self._keys[row] = torch.cat([self._keys[row][:first], keys]) if first else keys
 
-    def search(
+    def search_blocks(
         self,
         layer: int,
         rows: Sequence[int],
@@ -135,7 +135,7 @@ class Haystacks:
             self._runner.retrieval = retrieval
             for sequence in sequences:
                 sequence.regime = Regime.SPARSE
-                retrieval.absorb(sequence)
+                retrieval.index_blocks(sequence)
         seconds = []
         for _ in range(NUM_VALUES):
             start = time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["eventually", "in_event_loop"]
 
-_DEADLINE_S = 30.0
+_DEADLINE_SECONDS = 30.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -21,7 +21,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
         async def watched() -> None:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
-            await asyncio.wait_for(test(*args, **kwargs), _DEADLINE_S)
+            await asyncio.wait_for(test(*args, **kwargs), _DEADLINE_SECONDS)
 
         asyncio.run(watched())
         assert uncaught == []
@@ -32,7 +32,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def eventually(condition: Callable[[], object], what: str) -> None:
     """Let the loop run until ``condition`` is true."""
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + _DEADLINE_S
+    give_up_at = loop.time() + _DEADLINE_SECONDS
     while not condition():
-        assert loop.time() < give_up_at, f"waited {_DEADLINE_S:g} s in vain for {what}"
+        assert loop.time() < give_up_at, f"waited {_DEADLINE_SECONDS:g} s in vain for {what}"
         await asyncio.sleep(0.005)

@@ -113,7 +113,7 @@ class Pair:
         """Both legs of one request."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
         request = Request(name, tuple(prompt), sampling)
-        return (self.prefill.generations.start(request, self.info), self.decode.generations.start(request, self.info))
+        return (self.prefill.generations.begin(request, self.info), self.decode.generations.begin(request, self.info))
 
     async def answer(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **params: Any) -> list[Piece]:
         """What decode answers."""
@@ -177,13 +177,13 @@ async def pair_of(
             )
         p, d = engines
         pair = Pair(Side(p, "prefill", tokenizer), Side(d, "decode", tokenizer, expiry_seconds))
-        await pair.decode.receiver.start(socket.create_server((HOST, 0)))
+        await pair.decode.receiver.start_listening(socket.create_server((HOST, 0)))
         try:
             yield pair
             await pair.until_free()
             assert pair.decode.num_reserved == 0
         finally:
             pair.prefill.transfer.go_on()
-            await pair.decode.receiver.close()
+            await pair.decode.receiver.stop_listening()
             for engine in engines:
                 forget_prefixes(engine)

@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 __all__ = ["Answering", "Engine"]
 
-_DEADLINE_S = 60.0
+_DEADLINE_SECONDS = 60.0
 
 
 class Answering:
@@ -46,7 +46,7 @@ class Answering:
 
     def next(self) -> TokenOutput:
         """Wait for the next output."""
-        output = self._outputs.get(timeout=_DEADLINE_S)
+        output = self._outputs.get(timeout=_DEADLINE_SECONDS)
         self._heard.append(output)
         return output
 
@@ -117,7 +117,7 @@ class Engine:
 
     def wait_for_pool(self) -> None:
         """Until the pool has been joined."""
-        wait_until(lambda: self.metric("kvstore_pool_open"), "joining the pool", _DEADLINE_S)
+        wait_until(lambda: self.metric("kvstore_pool_open"), "joining the pool", _DEADLINE_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value now."""
@@ -135,7 +135,7 @@ class Engine:
         """Submit a prompt and wait until it ended and everything of it was saved."""
         answering = self.begin(prompt, max_tokens, **more)
         answering.wait()
-        assert answering.saved.wait(_DEADLINE_S)
+        assert answering.saved.wait(_DEADLINE_SECONDS)
         return answering
 
     def wait_until_idle(self) -> None:
@@ -143,7 +143,7 @@ class Engine:
         wait_until(
             lambda: self.blocks.num_available == self.blocks.num_blocks and not self.scheduler.waiting,
             f"all blocks to come back: {self.scheduler}",
-            _DEADLINE_S,
+            _DEADLINE_SECONDS,
         )
 
     def __enter__(self) -> Engine:

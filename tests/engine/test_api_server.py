@@ -395,7 +395,7 @@ class TestStarting:
     def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What ``main`` would change in this process it must not come to."""
         monkeypatch.setattr("engine.logs.set_up", lambda *_, **__: None)
-        monkeypatch.setattr("engine.api_server._Server", None)
+        monkeypatch.setattr("engine.api_server.InstanceServer", None)
 
     def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         """What starting with these flags says on standard error, all of it; it must be refused."""
@@ -450,7 +450,7 @@ class TestStarting:
 
         asked: list[bool] = []
         monkeypatch.setattr("engine.api_server.Instance", lambda *_: None)
-        monkeypatch.setattr("engine.api_server._Server", Server)
+        monkeypatch.setattr("engine.api_server.InstanceServer", Server)
         before = signal.getsignal(signal.SIGTERM)
         try:
             main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)])

@@ -61,9 +61,9 @@ def test_a_search_finds_the_blocks_of_greatest_score(
     kind: str, first: int, blocks: int, share: float, seed: int
 ) -> None:
     tested, keys, queries = index(kind), random_keys(first + blocks, seed), random_queries(1, seed)
-    tested.write(1, 0, keys)
+    tested.add_blocks(1, 0, keys)
     count = max(1, int(share * blocks))
-    [found] = tested.search(1, [1], queries, [(first, first + blocks, count)], 1.0)
+    [found] = tested.search_blocks(1, [1], queries, [(first, first + blocks, count)], 1.0)
     assert torch.equal(found, expected(kind, keys[first:, 1], queries[0], count))
 
 
@@ -71,21 +71,23 @@ def test_a_search_finds_the_blocks_of_greatest_score(
 def test_sequences_searched_together_find_what_each_finds_alone(kind: str) -> None:
     tested, queries = index(kind), random_queries(2, 5)
     for row, blocks in ((0, 18), (2, 7)):
-        tested.write(row, 0, random_keys(blocks, row))
+        tested.add_blocks(row, 0, random_keys(blocks, row))
     wanted = [(1, 18, 4), (2, 7, 2)]
-    together = tested.search(0, [0, 2], queries, wanted, 0.5)
+    together = tested.search_blocks(0, [0, 2], queries, wanted, 0.5)
     for i, row in enumerate((0, 2)):
-        [alone] = tested.search(0, [row], queries[i : i + 1], wanted[i : i + 1], 0.5)
+        [alone] = tested.search_blocks(0, [row], queries[i : i + 1], wanted[i : i + 1], 0.5)
         assert torch.equal(together[i], alone)
 
 
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
 def test_blocks_may_be_written_one_by_one_or_at_once(kind: str) -> None:
     at_once, one_by_one, keys = index(kind), index(kind), random_keys(6, 1)
-    at_once.write(0, 0, keys)
+    at_once.add_blocks(0, 0, keys)
     for i in range(6):
-        one_by_one.write(0, i, keys[i : i + 1])
-    found = [tested.search(0, [0], random_queries(1, 2), [(0, 6, 3)], 1.0)[0] for tested in (at_once, one_by_one)]
+        one_by_one.add_blocks(0, i, keys[i : i + 1])
+    found = [
+        tested.search_blocks(0, [0], random_queries(1, 2), [(0, 6, 3)], 1.0)[0] for tested in (at_once, one_by_one)
+    ]
     assert torch.equal(*found)
 
 

@@ -23,7 +23,7 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
     runner: Any = SimpleNamespace(vocab_size=1)
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=1)
     memory = BlockMemory(core, runner, transfer=None)  # type: ignore[arg-type]
-    asking = asyncio.create_task(memory.reserve(prompt))
+    asking = asyncio.create_task(memory.reserve_blocks(prompt))
     await asyncio.sleep(0)
 
     answers[0](lent)

@@ -30,8 +30,28 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def completions(engine: Engine, word_tokenizer: Any) -> Completions:
-    generations = Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
-    return Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size)
+    return completions_of(engine, word_tokenizer, 200)
+
+
+def completions_of(engine: Engine, tokenizer: Any, max_model_len: int) -> Completions:
+    generations = Generations(engine.core, tokenizer, "mixed", engine.block_size, HandoverReceiver())
+    return Completions(generations, tokenizer, "tiny", max_model_len, engine.runner.vocab_size)
+
+
+class HangingTokenizer:
+    """A tokenizer that encodes nothing before it is let go."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(30)
+        return self._tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 @pytest.fixture
@@ -48,7 +68,9 @@ def body_of(**fields: Any) -> CompletionBody:
 
 async def events_of(completions: Completions, **fields: Any) -> list[Any]:
     """The events' JSON; the ``[DONE]`` that must end them is left out."""
-    *events, done = [event async for event in (await completions.complete(body_of(stream=True, **fields))).events()]
+    *events, done = [
+        event async for event in (await completions.begin_completion(body_of(stream=True, **fields))).stream_events()
+    ]
     assert done == b"data: [DONE]\n\n"
     assert all(event.startswith(b"data: ") and event.endswith(b"\n\n") for event in events)
     return [json.loads(event[6:]) for event in events]
@@ -58,7 +80,7 @@ async def events_of(completions: Completions, **fields: Any) -> list[Any]:
 @in_event_loop
 async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
     with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
-        await (await completions.complete(body_of())).whole()
+        await (await completions.begin_completion(body_of())).collect_whole()
     assert caught.value.status == 500
     assert caught.value.body["error"]["type"] == "server_error"
 
@@ -82,15 +104,15 @@ async def test_tokens_that_are_parts_of_characters_are_told_apart_by_their_bytes
         {"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": [1, 2, 3], "max_tokens": 60, "seed": 1}
         | {"logprobs": True, "temperature": 9, "return_token_ids": True}
     )
-    (choice,) = (await (await completions.chat(body)).whole())["choices"]
+    (choice,) = (await (await completions.begin_chat(body)).collect_whole())["choices"]
     told = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
     assert len(told) == len(set(choice["message"]["completion_token_ids"])) > 20
 
 
 @in_event_loop
 async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
-    asked = await completions.complete(body_of(return_token_ids=True))
-    (choice,) = (await asked.whole())["choices"]
+    asked = await completions.begin_completion(body_of(return_token_ids=True))
+    (choice,) = (await asked.collect_whole())["choices"]
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert len(choice["completion_token_ids"]) == 4
     first, *others = [
@@ -104,7 +126,7 @@ async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
 
 @in_event_loop
 async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
-    (choice,) = (await (await completions.complete(body_of())).whole())["choices"]
+    (choice,) = (await (await completions.begin_completion(body_of())).collect_whole())["choices"]
     assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}
 
 
@@ -114,7 +136,9 @@ async def test_an_answer_goes_on_from_what_was_generated_before(
     completions: Completions, params: dict[str, Any]
 ) -> None:
     async def ids(**fields: Any) -> tuple[list[int], Any]:
-        answer = await (await completions.complete(body_of(return_token_ids=True, **params, **fields))).whole()
+        answer = await (
+            await completions.begin_completion(body_of(return_token_ids=True, **params, **fields))
+        ).collect_whole()
         return answer["choices"][0]["completion_token_ids"], answer["usage"]
 
     whole, _ = await ids(max_tokens=8)
@@ -126,44 +150,37 @@ async def test_an_answer_goes_on_from_what_was_generated_before(
 @in_event_loop
 async def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
     with pytest.raises(ApiError, match=r"completion_token_ids: token id 300 is not in \[0, 300\)"):
-        await completions.complete(body_of(completion_token_ids=[300]))
+        await completions.begin_completion(body_of(completion_token_ids=[300]))
     with pytest.raises(ApiError, match=r"tokens: token id -1 is not in \[0, 300\)"):
-        completions.detokenize(DetokenizeBody(tokens=[-1]))
+        completions.detokenize_tokens(DetokenizeBody(tokens=[-1]))
 
 
 @in_event_loop
-async def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions) -> None:
-    told = await completions.tokenize(TokenizeBody(prompt="ab river"))
+async def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions, word_tokenizer: Any) -> None:
+    told = await completions.tokenize_prompt(TokenizeBody(prompt="ab river"))
     assert told["count"] == len(told["tokens"])
-    assert completions._tokenizer.decode(told["tokens"]) == "ab river"
+    assert word_tokenizer.decode(told["tokens"]) == "ab river"
     small = [token for token in told["tokens"] if token < 300]
-    assert completions.detokenize(DetokenizeBody(tokens=small)) == {"prompt": completions._tokenizer.decode(small)}
+    assert completions.detokenize_tokens(DetokenizeBody(tokens=small)) == {"prompt": word_tokenizer.decode(small)}
 
 
 @in_event_loop
 async def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
     with pytest.raises(ApiError, match="give either prompt, a text, or messages"):
-        await completions.tokenize(TokenizeBody())
+        await completions.tokenize_prompt(TokenizeBody())
     messages = [{"role": "user", "content": "river"}]
-    rendered = (await completions.tokenize(TokenizeBody(messages=messages)))["tokens"]
-    assert len(rendered) > (await completions.tokenize(TokenizeBody(prompt="river")))["count"]
+    rendered = (await completions.tokenize_prompt(TokenizeBody(messages=messages)))["tokens"]
+    assert len(rendered) > (await completions.tokenize_prompt(TokenizeBody(prompt="river")))["count"]
 
 
 @in_event_loop
-async def test_while_a_long_text_is_encoded_others_are_served(completions: Completions) -> None:
-    tokenizer, begun, go_on = completions._tokenizer, threading.Event(), threading.Event()
-    completions = Completions(completions._generations, tokenizer, "tiny", 2000, 300)
-
-    def encode(*args: Any, **kwargs: Any) -> Any:
-        begun.set()
-        assert go_on.wait(30)
-        return tokenizer(*args, **kwargs)
-
-    completions._tokenizer = encode
-    tokenizing = asyncio.create_task(completions.tokenize(TokenizeBody(prompt=" river" * 1000)))
-    await eventually(begun.is_set, "the text to be encoded")
-    assert completions.models()["data"]
-    go_on.set()
+async def test_while_a_long_text_is_encoded_others_are_served(engine: Engine, word_tokenizer: Any) -> None:
+    tokenizer = HangingTokenizer(word_tokenizer)
+    completions = completions_of(engine, tokenizer, 2000)
+    tokenizing = asyncio.create_task(completions.tokenize_prompt(TokenizeBody(prompt=" river" * 1000)))
+    await eventually(tokenizer.begun.is_set, "the text to be encoded")
+    assert completions.list_models()["data"]
+    tokenizer.go_on.set()
     assert (await tokenizing)["count"] == 1000
 
 
@@ -172,7 +189,7 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    instance: Any = SimpleNamespace(running=None, completions=SimpleNamespace(models=fail))
+    instance: Any = SimpleNamespace(run_lifespan=None, completions=SimpleNamespace(list_models=fail))
     transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         answer = await client.get("/v1/models")

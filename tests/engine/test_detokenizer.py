@@ -32,7 +32,7 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
 def pieces(tokenizer: Any, tokens: Sequence[int], *, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> list[str]:
     """What each token made certain, and last what the end did."""
     detokenizer = Detokenizer(tokenizer, prompt, stop)
-    return [*(detokenizer.add(token) for token in tokens), detokenizer.finish()]
+    return [*(detokenizer.add_token(token) for token in tokens), detokenizer.flush_text()]
 
 
 @given(text=TEXT, prompt=TEXT)
@@ -67,7 +67,7 @@ def test_a_character_that_completes_after_a_long_run_of_broken_ones_is_whole(wor
 def test_a_long_run_of_broken_characters_does_not_hold_up_the_text(word_tokenizer: Any) -> None:
     stray = tokens_of(word_tokenizer, "€")[-1]
     detokenizer = Detokenizer(word_tokenizer, ())
-    assert "".join(detokenizer.add(stray) for _ in range(100)).count(BROKEN) > 80
+    assert "".join(detokenizer.add_token(stray) for _ in range(100)).count(BROKEN) > 80
 
 
 def test_a_word_is_given_out_as_soon_as_its_token_is_there(word_tokenizer: Any) -> None:
@@ -97,7 +97,9 @@ def test_text_ends_before_the_first_stop_string(word_tokenizer: Any, text: str, 
 @settings(deadline=None)
 def test_of_several_stop_strings_none_is_ever_in_the_text(word_tokenizer: Any, text: str, stop: list[str]) -> None:
     detokenizer = Detokenizer(word_tokenizer, (), stop)
-    given_out = "".join(detokenizer.add(token) for token in tokens_of(word_tokenizer, text)) + detokenizer.finish()
+    given_out = (
+        "".join(detokenizer.add_token(token) for token in tokens_of(word_tokenizer, text)) + detokenizer.flush_text()
+    )
     assert detokenizer.stopped == any(one in text for one in stop)
     assert not any(one in given_out for one in stop)
     endings = [given_out + one for one in stop] if detokenizer.stopped else [text]
@@ -134,8 +136,8 @@ def test_what_might_still_become_a_stop_string_is_given_out_at_the_end(word_toke
 
 def test_after_a_stop_string_nothing_more_comes(word_tokenizer: Any) -> None:
     detokenizer = Detokenizer(word_tokenizer, (), [" river"])
-    given_out = [detokenizer.add(token) for token in tokens_of(word_tokenizer, " the river rock road")]
-    assert [*given_out, detokenizer.finish()] == [" the", "", "", "", ""]
+    given_out = [detokenizer.add_token(token) for token in tokens_of(word_tokenizer, " the river rock road")]
+    assert [*given_out, detokenizer.flush_text()] == [" the", "", "", "", ""]
     assert detokenizer.stopped
 
 

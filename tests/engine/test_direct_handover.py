@@ -56,7 +56,7 @@ async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[Scrip
     """It has begun with a request named r, but for ``changes`` as it should."""
     reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port, limit=1 << 20)
     prefill = ScriptedPrefill(reader, writer)
-    described = Prompt.of(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).message()
+    described = Prompt.of_sequence(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).to_message()
     prefill.say("begin", **{"request_id": "r", **described, **pair.decode.memory.terms, **changes})
     try:
         yield prefill
@@ -68,7 +68,7 @@ def digests_of_what_is_there(pair: Pair, reserved: dict[str, Any]) -> list[str]:
     """They verify, although nothing was written."""
     kv = pair.decode.engine.runner.kv
     blocks = [(address - kv.data_ptr()) // kv[0].nbytes for address in reserved["addresses"]]
-    return pair.decode.memory._digests(blocks)
+    return pair.decode.memory.digest_blocks(blocks)
 
 
 # --- when all is well -------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ async def test_a_closed_connector_port_leaves_prefill_its_blocks(
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=free_port())
         request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
-        assert tokens_of(await all_of(pair.prefill.generations.start(request, info))) == expected[:1]
+        assert tokens_of(await all_of(pair.prefill.generations.begin(request, info))) == expected[:1]
 
 
 @pytest.mark.parametrize("leaving", ["abort", "client"])
@@ -221,7 +221,7 @@ async def test_when_decodes_request_ends_prefill_stops_writing_and_both_are_free
         prefill, decode = (asyncio.create_task(all_of(leg)) for leg in pair.start())
         await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
         if leaving == "abort":
-            assert pair.decode.generations.abort(["chatcmpl-r_0"]) == ["r"]
+            assert pair.decode.generations.abort_requests(["chatcmpl-r_0"]) == ["r"]
             assert [piece.finish_reason for piece in await decode] == ["abort"]
         else:
             decode.cancel()
@@ -244,7 +244,7 @@ async def test_when_prefills_request_ends_decode_computes_at_once(
         of_prefill, of_decode = asyncio.create_task(all_of(prefill)), asyncio.create_task(all_of(decode))
         await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
         if leaving == "abort":
-            pair.prefill.generations.abort(["r"])
+            pair.prefill.generations.abort_requests(["r"])
         of_prefill.cancel()
         assert tokens_of(await of_decode) == expected
         assert pair.decode.num_reserved == 7
@@ -375,7 +375,7 @@ async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
     ):
         assert await wants_all.hear() == {"type": "refused", "reason": "no room"}
         assert (await wants_much.hear())["type"] == "reserved"
-        assert tokens_of(await all_of(pair.decode.generations.start(request, None))) == expected
+        assert tokens_of(await all_of(pair.decode.generations.begin(request, None))) == expected
         wants_much.say("failed", reason="no reason")
         wants_much.say("stopped", clean=True)
 
@@ -397,7 +397,7 @@ async def test_a_prefill_that_misstates_the_prompt_is_not_believed_and_harms_nob
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         decode = pair.decode
         request = Request("other", (1, 2, 3), SamplingParams(60, temperature=0.0))
-        bystander = asyncio.create_task(all_of(decode.generations.start(request, None)))
+        bystander = asyncio.create_task(all_of(decode.generations.begin(request, None)))
         await eventually(lambda: decode.engine.scheduler.running, "the bystander to run")
         async with scripted_prefill(pair, **lie) as prefill:
             digests = digests_of_what_is_there(pair, await prefill.hear())
@@ -414,7 +414,7 @@ async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tok
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port)
         prefill = ScriptedPrefill(reader, writer)
-        described = Prompt.of(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).message()
+        described = Prompt.of_sequence(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).to_message()
         prefill.say("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
         assert await prefill.hear() == {"type": "refused", "reason": f"another {term}"}
         prefill.say("failed", reason="no reason")
@@ -460,7 +460,7 @@ async def test_prefill_answers_and_is_free_whatever_decode_says(
         server = await asyncio.start_server(answer, HOST, 0)
         info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=server.sockets[0].getsockname()[1])
         request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
-        assert tokens_of(await all_of(pair.prefill.generations.start(request, info))) == expected[:1]
+        assert tokens_of(await all_of(pair.prefill.generations.begin(request, info))) == expected[:1]
         await eventually(lambda: pair.prefill.is_free, "prefill to be free")
         await hung_up.wait()
         server.close()

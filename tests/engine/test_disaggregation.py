@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.disaggregation import Handed, HandoverReceiver, Prompt, hand_over
+from engine.disaggregation import HandoverReceiver, HandoverResult, Prompt, hand_over
 from engine.request import Request, SamplingParams, Sequence
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.support.ports import free_port
@@ -19,18 +19,18 @@ from tests.support.ports import free_port
 HOST = "127.0.0.1"
 PATIENT = 30.0
 SHORT = 0.3
-PROMPT = Prompt.of(Sequence(Request("r", tuple(range(255)), SamplingParams(1)), 2))
+PROMPT = Prompt.of_sequence(Sequence(Request("r", tuple(range(255)), SamplingParams(1)), 2))
 
 
 @contextlib.asynccontextmanager
 async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverReceiver]:
     """D's side, on a free port; nothing may be left of any request once silence has passed."""
     receiver = HandoverReceiver(None, silence_seconds, expiry_seconds=silence_seconds)
-    await receiver.start(socket.create_server((HOST, 0)))
+    await receiver.start_listening(socket.create_server((HOST, 0)))
     try:
         yield receiver
     finally:
-        await receiver.close()
+        await receiver.stop_listening()
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +44,7 @@ async def connected(receiver: HandoverReceiver) -> AsyncIterator[tuple[asyncio.S
 
 
 def begin(request_id: str, **changes: object) -> bytes:
-    return line(**{"type": "begin", "request_id": request_id, **PROMPT.message(), **changes})
+    return line(**{"type": "begin", "request_id": request_id, **PROMPT.to_message(), **changes})
 
 
 def line(**message: object) -> bytes:
@@ -59,54 +59,54 @@ async def types_until_end(reader: asyncio.StreamReader) -> list[str]:
 async def prefill(receiver: HandoverReceiver, request_id: str, own: int = 0, pool: int = 0) -> None:
     """A P to which nothing happens."""
     async with hand_over(HOST, receiver.port, request_id, PROMPT) as decode:
-        decode.saved(own, pool)
+        decode.report_save(own, pool)
 
 
 @in_event_loop
 async def test_a_request_that_waits_hears_what_p_found_cached() -> None:
     async with receiving() as receiver:
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
-        await eventually(lambda: receiver._pending, "the request to wait")
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
+        await eventually(lambda: receiver.num_pending, "the request to wait")
         await prefill(receiver, "r", 32, 16)
-        assert await waiting == Handed(own_cached_tokens=32, pool_cached_tokens=16)
-        assert not receiver._pending
+        assert await waiting == HandoverResult(own_cached_tokens=32, pool_cached_tokens=16)
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_a_request_may_come_after_p_was_done() -> None:
     async with receiving() as receiver:
         await prefill(receiver, "r", 32, 16)
-        await eventually(lambda: receiver._pending, "P's word to arrive")
-        assert await receiver.wait("r", PROMPT) == Handed(32, 16)
-        assert not receiver._pending
+        await eventually(lambda: receiver.num_pending, "P's word to arrive")
+        assert await receiver.wait_for_prompt("r", PROMPT) == HandoverResult(32, 16)
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_p_may_take_much_longer_than_the_silence_that_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.disaggregation.prefill.ALIVE_SECONDS", SHORT / 10)
     async with receiving(SHORT) as receiver:
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with hand_over(HOST, receiver.port, "r", PROMPT) as decode:
             await asyncio.sleep(3 * SHORT)  # P computes
             assert not waiting.done()
-            decode.saved(0, 0)
-        assert await waiting == Handed(0, 0)
+            decode.report_save(0, 0)
+        assert await waiting == HandoverResult(0, 0)
 
 
 @in_event_loop
 async def test_when_p_failed_the_request_computes_itself() -> None:
     async with receiving() as receiver:
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with hand_over(HOST, receiver.port, "r", PROMPT) as decode:
-            decode.failed("prefill ended with abort")
+            decode.report_failure("prefill ended with abort")
         assert await waiting is None
-        assert not receiver._pending
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_when_p_breaks_off_the_request_computes_itself() -> None:
     async with receiving() as receiver:
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         with pytest.raises(ZeroDivisionError):
             async with hand_over(HOST, receiver.port, "r", PROMPT):
                 raise ZeroDivisionError
@@ -117,24 +117,24 @@ async def test_when_p_breaks_off_the_request_computes_itself() -> None:
 async def test_when_p_falls_silent_the_request_computes_itself() -> None:
     async with receiving(SHORT) as receiver, connected(receiver) as (_, to_d):
         to_d.write(begin("r"))
-        assert await receiver.wait("r", PROMPT) is None
-        assert not receiver._pending
+        assert await receiver.wait_for_prompt("r", PROMPT) is None
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_when_no_p_comes_the_request_computes_itself() -> None:
     async with receiving(SHORT) as receiver:
-        assert await receiver.wait("r", PROMPT) is None
-        assert not receiver._pending
+        assert await receiver.wait_for_prompt("r", PROMPT) is None
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_a_p_that_comes_after_the_request_gave_up_leaves_nothing_behind() -> None:
     async with receiving(SHORT) as receiver:
-        assert await receiver.wait("r", PROMPT) is None
+        assert await receiver.wait_for_prompt("r", PROMPT) is None
         await prefill(receiver, "r")
-        await eventually(lambda: receiver._pending, "P's word to arrive")
-        await eventually(lambda: not receiver._pending, "P's word to be forgotten")
+        await eventually(lambda: receiver.num_pending, "P's word to arrive")
+        await eventually(lambda: not receiver.num_pending, "P's word to be forgotten")
 
 
 @in_event_loop
@@ -142,22 +142,22 @@ async def test_what_p_announces_and_nobody_asks_for_is_forgotten() -> None:
     async with receiving(SHORT) as receiver:
         for i in range(20):
             await prefill(receiver, str(i))
-        await eventually(lambda: receiver._pending, "P's words to arrive")
-        await eventually(lambda: not receiver._pending, "P's words to be forgotten")
+        await eventually(lambda: receiver.num_pending, "P's words to arrive")
+        await eventually(lambda: not receiver.num_pending, "P's words to be forgotten")
 
 
 @in_event_loop
 async def test_a_request_that_is_given_up_while_p_computes_leaves_no_trace() -> None:
     async with receiving() as receiver:
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with connected(receiver) as (from_d, to_d):
             to_d.write(begin("r"))
-            await eventually(lambda: receiver._pending["r"].done(), "P to begin")
+            assert json.loads(await from_d.readline())["type"] == "refused", "there is nothing to write to"
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert not receiver._pending
-            assert await types_until_end(from_d) == ["refused"]
+            assert not receiver.num_pending
+            assert await types_until_end(from_d) == []
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ async def test_a_request_that_is_given_up_while_p_computes_leaves_no_trace() -> 
 @in_event_loop
 async def test_a_stranger_on_the_connector_port_is_hung_up_on(sent: bytes) -> None:
     async with receiving() as receiver, connected(receiver) as (from_d, to_d):
-        waiting = asyncio.create_task(receiver.wait("r", PROMPT))
+        waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         to_d.write(sent)
         to_d.write_eof()
         with contextlib.suppress(ConnectionError):
             assert await from_d.read() == b""
         await prefill(receiver, "r")
-        assert await waiting == Handed(0, 0)
+        assert await waiting == HandoverResult(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +210,14 @@ async def test_a_stranger_on_the_connector_port_is_hung_up_on(sent: bytes) -> No
 async def test_a_p_that_talks_nonsense_counts_as_failed(sent: bytes) -> None:
     async with receiving() as receiver, connected(receiver) as (_, to_d):
         to_d.write(begin("r") + sent)
-        assert await receiver.wait("r", PROMPT) is None
-        assert not receiver._pending
+        assert await receiver.wait_for_prompt("r", PROMPT) is None
+        assert not receiver.num_pending
 
 
 @in_event_loop
 async def test_p_computes_on_when_d_cannot_be_reached() -> None:
     async with hand_over(HOST, free_port(), "r", PROMPT) as decode:
-        decode.saved(0, 0)
+        decode.report_save(0, 0)
 
 
 @in_event_loop
@@ -236,7 +236,7 @@ async def test_p_computes_on_when_d_goes_away() -> None:
     server = await asyncio.start_server(hang_up, HOST, 0)
     async with hand_over(HOST, server.sockets[0].getsockname()[1], "r", PROMPT) as decode:
         await eventually(lambda: not decode.is_wanted, "P to notice")
-        decode.saved(0, 0)
+        decode.report_save(0, 0)
     server.close()
 
 
@@ -244,10 +244,10 @@ async def test_p_computes_on_when_d_goes_away() -> None:
 async def test_many_requests_each_hear_their_own_p() -> None:
     async with receiving() as receiver:
         numbers = list(range(200))
-        waiting = {i: asyncio.create_task(receiver.wait(str(i), PROMPT)) for i in numbers[::2]}
+        waiting = {i: asyncio.create_task(receiver.wait_for_prompt(str(i), PROMPT)) for i in numbers[::2]}
         random.Random(0).shuffle(numbers)
         await asyncio.gather(*(prefill(receiver, str(i), own=i) for i in numbers))
-        waiting |= {i: asyncio.create_task(receiver.wait(str(i), PROMPT)) for i in numbers if i % 2}
+        waiting |= {i: asyncio.create_task(receiver.wait_for_prompt(str(i), PROMPT)) for i in numbers if i % 2}
         for i, task in waiting.items():
-            assert await task == Handed(i, 0)
-        assert not receiver._pending
+            assert await task == HandoverResult(i, 0)
+        assert not receiver.num_pending

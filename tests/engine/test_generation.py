@@ -45,10 +45,15 @@ def generations_of(engine: Engine, tokenizer: Any, role: str, receiver: Handover
 
 
 @pytest.fixture
-def alone(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Generations]:
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def alone(engine: Engine, word_tokenizer: Any) -> Generations:
     """An instance by itself; the tiny model's tokens are bytes and beginnings of words to this tokenizer."""
-    with Engine(tiny_checkpoint) as engine:
-        yield generations_of(engine, word_tokenizer, "mixed")
+    return generations_of(engine, word_tokenizer, "mixed")
 
 
 class Pair:
@@ -57,13 +62,14 @@ class Pair:
     def __init__(self, prefill: Engine, decode: Engine, tokenizer: Any, receiver: HandoverReceiver) -> None:
         self.prefill = generations_of(prefill, tokenizer, "prefill")
         self.decode = generations_of(decode, tokenizer, "decode", receiver)
+        self.decode_engine = decode
         self.receiver = receiver
         self.info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=receiver.port)
 
     def start(self, info: DisaggregateInfo | None = None) -> tuple[Generation, Generation]:
         """Both legs of one request."""
         info = info or self.info
-        return self.prefill.start(request_of(), info), self.decode.start(request_of(), info)
+        return self.prefill.begin(request_of(), info), self.decode.begin(request_of(), info)
 
 
 @contextlib.asynccontextmanager
@@ -75,11 +81,11 @@ async def pair_over(
     store_of_prefill: StorageBackend | None = None,
 ) -> AsyncIterator[Pair]:
     receiver = HandoverReceiver(None, silence_seconds, silence_seconds)
-    await receiver.start(socket.create_server((HOST, 0)))
+    await receiver.start_listening(socket.create_server((HOST, 0)))
     with Engine(folder, store=store_of_prefill or store) as prefill, Engine(folder, store=store) as decode:
         yield Pair(prefill, decode, tokenizer, receiver)
-    await receiver.close()
-    assert not receiver._pending
+    await receiver.stop_listening()
+    assert not receiver.num_pending
 
 
 @pytest.fixture
@@ -102,23 +108,23 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
 
 @in_event_loop
 async def test_pieces_are_the_tokens_in_order_and_the_last_says_why_it_ended(
-    alone: Generations, expected: list[int]
+    alone: Generations, word_tokenizer: Any, expected: list[int]
 ) -> None:
-    generation = alone.start(request_of(), None)
+    generation = alone.begin(request_of(), None)
     pieces = await all_of(generation)
     assert tokens_of(pieces) == expected
     assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
-    assert text_of(pieces) == alone.tokenizer.decode(expected, skip_special_tokens=True)
+    assert text_of(pieces) == word_tokenizer.decode(expected, skip_special_tokens=True)
     assert generation.usage()["completion_tokens"] == 12
 
 
 @in_event_loop
 async def test_usage_counts_what_a_stop_string_let_out_and_not_what_the_engine_was_ahead(
-    alone: Generations, expected: list[int]
+    alone: Generations, word_tokenizer: Any, expected: list[int]
 ) -> None:
-    text = alone.tokenizer.decode(expected[:6], skip_special_tokens=True)
+    text = word_tokenizer.decode(expected[:6], skip_special_tokens=True)
     for i in range(5):
-        generation = alone.start(request_of(str(i), 200, stop=(text[-2:],)), None)
+        generation = alone.begin(request_of(str(i), 200, stop=(text[-2:],)), None)
         pieces = await all_of(generation)
         assert pieces[-1].finish_reason == "stop"
         assert text_of(pieces) == text.partition(text[-2:])[0]
@@ -126,52 +132,56 @@ async def test_usage_counts_what_a_stop_string_let_out_and_not_what_the_engine_w
 
 
 @in_event_loop
-async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(alone: Generations, expected: list[int]) -> None:
-    text = alone.tokenizer.decode(expected[:3], skip_special_tokens=True)
-    await all_of(alone.start(request_of("s", 900, stop=(text[-2:],)), None))
-    await eventually(lambda: not alone.core.scheduler.running, "the sequence to end")
-    registry = alone.core.metrics.registry
+async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(
+    alone: Generations, engine: Engine, word_tokenizer: Any, expected: list[int]
+) -> None:
+    text = word_tokenizer.decode(expected[:3], skip_special_tokens=True)
+    await all_of(alone.begin(request_of("s", 900, stop=(text[-2:],)), None))
+    await eventually(lambda: not engine.scheduler.running, "the sequence to end")
+    registry = engine.metrics.registry
     assert registry.get_sample_value("kvstore_requests_finished_total", {"reason": "stop"}) == 1
     assert registry.get_sample_value("kvstore_requests_finished_total", {"reason": "abort"}) is None
 
 
 @in_event_loop
-async def test_closing_the_iterator_aborts_the_request(alone: Generations) -> None:
-    pieces = alone.start(request_of(max_tokens=900), None).pieces()
+async def test_closing_the_iterator_aborts_the_request(alone: Generations, engine: Engine) -> None:
+    pieces = alone.begin(request_of(max_tokens=900), None).pieces()
     await anext(pieces)
     await pieces.aclose()  # type: ignore[attr-defined]
-    await eventually(lambda: not alone.core.scheduler.running, "the sequence to end")
+    await eventually(lambda: not engine.scheduler.running, "the sequence to end")
     assert alone.abort_all() == []
 
 
 @in_event_loop
-async def test_only_what_lives_is_aborted_by_id(alone: Generations) -> None:
-    task = asyncio.create_task(all_of(alone.start(request_of("a", 900), None)))
-    await eventually(lambda: alone.core.scheduler.running, "the sequence to run")
-    assert alone.abort(["b", "chatcmpl-a_0"]) == ["a"]
+async def test_only_what_lives_is_aborted_by_id(alone: Generations, engine: Engine) -> None:
+    task = asyncio.create_task(all_of(alone.begin(request_of("a", 900), None)))
+    await eventually(lambda: engine.scheduler.running, "the sequence to run")
+    assert alone.abort_requests(["b", "chatcmpl-a_0"]) == ["a"]
     assert (await task)[-1].finish_reason == "abort"
-    assert alone.abort(["a"]) == []
+    assert alone.abort_requests(["a"]) == []
 
 
 @pytest.mark.parametrize("request_id", ["abc_0", "chatcmpl-abc", "cmpl-x-1"])
 @pytest.mark.parametrize("form", ["{}", "cmpl-{}", "chatcmpl-{}_0"])
 @in_event_loop
 async def test_an_id_that_looks_like_a_form_of_another_is_aborted_like_any(
-    alone: Generations, request_id: str, form: str
+    alone: Generations, engine: Engine, request_id: str, form: str
 ) -> None:
-    task = asyncio.create_task(all_of(alone.start(request_of(request_id, 900), None)))
-    await eventually(lambda: alone.core.scheduler.running, "the sequence to run")
-    assert alone.abort([form.format(request_id)]) == [request_id]
+    task = asyncio.create_task(all_of(alone.begin(request_of(request_id, 900), None)))
+    await eventually(lambda: engine.scheduler.running, "the sequence to run")
+    assert alone.abort_requests([form.format(request_id)]) == [request_id]
     assert (await task)[-1].finish_reason == "abort"
 
 
-@pytest.mark.parametrize("abort", [lambda live: live.abort(["one"]), Generations.abort_all], ids=["by id", "all"])
+@pytest.mark.parametrize(
+    "abort", [lambda live: live.abort_requests(["one"]), Generations.abort_all], ids=["by id", "all"]
+)
 @in_event_loop
 async def test_all_requests_of_one_id_are_aborted(
-    alone: Generations, abort: Callable[[Generations], list[str]]
+    alone: Generations, engine: Engine, abort: Callable[[Generations], list[str]]
 ) -> None:
-    tasks = [asyncio.create_task(all_of(alone.start(request_of("one", 900), None))) for _ in range(2)]
-    await eventually(lambda: len(alone.core.scheduler.running) == 2, "the sequences to run")
+    tasks = [asyncio.create_task(all_of(alone.begin(request_of("one", 900), None))) for _ in range(2)]
+    await eventually(lambda: len(engine.scheduler.running) == 2, "the sequences to run")
     assert abort(alone) == ["one", "one"]
     assert [pieces[-1].finish_reason for pieces in await asyncio.gather(*tasks)] == ["abort", "abort"]
 
@@ -179,7 +189,7 @@ async def test_all_requests_of_one_id_are_aborted(
 @in_event_loop
 async def test_a_mixed_instance_takes_no_notice_of_a_pair(alone: Generations, expected: list[int]) -> None:
     info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=1)
-    assert tokens_of(await all_of(alone.start(request_of(), info))) == expected
+    assert tokens_of(await all_of(alone.begin(request_of(), info))) == expected
 
 
 @in_event_loop
@@ -219,7 +229,7 @@ async def test_decode_begins_only_when_all_of_the_prompt_is_in_the_pool(
         await eventually(store.hanging.is_set, "a save to hang")
         await eventually(lambda: prefill.sequence.finish_reason, "prefill to end")
         assert decode.sequence.finish_reason is None
-        assert decode.sequence not in pair.decode.core.scheduler.waiting
+        assert decode.sequence not in pair.decode_engine.scheduler.waiting
         store.go_on()
         await legs
         assert decode.sequence.pool_cached_tokens == CACHEABLE
@@ -287,7 +297,7 @@ async def test_a_request_aborted_while_it_waits_for_prefill_never_runs(
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         _, decode = pair.start()
         task = asyncio.create_task(all_of(decode))
-        await eventually(lambda: pair.receiver._pending, "decode to wait")
+        await eventually(lambda: pair.receiver.num_pending, "decode to wait")
         assert pair.decode.abort_all() == ["r"]
         assert [piece.finish_reason for piece in await task] == ["abort"]
 
@@ -299,7 +309,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_prefill_leaves_nothin
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         _, decode = pair.start()
         task = asyncio.create_task(all_of(decode))
-        await eventually(lambda: pair.receiver._pending, "decode to wait")
+        await eventually(lambda: pair.receiver.num_pending, "decode to wait")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

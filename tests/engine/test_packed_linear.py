@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from engine.packed_linear import PackedLinear, filled_up, pack_linears
+from engine.packed_linear import PackedLinear, pack_linears, round_up_rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 100, 129])
@@ -20,8 +20,8 @@ def test_a_packed_layer_computes_what_the_layer_does(rows: int, bias: bool) -> N
 
 
 def test_layers_meet_few_numbers_of_rows_and_few_rows_too_many() -> None:
-    assert len({filled_up(rows) for rows in range(1, 2049)}) == 16 + 7 * 8
-    assert all(rows <= filled_up(rows) <= 1.125 * rows for rows in range(1, 2049))
+    assert len({round_up_rows(rows) for rows in range(1, 2049)}) == 16 + 7 * 8
+    assert all(rows <= round_up_rows(rows) <= 1.125 * rows for rows in range(1, 2049))
 
 
 def test_every_float32_layer_is_packed_wherever_it_is_and_nothing_else() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.completions import Answer, Completions
+from engine.completions import CompletionResponse, Completions
 from engine.generation import Generations
 from engine.protocol import AbortBody, ApiError, ChatBody, CompletionBody, GenerationBody, parse_body, sampling_params
 from tests.engine.checkpoints import byte_fallback_tokenizer
@@ -32,12 +32,12 @@ def completions(word_tokenizer: Any, word_model: Path) -> Completions:
     return Completions(generations, word_tokenizer, str(word_model), MAX_MODEL_LEN, VOCAB_SIZE)
 
 
-def start(completions: Completions, path: str, body: Any) -> Answer:
+def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
     """Check a body as the server does before it answers."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     if path == "chat":
-        return asyncio.run(completions.chat(parse_body(ChatBody, raw)))
-    return asyncio.run(completions.complete(parse_body(CompletionBody, raw)))
+        return asyncio.run(completions.begin_chat(parse_body(ChatBody, raw)))
+    return asyncio.run(completions.begin_completion(parse_body(CompletionBody, raw)))
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,17 @@ def test_a_prompt_that_does_not_fit_says_by_how_much(
     [("chat", {"messages": [{"role": "user", "content": " the" * 10_000}]}), ("text", {"prompt": " the" * 10_000})],
 )
 def test_a_text_too_long_for_the_longest_tokens_is_refused_unread(
-    completions: Completions, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+    completions: Completions, word_tokenizer: Any, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(completions._tokenizer), "__call__", None)  # it must not come to that
+    monkeypatch.setattr(type(word_tokenizer), "__call__", None)  # it must not come to that
     with pytest.raises(ApiError, match=r"the prompt has at least \d+ tokens; .* max_model_len of 64") as caught:
         start(completions, path, body)
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Completions) -> None:
-    answer = start(completions, "text", {"prompt": [1] * 63, "max_tokens": 500})
-    assert answer._generation.request.params.max_tokens == 1
+    response = start(completions, "text", {"prompt": [1] * 63, "max_tokens": 500})
+    assert response.request.params.max_tokens == 1
 
 
 def test_a_client_sets_the_variables_of_the_chat_template() -> None:
@@ -185,7 +185,7 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
     tokenizer = byte_fallback_tokenizer(chat_template=template)
     completions = Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
     lengths = [
-        len(start(completions, "chat", {"messages": MESSAGES, **more})._generation.request.prompt_token_ids)
+        len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
         for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}})
     ]
     assert lengths[1] == lengths[0] + 1
@@ -243,7 +243,7 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
     completions: Completions, path: str, fields: dict[str, Any]
 ) -> None:
     plain = {"messages": MESSAGES, "prompt": "hello"}
-    expected, request = (start(completions, path, {**plain, **more})._generation.request for more in ({}, fields))
+    expected, request = (start(completions, path, {**plain, **more}).request for more in ({}, fields))
     assert request.prompt_token_ids == expected.prompt_token_ids
     assert dataclasses.replace(request.params, seed=0) == dataclasses.replace(expected.params, seed=0)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine.registration import host_ip_towards, keep_registered, router_url
+from engine.registration import host_ip_towards, router_url, send_heartbeats
 from kvstore_backend import ConfigError
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.router import Router
 from tests.support.ports import free_port
 
-CARD = {"role": "prefill", "port": 52400}
+PAYLOAD = {"role": "prefill", "port": 52400}
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def router() -> Iterator[Router]:
 @pytest.fixture(autouse=True)
 def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.registration.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("engine.registration._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("engine.registration.RETRY_SECONDS", 0.01)
 
 
 @contextlib.asynccontextmanager
 async def registering(port: int) -> Any:
-    task = asyncio.create_task(keep_registered(f"http://127.0.0.1:{port}", CARD))
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{port}", PAYLOAD))
     try:
         yield
         assert not task.done()
@@ -45,10 +45,10 @@ async def registering(port: int) -> Any:
 
 
 @in_event_loop
-async def test_the_card_is_posted_with_the_own_address_again_and_again(router: Router) -> None:
+async def test_the_payload_is_posted_with_the_own_address_again_and_again(router: Router) -> None:
     async with registering(router.port):
         await eventually(lambda: len(router.registered) >= 3, "three heartbeats")
-    assert router.registered[0] == ("/register", {**CARD, "host_ip": "127.0.0.1"})
+    assert router.registered[0] == ("/register", {**PAYLOAD, "host_ip": "127.0.0.1"})
 
 
 @in_event_loop
@@ -121,7 +121,7 @@ def test_the_own_address_is_the_one_that_faces_the_router() -> None:
 
 @in_event_loop
 async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    task = asyncio.create_task(keep_registered("http://no-such-host.invalid:52700", CARD))
+    task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", PAYLOAD))
     await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

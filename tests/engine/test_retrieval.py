@@ -106,7 +106,7 @@ def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
 ) -> None:
     settings = config(topk_percent=0.3, **OFFLOADED)
     whole = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
-    monkeypatch.setattr("engine.attention.retrieval._MOVED_BYTES", 1)
+    monkeypatch.setattr("engine.attention.retrieval.MAX_MOVED_BYTES", 1)
     assert tokens_of(ask(tiny_checkpoint, settings, PROMPTS)) == whole
 
 
@@ -154,7 +154,7 @@ def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same
     def refuse(*_: object) -> torch.Tensor:  # a machine cannot be made to run out of memory in a test
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("engine.attention.retrieval._host_memory", refuse)
+    monkeypatch.setattr("engine.attention.retrieval.allocate_host_memory", refuse)
     here = ask(tiny_checkpoint, settings, PROMPTS)
     assert {answering.sequence.regime for answering in here} == {Regime.SPARSE}
     assert tokens_of(here) == offloaded
@@ -234,11 +234,11 @@ def test_a_working_set_holds_what_was_last_wanted_whatever_it_held_before(data: 
         rows = [data.draw(st.permutations(range(12)))[:count] for _ in range(3)]
         for head, row in enumerate(rows):
             wanted[head, row] = True
-        held_before = tested.hold(wanted, source, places, 1)
-        assert held_before <= 3 * count
-    assert tested.hold(wanted, source, places, 1) == 0, "what it holds already is copied again"
+        copied = tested.fill(wanted, source, places, 1)
+        assert copied <= 3 * count
+    assert tested.fill(wanted, source, places, 1) == 0, "what it holds already is copied again"
     newest, filled = torch.randn(2, 3, 4, 5, generator=generator), data.draw(st.integers(1, 4))
-    tested.append(newest, filled)
+    tested.append_newest(newest, filled)
     attended = tested.attend(queries, None)
     for head, row in enumerate(rows):
         blocks = source[places[data.draw(st.permutations(row))], 1, :, head]
@@ -251,11 +251,11 @@ def test_a_working_set_holds_what_was_last_wanted_whatever_it_held_before(data: 
 def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_for(
     init: int, local: int, percent: float, context: int
 ) -> None:
-    reach = RetrievalConfig(BLOCK, init, local, percent, 0, 0).reach(context, 0)
-    assert 0 <= reach.num_initial <= reach.window_start < reach.num_blocks == -(-context // BLOCK)
-    assert context - reach.window_start * BLOCK >= min(local, context - reach.num_initial * BLOCK)
-    assert reach.num_recalled <= max(1, percent * reach.num_outside)
-    assert reach.num_read <= reach.num_blocks
+    partition = RetrievalConfig(BLOCK, init, local, percent, 0, 0).partition_blocks(context, 0)
+    assert 0 <= partition.num_initial <= partition.window_start < partition.num_blocks == -(-context // BLOCK)
+    assert context - partition.window_start * BLOCK >= min(local, context - partition.num_initial * BLOCK)
+    assert partition.num_recalled <= max(1, percent * partition.num_outside)
+    assert partition.num_read <= partition.num_blocks
 
 
 @pytest.mark.parametrize(

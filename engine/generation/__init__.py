@@ -1,0 +1,16 @@
+"""One request's way through an instance: from its checked body, over the hand-over, to pieces of text.
+
+This is the asyncio side; the engine's thread is reached through ``EngineCore`` only. How a request is answered
+depends on the instance's role and is chosen once, when the instance starts:
+
+base.py     one request while it is answered: its tokens become pieces of text; the parts that all requests share
+mixed.py    the instance computes the prompt and the answer
+prefill.py  the instance computes the prompt and hands it over, directly or through the pool
+decode.py   the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
+live.py     all requests that are being answered: begun for the role, found again to be aborted
+"""
+
+from engine.generation.base import Generation, Piece
+from engine.generation.live import Generations
+
+__all__ = ["Generation", "Generations", "Piece"]

@@ -1,0 +1,183 @@
+"""One request while it is answered: the engine's tokens become pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core import EngineCore, Listener, Prefilled
+from engine.detokenizer import Detokenizer
+from engine.disaggregation import BlockMemory, HandoverReceiver
+from engine.protocol import build_usage
+from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
+from engine.retrieval_config import Regime
+
+__all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
+
+log = logging.getLogger(__package__)  # a request's last line in the log is the package's
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The outcome of one token: text (may be empty), the token, and at the end why the answer ended."""
+
+    text: str
+    token_id: int | None
+    finish_reason: str | None
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, eq=False)
+class SharedParts:
+    """The parts of an instance that all of its requests share.
+
+    Args:
+        memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+        live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
+    """
+
+    core: EngineCore
+    tokenizer: Any
+    role: str
+    block_size: int
+    receiver: HandoverReceiver
+    memory: BlockMemory | None = None
+    live: set[Generation] = field(default_factory=set)
+
+
+class Generation(ABC):
+    """A request while it is being answered; each subclass is one way to answer it.
+
+    Args:
+        parts: of the instance that answers.
+        request: checked; its prompt and ``max_tokens`` fit the engine.
+    """
+
+    def __init__(self, parts: SharedParts, request: Request) -> None:
+        self.request = request
+        self.sequence = Sequence(request, parts.block_size)
+        self._parts = parts
+        self._core = parts.core
+        self._is_aborted = False
+        # Not the sequence's own count: the engine may be a token ahead of the text that a stop string lets out.
+        self._num_output_tokens = 0
+        self._start = time.monotonic()
+        self._first_token_seconds: float | None = None
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
+        self._parts.live.add(self)
+        try:
+            async for piece in self._answer():
+                yield piece
+        finally:
+            self._parts.live.remove(self)
+
+    def abort(self) -> None:
+        """End it, wherever it stands, with finish reason ``abort``."""
+        self._is_aborted = True
+        self._core.abort(self.sequence)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts, and where the prompt's KV came from."""
+        sequence = self.sequence
+        own, pool = self._cached_tokens()
+        blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
+        return build_usage(sequence.num_prompt_tokens, self._num_output_tokens, own, pool, blocks)
+
+    @abstractmethod
+    def _answer(self) -> AsyncIterator[Piece]:
+        """Answer in this subclass's way."""
+
+    def _cached_tokens(self) -> tuple[int, int]:
+        """Tokens of the prompt that the instance that computed it had in its own cache, and in the pool."""
+        return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
+
+    async def _run_sequence(
+        self,
+        prefilled: Prefilled | None = None,
+        *,
+        on_saved: Callable[[], None] | None = None,
+        on_computed: Callable[[int, SequenceOf[int]], None] | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Let the engine run the sequence, and relay its tokens.
+
+        Args:
+            prefilled: where to go on from.
+            on_saved: called in the event loop when nothing of the sequence is on its way to the pool any more.
+            on_computed: called in the event loop with the blocks of the prompt as they are computed.
+        """
+        if self._is_aborted:
+            yield Piece("", None, "abort", None)
+            return
+        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        listener = Listener(
+            on_output=call_in_loop(outputs.put_nowait),
+            on_saved=call_in_loop(on_saved) if on_saved else lambda: None,
+            on_computed=call_in_loop(on_computed) if on_computed else None,
+        )
+        detokenizer = Detokenizer(self._parts.tokenizer, self.request.prompt_token_ids, self.request.params.stop)
+        self._core.submit(self.sequence, listener, prefilled)
+        reason: str | None = None
+        try:
+            while reason is None:
+                piece = self._make_piece(await outputs.get(), detokenizer)
+                reason = piece.finish_reason
+                yield piece
+        finally:
+            if reason is None:
+                reason = "abort"
+                self._core.abort(self.sequence)
+            self._log_end(reason)
+
+    def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
+        """Turn a token into text, and end the sequence where the text meets a stop string."""
+        if self._first_token_seconds is None:
+            self._first_token_seconds = time.monotonic() - self._start
+        self._num_output_tokens += output.token_id is not None
+        reason = output.finish_reason
+        ended_by_token = reason == "stop"
+        text = "" if output.token_id is None or ended_by_token else detokenizer.add_token(output.token_id)
+        if reason:
+            text += detokenizer.flush_text()
+        if detokenizer.stopped and reason in (None, "length"):
+            reason = "stop"
+            self._core.abort(self.sequence, reason)
+        return Piece(text, output.token_id, reason, output.logprobs)
+
+    def _log_end(self, reason: str) -> None:
+        sequence = self.sequence
+        log.info(
+            "request finished: request_id=%s role=%s finish_reason=%s prompt_token_num=%d output_token_num=%d "
+            "gpu_cache_token_num=%d cpu_cache_token_num=0 storage_cache_token_num=%d "
+            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f",
+            self.request.request_id,
+            self._parts.role,
+            reason,
+            sequence.num_prompt_tokens,
+            self._num_output_tokens,
+            sequence.own_cached_tokens,
+            sequence.pool_cached_tokens,
+            sequence.pool_load_seconds,
+            self._first_token_seconds if self._first_token_seconds is not None else -1,
+            time.monotonic() - self._start,
+        )
+
+
+def call_in_loop(callback: Callable[..., object]) -> Callable[..., None]:
+    """A function that has the running loop call ``callback``, to be called from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def schedule_call(*args: Any) -> None:
+        # The loop closes first when the server shuts down; nobody listens then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback, *args)
+
+    return schedule_call

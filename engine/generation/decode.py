@@ -1,0 +1,76 @@
+"""The decode instance's part of a request: wait for the prompt's KV and answer from there, or compute it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from engine.core import Prefilled
+from engine.disaggregation import HandoverResult, Prompt
+from engine.generation.base import Generation, Piece, SharedParts
+from engine.protocol import DisaggregateInfo
+from engine.request import Request
+
+__all__ = ["DecodeGeneration"]
+
+
+class DecodeGeneration(Generation):
+    """A request whose prompt another instance computes.
+
+    It owns the blocks of a direct hand-over from the moment that they come until it submits them to the engine.
+    """
+
+    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo) -> None:
+        super().__init__(parts, request)
+        self._result: HandoverResult | None = None
+        self._prefilled: Prefilled | None = None  # until it is submitted
+        self._waiting: asyncio.Task[HandoverResult | None] | None = None
+
+    def abort(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        super().abort()
+
+    async def _answer(self) -> AsyncIterator[Piece]:
+        """Go on from the prompt that the prefill instance hands over, or else compute it."""
+        try:
+            await self._wait_for_prompt()
+            if self._is_aborted:
+                yield Piece("", None, "abort", None)
+                return
+            prefilled, self._prefilled = self._prefilled, None
+            is_first = True
+            async for piece in self._run_sequence(prefilled):
+                if is_first:
+                    is_first = False
+                    self._count_way(is_direct=prefilled is not None)
+                yield piece
+        finally:
+            if self._prefilled is not None:
+                self._core.cancel(self._prefilled.reservation, clear=False)
+
+    async def _wait_for_prompt(self) -> None:
+        receiver, prompt = self._parts.receiver, Prompt.of_sequence(self.sequence)
+        waiting = asyncio.create_task(receiver.wait_for_prompt(self.request.request_id, prompt))
+        self._waiting = waiting
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if not self._is_aborted:  # it was this task that was cancelled: the client has gone
+                raise
+        finally:
+            self._waiting = None
+            if not waiting.cancel() and not waiting.cancelled():
+                self._result = waiting.result()
+                self._prefilled = self._result.prefilled if self._result else None
+
+    def _count_way(self, *, is_direct: bool) -> None:
+        """Count by which way the prompt's KV came: known once the first token is out."""
+        way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
+        self._core.metrics.handed_over.labels(way).inc()
+
+    def _cached_tokens(self) -> tuple[int, int]:
+        """Of a prompt that was handed over, the tokens that the prefill instance found cached."""
+        if self._result is None:
+            return super()._cached_tokens()
+        return self._result.own_cached_tokens, self._result.pool_cached_tokens

@@ -1,0 +1,81 @@
+"""All requests that are being answered: begun for the instance's role, found again to be aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from engine.core import EngineCore
+from engine.disaggregation import BlockMemory, HandoverReceiver
+from engine.generation.base import Generation, SharedParts
+from engine.generation.decode import DecodeGeneration
+from engine.generation.mixed import MixedGeneration
+from engine.generation.prefill import PrefillGeneration
+from engine.protocol import DisaggregateInfo
+from engine.request import Request
+
+__all__ = ["Generations"]
+
+_FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generation]] = {
+    "mixed": MixedGeneration,
+    "prefill": PrefillGeneration,
+    "decode": DecodeGeneration,
+}
+"""How an instance of each role answers a request for which the router names a pair."""
+
+
+class Generations:
+    """All requests that are being answered.
+
+    Args:
+        core: runs them.
+        tokenizer: a transformers tokenizer.
+        role: ``mixed``, ``prefill`` or ``decode``.
+        block_size: tokens in a block.
+        receiver: where prefill instances hand prompts over to.
+        memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Any,
+        role: str,
+        block_size: int,
+        receiver: HandoverReceiver,
+        memory: BlockMemory | None = None,
+    ) -> None:
+        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory)
+        self._answer_for_pair = _FOR_PAIRS[role]
+
+    def begin(self, request: Request, info: DisaggregateInfo | None) -> Generation:
+        """A new generation; nothing happens before its ``pieces`` are asked for.
+
+        Args:
+            info: the pair that the router named for the request, if it did.
+        """
+        if info is None:
+            return MixedGeneration(self._parts, request)
+        return self._answer_for_pair(self._parts, request, info)
+
+    def abort_requests(self, req_ids: Iterable[str]) -> list[str]:
+        """Abort by request id, with or without ``chatcmpl-`` before and ``_0`` behind; return those that lived."""
+        asked = set(req_ids)
+        return _abort_each(
+            [each for each in self._parts.live if not asked.isdisjoint(_names_of(each.request.request_id))]
+        )
+
+    def abort_all(self) -> list[str]:
+        """Abort everything; return the request ids."""
+        return _abort_each(list(self._parts.live))
+
+
+def _abort_each(generations: list[Generation]) -> list[str]:
+    for generation in generations:
+        generation.abort()
+    return [generation.request.request_id for generation in generations]
+
+
+def _names_of(request_id: str) -> set[str]:
+    """The names that clients and routers have for a request: as its answer, or FastDeploy's engine, names it."""
+    return {f"{prefix}{request_id}{suffix}" for prefix in ("", "chatcmpl-", "cmpl-") for suffix in ("", "_0")}

@@ -1,0 +1,21 @@
+"""An instance by itself: it computes the prompt and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from engine.generation.base import Generation, Piece, SharedParts
+from engine.protocol import DisaggregateInfo
+from engine.request import Request
+
+__all__ = ["MixedGeneration"]
+
+
+class MixedGeneration(Generation):
+    """A request that one instance answers by itself, whether or not a router names a pair for it."""
+
+    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
+        super().__init__(parts, request)
+
+    def _answer(self) -> AsyncIterator[Piece]:
+        return self._run_sequence()

@@ -1,0 +1,54 @@
+"""The prefill instance's part of a request: compute the prompt, hand it over directly or through the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+from engine.disaggregation import HandoverSender, Prompt, hand_over
+from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
+from engine.protocol import DisaggregateInfo
+from engine.request import Request
+
+__all__ = ["PrefillGeneration"]
+
+
+class PrefillGeneration(Generation):
+    """A request of which this instance computes the prompt, for the decode instance of ``info``."""
+
+    def __init__(self, parts: SharedParts, request: Request, info: DisaggregateInfo) -> None:
+        # The decode instance makes the answer, from the first token on that is chosen here.
+        min_tokens = min(1, request.params.min_tokens)
+        params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min_tokens)
+        super().__init__(parts, dataclasses.replace(request, params=params))
+        self._info = info
+        self._is_saved = asyncio.Event()
+
+    async def _answer(self) -> AsyncIterator[Piece]:
+        """Compute the prompt and hand it over before the (ignored) answer is given."""
+        host, port = self._info.decode_ip or "", self._info.decode_connector_port or 0
+        core, memory, prompt = self._core, self._parts.memory, Prompt.of_sequence(self.sequence)
+        async with hand_over(host, port, self.request.request_id, prompt, memory, lambda: core.is_working) as sender:
+            on_computed = sender.queue_blocks if memory else None
+            running = self._run_sequence(on_saved=self._is_saved.set, on_computed=on_computed)
+            pieces = [piece async for piece in running]
+            if pieces[-1].token_id is None:
+                sender.report_failure(f"prefill ended with {pieces[-1].finish_reason}")
+            elif not await self._hand_over_directly(sender, pieces[-1]) and sender.is_wanted:
+                await self._hand_over_through_pool(sender)
+        for piece in pieces:
+            yield piece
+
+    async def _hand_over_directly(self, sender: HandoverSender, first: Piece) -> bool:
+        """Write the prompt's KV into the decode instance's memory; whether that goes on from there."""
+        assert first.token_id is not None
+        return await sender.deliver_directly(first.token_id, first.logprobs, *self._cached_tokens())
+
+    async def _hand_over_through_pool(self, sender: HandoverSender) -> None:
+        """Wait until the decode instance can read the prompt's KV from the pool, and tell it so."""
+        await self._is_saved.wait()
+        is_drained = asyncio.Event()
+        self._core.when_drained(call_in_loop(is_drained.set))
+        await is_drained.wait()
+        sender.report_save(*self._cached_tokens())
