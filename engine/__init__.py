@@ -6,7 +6,7 @@ api_server.py        python -m engine.api_server: an instance's start, stop and 
 args.py              the command line and the environment, in FastDeploy's names
 protocol.py          OpenAI's request bodies, checked; the shape of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
-generation.py        one request's way through the instance, by its role: mixed, prefill or decode
+generation/          one request's way through the instance, by its role: mixed, prefill or decode
 detokenizer.py       token ids -> text, piece by piece
 token_bytes.py       token id -> the bytes it stands for
 core.py              the loop on the engine's one thread: admit, schedule, run, sample, emit

@@ -17,9 +17,6 @@ MODULES = sorted(
 
 TESTED_IN = {
     # Registering and pairing are seen through the registry.
-    "router/fleet/pairing.py": "tests/router/fleet/test_registry.py",
-    "router/fleet/registration.py": "tests/router/fleet/test_registry.py",
-    "router/fleet/tasks.py": "tests/router/fleet/test_health.py",
     "router/http/api_error.py": "tests/router/access/test_auth.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.
     "router/http/connection.py": "tests/router/http/test_exchange.py",
@@ -27,26 +24,12 @@ TESTED_IN = {
     "router/http/message.py": "tests/router/http/test_exchange.py",
     "router/http/pool.py": "tests/router/http/test_exchange.py",
     # Policies of some lines, each compared with the others.
-    "router/policies/base.py": "tests/router/policies/test_policies.py",
-    "router/policies/cache_aware.py": "tests/router/policies/test_affinity.py",
-    "router/policies/consistent_hash.py": "tests/router/policies/test_affinity.py",
-    "router/policies/fd_metrics_score.py": "tests/router/policies/test_policies.py",
-    "router/policies/power_of_two.py": "tests/router/policies/test_policies.py",
-    "router/policies/prefix_policy.py": "tests/router/policies/test_affinity.py",
-    "router/policies/process_tokens.py": "tests/router/policies/test_policies.py",
     "router/policies/random.py": "tests/router/policies/test_policies.py",
-    "router/policies/request_num.py": "tests/router/policies/test_policies.py",
-    "router/policies/round_robin.py": "tests/router/policies/test_policies.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     "router/serving/retry.py": "tests/router/serving/test_attempt.py",
-    "router/fleet/instance.py": "tests/router/fleet/test_registry.py",
-    "router/settings/hints.py": "tests/router/settings/test_router_settings.py",
-    "router/settings/secret_file.py": "tests/router/access/test_auth.py",
-    "router/settings/sources.py": "tests/router/settings/test_router_settings.py",
-    "router/settings/yaml_file.py": "tests/router/settings/test_router_settings.py",
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/spans.py": "tests/kvstore_backend/conformance/suite.py",
@@ -76,6 +59,12 @@ TESTED_IN = {
     "engine/attention/paged.py": "tests/engine/test_models.py",
     "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
     "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
+    # The strategies of the three roles, beside each other.
+    "engine/generation/base.py": "tests/engine/test_generation.py",
+    "engine/generation/decode.py": "tests/engine/test_generation.py",
+    "engine/generation/live.py": "tests/engine/test_generation.py",
+    "engine/generation/mixed.py": "tests/engine/test_generation.py",
+    "engine/generation/prefill.py": "tests/engine/test_generation.py",
     # Both sides of a hand-over, in two processes.
     "engine/disaggregation/decode.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",

@@ -130,12 +130,14 @@ class Admission:
             last.set_result(self._count_refusal("queue_full", message))
 
     def _time_out(self, client: str, turn: _Turn) -> None:
+        """Reject a request that has waited for too long."""
         if not turn.done():
             self._leave_line(client, turn)
             message = f"it was not this request's turn within {self._patience:g} s; {self.running} requests run"
             turn.set_result(self._count_refusal("queue_timeout", message))
 
     def _leave_line(self, client: str, turn: _Turn) -> None:
+        """Take a request out of the line, if it is still there."""
         line = self._lines.get(client, {})
         if turn in line:
             del line[turn]
@@ -144,6 +146,7 @@ class Admission:
                 del self._lines[client]
 
     def _count_refusal(self, code: str, message: str) -> Refused:
+        """The refusal of a request that is not let in."""
         self.refused[code] += 1
-        # Who comes back after as long as others wait at present will most likely not find the same crowd.
+        # A client that comes back after as long as others wait at present will most likely not find the same crowd.
         return Refused(ApiError(429, message, code), max(1, math.ceil(min(self._usual_wait, self._patience))))

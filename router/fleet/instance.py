@@ -70,15 +70,12 @@ class Instance:
         self.healthy = proven
         self.trouble = "" if proven else "it has not answered a probe yet"
         self.draining = False
-        self.permanent = permanent
-        self.has_heartbeat = has_heartbeat
-        self.last_registered = now
-        self.last_healthy = now
+        self.permanent, self.has_heartbeat = permanent, has_heartbeat
+        self.last_registered = self.last_healthy = now
         self._registry = registry
         self._proven = proven
         self._warm_at = now
-        self._failed_probes = 0
-        self._passed_probes = 0
+        self._failed_probes = self._passed_probes = 0
 
     def __repr__(self) -> str:
         load = f"requests={self.load.requests} tokens={self.load.tokens}"

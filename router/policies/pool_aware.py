@@ -57,8 +57,7 @@ class PoolAware(PrefixPolicy):
         """See ``Policy.choose_instance``."""
         chunks, prompt, per_chunk = request.chunks, request.prompt_tokens, request.tokens_per_chunk
         held = self._index.look_up(chunks, self._kept_seconds) if chunks else _NO_MATCH
-        alpha, fetch_cost = self.alpha, self.fetch_cost
-        own = held.own
+        alpha, fetch_cost, own = self.alpha, self.fetch_cost, held.own
         saving = alpha * fetch_cost * per_chunk  # by each chunk that need not be fetched
         start = self._turns.taken % len(candidates)
         self._turns.taken += 1

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,34 +125,35 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_yaml_settings(path: Path) -> dict[str, Any]:
+    fields = {field.metadata["key"]: field for field in SETTINGS}
+    values: dict[str, Any] = {}
+    without_effect = []
+    for key, value in _read_yaml_entries(path, {key.split(".")[0]: None for key in fields}):
+        if key in _WITHOUT_EFFECT:
+            without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+        elif key in fields:
+            values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
+        else:
+            raise SettingsError(f"{path}: {key} is not a setting of the router{suggest_name(key, fields)}")
+    return values | {"without_effect": tuple(without_effect)}
+
+
+def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Each setting in the file as its key, such as ``server.port``, and its value."""
     try:
         document = read_yaml(path)
     except YamlFileError as exc:
         raise SettingsError(f"--config_path {path}: {exc}") from exc
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         raise SettingsError(f"--config_path {path} has no sections, such as 'server:' with 'port: 9000' under it")
-    fields = {field.metadata["key"]: field for field in SETTINGS}
-    sections = {key.split(".")[0]: None for key in fields}
-    values: dict[str, Any] = {}
-    without_effect = []
-    for section, entries in document.items():
+    for section, entries in (document or {}).items():
         if section not in sections:
-            raise SettingsError(
-                f"{path}: {section!r} is not a section of settings{suggest_name(str(section), sections)}"
-            )
+            hint = suggest_name(str(section), sections)
+            raise SettingsError(f"{path}: {section!r} is not a section of settings{hint}")
         if not isinstance(entries, dict | None):
             raise SettingsError(f"{path}: {section} is {entries!r}; it must be a section with settings under it")
         for name, value in (entries or {}).items():
-            key = f"{section}.{name}"
-            if key in _WITHOUT_EFFECT:
-                without_effect.append(f"{path}: {key} has no effect: {_WITHOUT_EFFECT[key]}")
-            elif key in fields:
-                values[fields[key].name] = _convert_value(value, fields[key], f"{path}: {key}")
-            else:
-                raise SettingsError(f"{path}: {key} is not a setting of the router{suggest_name(key, fields)}")
-    return values | {"without_effect": tuple(without_effect)}
+            yield f"{section}.{name}", value
 
 
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:

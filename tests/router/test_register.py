@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from router.fleet import Role
+from router.register import ROLES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
 from tests.support.ports import free_port
@@ -108,6 +111,13 @@ def test_a_refusal_is_said_once(
         wait_until(lambda: server.probes >= 4, "several heartbeats")
         assert sidecar.output.count("refused with 400") == 1
         assert "mixed" in sidecar.output
+
+
+def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
+    assert set(ROLES) == {role.value for role in Role}
+    code = "import router.register, sys; print({name.split('.')[1] for name in sys.modules if name[:7] == 'router.'})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert ast.literal_eval(loaded) == {"register", "settings", "policies"}
 
 
 @pytest.mark.parametrize(

@@ -67,28 +67,6 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     assert refused.value.headers == [(b"www-authenticate", b"Bearer")]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("# nothing\n\n", "is empty"),
-        ("a: k1\na: k2", "the name 'a' stands there twice"),
-        ("a: k1\nb: k1", "'a' and 'b' have the same key"),
-        ("k1\nk1", "'key1' and 'key2' have the same key"),
-        ("a: 'k 1'", "the key of 'a' is empty or has a space in it"),
-        ("a:", "the key of 'a' is empty or has a space in it"),
-        ("a: [k1]", "must have lines 'name: key'"),
-        ("a: k1\nk2", "must have lines 'name: key'"),
-    ],
-)
-def test_a_file_that_cannot_be_right_is_one_sentence_without_the_key(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(SettingsError) as refused:
-        keyed(tmp_path, text)
-    assert said in str(refused.value)
-    assert "server.api-keys-file" in str(refused.value)
-    assert not {"k1", "k2"} & set(str(refused.value).split())
-
-
 @pytest.mark.parametrize("named", [{"api_keys_file": "/no/such/file"}, {"admin_token_file": "/no/such/file"}])
 def test_a_file_that_cannot_be_read_is_one_sentence(named: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"/no/such/file: No such file or directory"):

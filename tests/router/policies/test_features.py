@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policies.features import TOKENS_PER_CHUNK, chunk_hashes, request_features, session_key
+from tests.router.calls import calls_in_router
 
 _text = st.text(max_size=40).map(lambda text: text * 40)
 _messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": _text}))
@@ -100,3 +101,11 @@ def test_a_session_is_named_before_a_user(
     members: dict[str, Any], headers: list[tuple[bytes, bytes]], key: str
 ) -> None:
     assert session_key(members, headers) == key
+
+
+def test_a_short_prompt_takes_three_calls_and_no_hashing() -> None:
+    headers = [(b"host", b"h"), (b"content-type", b"application/json")]
+    members = {"model": "m", "prompt": "short", "user": "ann"}
+    called = calls_in_router(lambda: request_features(members, 2, headers).chunks)
+    assert len(called) <= 3
+    assert "chunk_hashes" not in called

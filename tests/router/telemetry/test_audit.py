@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 import select
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from router.policies import Decision
 from router.settings import RouterSettings, SettingsError
 from router.telemetry import audit
 from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from tests.router.calls import calls_in_router
 from tests.router.test_app import MakeRouter
 from tests.support.waiting import wait_until
 
@@ -128,19 +127,7 @@ def test_a_request_waits_for_one_call() -> None:
     log, called = Audit(RouterSettings(access_log="off")), list[str]()
     log.subscribe_to_batches(lambda batch: None)
     entry = record()
-
-    def note_call(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and "router" in frame.f_code.co_filename:
-            called.append(frame.f_code.co_name)
-
-    def add_watched() -> None:
-        sys.setprofile(note_call)
-        try:
-            log.add_record(entry)
-        finally:
-            sys.setprofile(None)
-
-    in_a_loop(add_watched)
+    in_a_loop(lambda: called.extend(calls_in_router(lambda: log.add_record(entry))))
     assert called == ["add_record"]
 
 

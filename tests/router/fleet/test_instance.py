@@ -1,0 +1,54 @@
+"""Instance: when it may be chosen, and what an operator sees of it."""
+
+from __future__ import annotations
+
+from router.fleet.breaker import FAILURES
+from router.fleet.registry import Registry
+from tests.router.fleet.registrations import registration
+
+
+def test_a_paused_instance_is_not_available() -> None:
+    registry = Registry(splitwise=True)
+    registry.register(registration(is_paused=True), now=0.0)
+    assert not registry.register(registration(is_paused=True), now=1.0).is_available
+
+
+def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    states = []
+    for failed in (True, True, False, True, True, True):
+        if failed:
+            instance.record_failed_probe("no answer", threshold=3)
+        else:
+            instance.record_passed_probe(1.0, threshold=1)
+        states.append(instance.state)
+    assert states == ["healthy"] * 5 + ["unhealthy"]
+
+
+def test_an_instance_is_healthy_after_the_threshold_of_good_probes_in_a_row() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    instance.mark_unhealthy("refused")
+    states = []
+    for failed in (False, True, False, False):
+        if failed:
+            instance.record_failed_probe("no answer", threshold=3)
+        else:
+            instance.record_passed_probe(1.0, threshold=2)
+        states.append(instance.state)
+    assert states == ["unhealthy"] * 3 + ["healthy"]
+
+
+def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    for _ in range(FAILURES):
+        instance.record_failure(1.0, "it answered with 500")
+    assert "breaker=open" in repr(instance)
+    instance.mark_unhealthy("it refused a connection")
+    instance.mark_healthy(2.0)
+    assert instance.breaker.state == "closed"
+
+
+def test_repr_tells_an_operator_role_address_state_and_load() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    instance.load.requests, instance.load.tokens = 1, 10
+    assert repr(instance) == "<Instance decode 10.0.0.1:52500 healthy requests=1 tokens=10>"

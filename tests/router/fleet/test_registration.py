@@ -1,0 +1,106 @@
+"""Registrations as FastDeploy's instances send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.fleet.registration import Registration, RegistrationError, Role
+from tests.router.fleet.registrations import registration
+
+
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else []
+
+
+def test_everything_fastdeploy_sends_is_understood() -> None:
+    parsed = registration()
+    assert (parsed.role, parsed.key, parsed.connector_port) == (Role.DECODE, "10.0.0.1:52500", "8002")
+    assert (parsed.rdma_ports, parsed.device_ids, parsed.tp_size) == (("7100", "7101"), ("0", "1"), 2)
+    assert (parsed.version, parsed.is_paused) == ("v1", False)
+
+
+def test_role_host_and_port_are_enough() -> None:
+    parsed = Registration.from_fields({"role": "mixed", "host_ip": "10.0.0.1", "port": "8000"})
+    assert (parsed.connector_port, parsed.rdma_ports, parsed.tp_size) == (None, (), 1)
+
+
+def test_unknown_fields_are_kept() -> None:
+    assert registration(gpu="H800").fields["gpu"] == "H800"
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "understood"),
+    [
+        ("connector_port", 8002, "8002"),
+        ("connector_port", "8002", "8002"),
+        ("connector_port", [8002], "8002"),
+        ("connector_port", None, None),
+        ("connector_port", 0, None),
+        ("rdma_ports", None, ()),
+        ("rdma_ports", [7100, "7101"], ("7100", "7101")),
+        ("rdma_ports", "7100,7101", ("7100", "7101")),
+        ("rdma_ports", 7100, ("7100",)),
+        ("device_ids", [0, 1], ("0", "1")),
+        ("device_ids", "0,1", ("0", "1")),
+        ("transfer_protocol", "ipc,rdma", ("ipc", "rdma")),
+        ("tp_size", "4", 4),
+        ("tp_size", None, 1),
+        ("role", "PREFILL", Role.PREFILL),
+        ("role", 1, Role.PREFILL),
+        ("version", 7, "7"),
+        ("version", None, None),
+        ("connector_port", "None", None),
+        ("metrics_port", 52501, 52501),
+        ("metrics_port", None, 52500),
+        ("metrics_port", 0, 52500),
+        ("connected_decodes", None, frozenset()),
+        ("connected_decodes", [{"host_ip": "10.0.0.2", "port": "1"}], frozenset({"10.0.0.2:1"})),
+        ("connected_decodes", ["10.0.0.2:1", "[::1]:2"], frozenset({"10.0.0.2:1", "[::1]:2"})),
+        ("host_ip", "http://10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understood: Any) -> None:
+    parsed = registration(**{field: given})
+    assert (parsed.address.host if field == "host_ip" else getattr(parsed, field)) == understood
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"role": "encode"}, "role is 'encode'; it must be one of 'mixed', 'prefill', 'decode'"),
+        ({"role": None}, "role is None"),
+        ({"role": True}, "role is True"),
+        ({"host_ip": ""}, "host_ip is ''"),
+        ({"host_ip": 5}, "host_ip is 5"),
+        ({"host_ip": "https://10.0.0.1"}, "host_ip is 'https://10.0.0.1'"),
+        ({"metrics_port": "x"}, "metrics_port is 'x'"),
+        ({"connected_decodes": [5]}, "connected_decodes has 5; an entry must be 'host:port', or an object with"),
+        ({"connected_decodes": ["d"]}, "connected_decodes has"),
+        ({"connected_decodes": [{"host_ip": "a"}]}, "connected_decodes has {'host_ip': 'a'}"),
+        ({"port": None}, "port is None; it must be a port, 1 to 65535"),
+        ({"port": 0}, "port is 0"),
+        ({"port": 65536}, "port is 65536"),
+        ({"port": "http"}, "port is 'http'"),
+        ({"port": True}, "port is True"),
+        ({"connector_port": "x"}, "connector_port is 'x'"),
+        ({"rdma_ports": {"a": 1}}, "rdma_ports is"),
+        ({"rdma_ports": [None]}, "rdma_ports is"),
+        ({"transfer_protocol": ["udp"]}, "transfer_protocol has 'udp'; it may have 'ipc', 'rdma' and 'tcp'"),
+        ({"tp_size": 0}, "tp_size is 0; it must be a positive integer"),
+        ({"tp_size": 1.5}, "tp_size is 1.5"),
+        ({"tp_size": "1" * 5000}, "it must be a positive integer"),
+        ({"port": "1" * 5000}, "it must be a port, 1 to 65535"),
+        ({"connected_decodes": ["d:" + "1" * 5000]}, "an entry must be 'host:port'"),
+        ({"version": "\ud800x"}, "'version' cannot be passed on as JSON: str is not valid UTF-8"),
+        ({"\ud800": 1}, r"'\ud800' cannot be passed on as JSON"),
+        ({"gpu": 2**64}, "'gpu' cannot be passed on as JSON: Integer exceeds 64-bit range"),
+        ({"port": 16**5000}, "'port' cannot be passed on as JSON"),
+        ({"gpu": _nested(252)}, "'gpu' cannot be passed on as JSON: Recursion limit reached"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RegistrationError) as refused:
+        registration(**changes)
+    assert said in str(refused.value)

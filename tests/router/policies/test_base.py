@@ -1,0 +1,64 @@
+"""Every policy: plain data in, one of the candidates and its reasons out, in few calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies import POLICIES, InstanceLoad, RequestFeatures
+from router.policies.base import Turns
+from tests.router.calls import calls_in_router
+
+REQUEST = RequestFeatures(prompt_tokens=100)
+
+_candidates = st.lists(
+    st.builds(InstanceLoad, st.uuids().map(str), st.integers(0, 100), st.integers(0, 10_000)), min_size=1, max_size=8
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(candidates=_candidates)
+def test_every_policy_chooses_a_candidate_and_says_why(name: str, candidates: list[InstanceLoad]) -> None:
+    decision = POLICIES[name]().choose_instance(REQUEST, candidates)
+    assert decision.key in {candidate.key for candidate in candidates}
+    assert decision.reasons["policy"] == name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_spreads_equal_candidates(name: str) -> None:
+    policy = POLICIES[name]()
+    candidates = [InstanceLoad("a"), InstanceLoad("b"), InstanceLoad("c")]
+    chosen = Counter(policy.choose_instance(REQUEST, candidates).key for _ in range(300))
+    assert all(chosen[key] > 50 for key in "abc")
+
+
+# cache_aware asks for the loads by a method, because those of remote_cache_aware are others.
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_choice_takes_few_calls_however_many_candidates_there_are(name: str) -> None:
+    policy = POLICIES[name]()
+    candidates = [InstanceLoad(str(number)) for number in range(8)]
+    request = RequestFeatures(100)
+    assert len(calls_in_router(lambda: policy.choose_instance(request, candidates))) <= 2 + name.endswith("cache_aware")
+
+
+def test_equals_take_turns_and_the_least_always_wins() -> None:
+    turns, candidates = Turns(), [InstanceLoad(key) for key in "abc"]
+    assert [turns.take_least(candidates, [1, 0, 0]).key for _ in range(6)] == ["b", "b", "c"] * 2
+    assert [turns.take_least(candidates, [0, 1, 1]).key for _ in range(3)] == ["a"] * 3
+    assert [turns.take_next(candidates).key for _ in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_a_prefix_is_hashed_once_and_only_if_a_policy_asks() -> None:
+    hashed: list[int] = []
+
+    def hash_prefix() -> list[int]:
+        hashed.append(1)
+        return [7]
+
+    features = RequestFeatures(1000, hash_prefix)
+    assert hashed == []
+    assert (features.chunks, features.chunks, hashed) == ([7], [7], [1])
+    assert RequestFeatures(10).chunks == ()

@@ -1,0 +1,24 @@
+"""Policies with an index of prefixes keep it over a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.policies import POLICIES, InstanceLoad, RequestFeatures
+
+
+def instances(count: int) -> list[InstanceLoad]:
+    return [InstanceLoad(f"10.0.0.{i}:8000") for i in range(count)]
+
+
+def prompt(*chunks: int, tokens: int = 0) -> RequestFeatures:
+    return RequestFeatures(tokens or 100 * len(chunks), lambda: chunks, tokens_per_chunk=100)
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "pool_aware"])
+def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
+    policy, restarted = POLICIES[name](), POLICIES[name]()
+    first = policy.choose_instance(prompt(1, 2, 3), instances(8)).key
+    restarted.load_dump(policy.prepare_dump()())  # type: ignore[attr-defined]
+    decision = restarted.choose_instance(prompt(1, 2, 3), instances(8))
+    assert (decision.key, decision.cached_tokens) == (first, 300)

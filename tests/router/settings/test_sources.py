@@ -1,0 +1,245 @@
+"""load_settings: flags > YAML > environment > defaults, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from router.policies import PolicyOptions
+from router.settings import RouterSettings, SettingsError, load_settings
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_fastdeploys() -> None:
+    settings = load_settings([], {})
+    assert (settings.host, settings.port, settings.splitwise) == ("0.0.0.0", 9000, False)
+    assert settings.request_timeout_secs == 1800
+    assert (settings.policy, settings.prefill_policy, settings.decode_policy) == (
+        "pool_aware",
+        "pool_aware",
+        "request_num",
+    )
+
+
+def test_every_setting_can_be_a_flag() -> None:
+    settings = load_settings(["--port", "52700", "--splitwise", "--decode-policy=random", "--log-level", "debug"], {})
+    assert (settings.port, settings.splitwise, settings.decode_policy, settings.log_level) == (
+        52700,
+        True,
+        "random",
+        "debug",
+    )
+
+
+def test_underscores_in_flags_are_taken_as_fastdeploy_does() -> None:
+    assert load_settings(["--request_timeout_secs", "60"], {}).request_timeout_secs == 60.0
+
+
+def test_the_go_routers_yaml_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "config.yaml",
+        """
+server: {port: "8080", host: 127.0.0.1, splitwise: true}
+scheduler: {policy: random, prefill-policy: round_robin, decode-policy: process_tokens}
+manager:
+  health-failure-threshold: 2
+  health-success-threshold: 2
+  health-check-timeout-secs: 1
+  health-check-interval-secs: 0.5
+  health-check-endpoint: /ready
+log: {level: warn}
+""",
+    )
+    settings = load_settings(["--config_path", path], {})
+    assert settings == RouterSettings(
+        host="127.0.0.1",
+        port=8080,
+        splitwise=True,
+        policy="random",
+        prefill_policy="round_robin",
+        decode_policy="process_tokens",
+        health_failure_threshold=2,
+        health_success_threshold=2,
+        health_check_timeout_secs=1.0,
+        health_check_interval_secs=0.5,
+        health_check_endpoint="/ready",
+        log_level="warn",
+    )
+
+
+# What FastDeploy's own example of a configuration has, in docs and in golang_router/examples.
+GO_ROUTERS_EXAMPLE = """
+server: {port: "8080", host: "0.0.0.0", mode: "debug", splitwise: true}
+scheduler:
+  policy: "random"
+  prefill-policy: "process_tokens"
+  decode-policy: "request_num"
+  eviction-interval-secs: 60
+  eviction-duration-mins: 20
+  balance-abs-threshold: 2
+  balance-rel-threshold: 0.3
+  hit-ratio-weight: 0.5
+  load-balance-weight: 0.1
+  cache-block-size: 64
+  tokenizer-url: "http://127.0.0.1:8099"
+  tokenizer-timeout-secs: 2
+  waiting-weight: 5
+  stats-interval-secs: 4
+manager:
+  health-failure-threshold: 3
+  health-success-threshold: 2
+  health-check-timeout-secs: 5
+  health-check-interval-secs: 5
+  health-check-endpoint: /health
+  register-path: "config/register.yaml"
+log: {level: "info", output: "file", max-age-days: 7, max-total-size-mb: 100, cleanup-interval-secs: 3600}
+"""
+
+
+def test_every_key_of_the_go_routers_example_is_taken(tmp_path: Path) -> None:
+    settings = load_settings(["--config_path", write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)], {})
+    assert (settings.register_path, settings.log_output, settings.log_max_total_size_mb) == (
+        "config/register.yaml",
+        "file",
+        100,
+    )
+    assert settings.stats_interval_secs == 4
+    assert settings.policy_options == PolicyOptions(
+        eviction_duration_mins=20,
+        balance_abs_threshold=2,
+        balance_rel_threshold=0.3,
+        hit_ratio_weight=0.5,
+        load_balance_weight=0.1,
+        waiting_weight=5,
+    )
+
+
+def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)
+    told = load_settings(["--config_path", path], {}).without_effect
+    assert [sentence.split(" has no effect: ")[0].removeprefix(f"{path}: ") for sentence in told] == [
+        "server.mode",
+        "scheduler.eviction-interval-secs",
+        "scheduler.cache-block-size",
+        "scheduler.tokenizer-url",
+        "scheduler.tokenizer-timeout-secs",
+        "log.max-age-days",
+        "log.cleanup-interval-secs",
+    ]
+
+
+def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {host: 127.0.0.1}")
+    python = load_settings(["--splitwise", "--preempt-retry-count", "5", "--preempt-retry-exclude-decode"], {})
+    assert (python.preempt_retry_count, python.preempt_retry_exclude_decode) == (5, True)
+    go = load_settings(["-port", "8080", "-splitwise=true", f"-config_path={path}"], {})
+    assert (go.port, go.splitwise, go.host) == (8080, True, "127.0.0.1")
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings([flag], {})
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvrouter ")
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", "server: {port: 2, host: 127.0.0.2}")
+    environ = {"KVROUTER__PORT": "1", "KVROUTER__HOST": "127.0.0.1", "KVROUTER__SPLITWISE": "true"}
+    settings = load_settings(["--port", "3", "--config-path", path], environ)
+    assert (settings.port, settings.host, settings.splitwise) == (3, "127.0.0.2", True)
+
+
+def test_what_kubernetes_sets_beside_a_service_named_kvrouter_is_left_alone() -> None:
+    assert load_settings([], {"KVROUTER_PORT": "tcp://10.0.0.1:9000"}).port == 9000
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "server:\n"])
+def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> None:
+    assert load_settings(["--config-path", write(tmp_path / "c.yaml", text)], {}) == RouterSettings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--splitwize"], "--splitwize is not a flag of the router; did you mean --splitwise?"),
+        (["--port", "x"], "--port is 'x'; it must be a whole number"),
+        (["--port"], "--port: expected one argument"),
+        (["--port", "70000"], "server.port is 70000; it must be a port, 1 to 65535, or 0 for a free one"),
+        (["--port", "-1"], "server.port is -1; it must be a port, 1 to 65535, or 0 for a free one"),
+        (["--port", "1" * 5000], "it must be a whole number"),
+        (["--policy", "round_robbin"], "scheduler.policy is 'round_robbin'; it must be one of"),
+        (["--policy", "round_robbin"], "did you mean round_robin?"),
+        (["--request-timeout-secs", "0"], "server.request-timeout-secs is 0; it must be a number of seconds above 0"),
+        (["--health-failure-threshold", "0"], "manager.health-failure-threshold is 0; it must be at least 1"),
+        (["--preempt-retry-count", "-1"], "server.preempt-retry-count is -1; it must be at least 0"),
+        (["--prefix-index-entries", "1"], "scheduler.prefix-index-entries is 1; it must be at least 2"),
+        (["--waiting-weight", "-1"], "scheduler.waiting-weight is -1; it must be a number from 0 on"),
+        (["--eviction-duration-mins", "0"], "eviction-duration-mins is 0; it must be a number of minutes above 0"),
+        (["--max-body-bytes", "0"], "server.max-body-bytes is 0; it must be at least 1"),
+        (["--log-output", "syslog"], "log.output is 'syslog'; it must be one of stderr, stdout, file"),
+        (["--splitwise=perhaps"], "--splitwise is 'perhaps'; it must be true or false"),
+        (["--health-check-endpoint", "health"], "'health'; a path begins with '/'"),
+        (["--max-queued-requests", "-1"], "server.max-queued-requests is -1; it must be at least 0"),
+        (["--queue-timeout-secs", "0"], "server.queue-timeout-secs is 0; it must be a number of seconds above 0"),
+        (["--queue-timeout-secs", "inf"], "server.queue-timeout-secs is inf; it must be a number of seconds above 0"),
+        (["--max-concurrent-requests-per-key", "4"], "there are no keys to tell clients apart"),
+        (["--config-path", "/no/such/file"], "--config_path /no/such/file: No such file or directory"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(argv, {})
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server: {prot: 1}", "server.prot is not a setting of the router; did you mean server.port?"),
+        ("scheduler: {prefil-policy: random}", "did you mean scheduler.prefill-policy?"),
+        ("servre: {port: 1}", "'servre' is not a section of settings; did you mean server?"),
+        ("server: 5", "server is 5; it must be a section with settings under it"),
+        ("server: {port: [1]}", "server.port is [1]; it must be a whole number"),
+        ("server: {port: true}", "server.port is True; it must be a whole number"),
+        ("server: {splitwise: 'maybe'}", "server.splitwise is 'maybe'; it must be true or false"),
+        ("manager: {health-check-timeout-secs: soon}", "it must be a number"),
+        ("[1, 2]", "has no sections"),
+        ("server: {port: 1", "is not YAML"),
+        ("server:\n  port: 1\n  port: 2\n", "line 3: 'port' is given a second time"),
+        ("server: {port: 1}\nserver: {host: a}\n", "line 2: 'server' is given a second time"),
+        ("server: {port: %s}" % ("1" * 5000), "line 1 has a whole number of 5000 digits"),
+        ("server: {request-timeout-secs: %s}" % ("1" * 400), "line 1 has a whole number of 400 digits"),
+        ("server: {port: 0x%s}" % ("f" * 5000), "line 1 has a whole number of 5002 digits"),
+        ("[" * 10_000, "it is nested too deep"),
+        ("server: {port: 2026-13-01}", "a value in it cannot be read: month must be in 1..12"),
+        ("server: {port: !!bool x}", "a value in it cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "config.yaml", text)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(["--config-path", path], {})
+    assert said in str(refused.value)
+    assert path in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("KVROUTER__PROT", "1", "KVROUTER__PROT is no setting of the router; did you mean KVROUTER__PORT?"),
+        ("KVROUTER__PORT", "x", "environment variable KVROUTER__PORT is 'x'; it must be a whole number"),
+    ],
+)
+def test_a_wrong_environment_variable_is_one_sentence(name: str, value: str, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings([], {name: value})
+    assert said in str(refused.value)
