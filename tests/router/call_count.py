@@ -39,7 +39,7 @@ import router
 from router.app import RouterApp
 from router.settings import RouterSettings
 
-__all__ = ["Call", "CallCount", "count_calls"]
+__all__ = ["Call", "CallCount", "Client", "count_calls", "registration", "running_instance", "running_router"]
 
 PACKAGE = Path(router.__file__).parent
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
@@ -150,12 +150,13 @@ class _Peer(asyncio.Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class _Instance(_Peer):
+class Instance(_Peer):
     """One connection to a scripted instance, which responds to each POST with the same writes."""
 
-    def __init__(self, writes: Sequence[bytes], open_transports: set[Any]) -> None:
+    def __init__(self, writes: Sequence[bytes], requests: list[bytes], open_transports: set[Any]) -> None:
         super().__init__()
         self._writes = writes
+        self._requests = requests
         self._open_transports = open_transports
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -176,14 +177,20 @@ class _Instance(_Peer):
         if head.startswith(b"GET"):
             self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             return
+        self._requests.append(head + separator + body)
         for number, piece in enumerate(self._writes):
             asyncio.get_running_loop().call_later(number * PAUSE_SECONDS, self.transport.write, piece)
 
 
-class _Client(_Peer):
+class Client(_Peer):
     """A client's connection: one request at a time."""
 
     ended: asyncio.Event
+
+    @classmethod
+    async def connect(cls, port: int) -> Client:
+        """Open a connection to ``port`` of this machine."""
+        return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The response to one request."""
@@ -197,7 +204,9 @@ class _Client(_Peer):
         """Note the response's end."""
         self.received += data
         head, separator, body = self.received.partition(b"\r\n\r\n")
-        if separator and (body.endswith(b"0\r\n\r\n") if b"chunked" in head else True):
+        length = next((line for line in head.split(b"\r\n") if line.startswith(b"content-length:")), None)
+        has_ended = len(body) == int(length.partition(b":")[2]) if length else body.endswith(b"0\r\n\r\n")
+        if separator and has_ended:
             self.ended.set()
 
 
@@ -209,13 +218,13 @@ def count_calls() -> CallCount:
 async def _count_calls() -> CallCount:
     first, second = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in PIECES)
     async with (
-        _running_instance([PREFILL_RESPONSE]) as prefill_port,
-        _running_instance([STREAM_HEAD, first, second + b"0\r\n\r\n"]) as decode_port,
-        _running_router() as router_port,
+        running_instance([PREFILL_RESPONSE]) as prefill_port,
+        running_instance([STREAM_HEAD, first, second + b"0\r\n\r\n"]) as decode_port,
+        running_router() as router_port,
     ):
-        _, client = await asyncio.get_running_loop().create_connection(_Client, "127.0.0.1", router_port)
+        client = await Client.connect(router_port)
         for role, port in (("prefill", prefill_port), ("decode", decode_port)):
-            response = await client.ask("POST", "/register", _registration(role, port))
+            response = await client.ask("POST", "/register", registration(role, port))
             assert b'"success"' in response, response
         for _ in range(COUNTED_REQUEST - 1):
             await client.ask("POST", "/v1/chat/completions", REQUEST)
@@ -234,11 +243,12 @@ async def _count_calls() -> CallCount:
 
 
 @contextlib.asynccontextmanager
-async def _running_instance(writes: Sequence[bytes]) -> AsyncIterator[int]:
-    """The port of a scripted instance."""
+async def running_instance(writes: Sequence[bytes], requests: list[bytes] | None = None) -> AsyncIterator[int]:
+    """The port of a scripted instance; the requests it gets, but for probes, are appended to ``requests``."""
+    received = [] if requests is None else requests
     open_transports: set[Any] = set()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Instance(writes, open_transports), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: Instance(writes, received, open_transports), "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]
     server.close()
     while open_transports:
@@ -247,7 +257,7 @@ async def _running_instance(writes: Sequence[bytes]) -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
-def _registration(role: str, port: int) -> bytes:
+def registration(role: str, port: int) -> bytes:
     members = {
         "role": role,
         "host_ip": "127.0.0.1",
@@ -264,10 +274,12 @@ def _registration(role: str, port: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _running_router() -> AsyncIterator[int]:
-    """The router's port."""
-    # Neither rounds of probes nor the writing of the access log come into the count.
-    settings = RouterSettings(host="127.0.0.1", splitwise=True, health_check_interval_secs=1000.0, access_log="off")
+async def running_router(access_log: str = "off") -> AsyncIterator[int]:
+    """The port of a router for pairs."""
+    # Neither rounds of probes nor the writing of an access log come into the count.
+    settings = RouterSettings(
+        host="127.0.0.1", splitwise=True, health_check_interval_secs=1000.0, access_log=access_log
+    )
     app = RouterApp(settings)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
