@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.examples.script import ROOT
 
@@ -22,6 +27,7 @@ def bare_checkout(tmp_path: Path) -> Path:
     (checkout / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup", checkout / "scripts" / "setup")
     shutil.copy(ROOT / "pyproject.toml", checkout / "pyproject.toml")
+    shutil.copy(ROOT / "constraints.txt", checkout / "constraints.txt")
     (tmp_path / "bin").mkdir()
     for tool in TOOLS:
         found = shutil.which(tool)
@@ -67,3 +73,42 @@ def test_a_python_without_venv_is_said_where_it_cannot_be_installed(bare_checkou
     assert "cannot make virtual environments" in ended.stderr
     assert "sudo apt-get install python3-venv" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_is_installed_is_what_the_constraints_name() -> None:
+    differing = []
+    for constraint in constraints():
+        try:
+            installed = Version(importlib.metadata.version(constraint.name)).public
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another Python's
+        if not constraint.specifier.contains(installed):
+            differing.append(f"{constraint}, but {installed} is installed")
+    assert not differing
+
+
+def test_the_constraints_name_all_that_is_required_but_torch() -> None:
+    required = {
+        canonicalize_name(requirement.name)
+        for requirement in map(Requirement, importlib.metadata.requires("fastdeploy-kvstore") or ())
+        if any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+    }
+    named = {canonicalize_name(constraint.name) for constraint in constraints()}
+    assert required - named == {"torch"}
+
+
+def test_the_constraints_fix_versions_of_any_build() -> None:
+    """A local version, such as of a build for CPUs, is not to be had elsewhere."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = re.compile(r'[\w.-]+==[\w.]+( ; python_version (>=|==) "3\.1[0-3]")?')
+    assert [line for line in lines if not line.startswith("#") and not pinned.fullmatch(line)] == []
+
+
+EXTRAS = ("mooncake", "engine", "dev")
+
+
+def constraints() -> list[Requirement]:
+    """The lines that hold for this Python."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    return [each for each in found if each.marker is None or each.marker.evaluate()]
