@@ -24,7 +24,7 @@ TESTED_IN = {
     "router/http/message.py": "tests/router/http/test_exchange.py",
     "router/http/pool.py": "tests/router/http/test_exchange.py",
     # Policies of some lines, each compared with the others.
-    "router/policies/random.py": "tests/router/policies/test_base.py",
+    "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",

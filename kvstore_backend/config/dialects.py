@@ -24,11 +24,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.hints import did_you_mean
 
-__all__ = ["FOREIGN_KEYS", "MOONCAKE_NAMES", "ParsedConfig", "is_url", "read_file", "read_url"]
+__all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "read_file", "read_url"]
 
 logger = logging.getLogger(__name__)
 
-MOONCAKE_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
+NATIVE_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
 """Mooncake's names for settings that we, with FastDeploy, call otherwise."""
 
 FOREIGN_KEYS = {
@@ -125,7 +125,7 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
     if pool is not None:
         return _read_mindie_pool(pool, where, Path(path).parent)
     return _translate_names(
-        values, f" in {path}", binary_sizes=not values.keys().isdisjoint(MOONCAKE_NAMES | FOREIGN_KEYS)
+        values, f" in {path}", binary_sizes=not values.keys().isdisjoint(NATIVE_NAMES | FOREIGN_KEYS)
     )
 
 
@@ -191,7 +191,7 @@ def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: 
         if key in FOREIGN_KEYS:
             logger.info('"%s"%s is for %s and not used here', key, where, FOREIGN_KEYS[key])
             continue
-        name = MOONCAKE_NAMES.get(key, key)
+        name = NATIVE_NAMES.get(key, key)
         if name in ours:
             raise ConfigError(f'{places[name]} and "{key}"{where} say the same twice; remove one')
         ours[name] = _read_as_binary(value) if binary_sizes else value

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config.dialects import MOONCAKE_NAMES, ParsedConfig, is_url, read_file, read_url
+from kvstore_backend.config.dialects import NATIVE_NAMES, ParsedConfig, is_url, read_file, read_url
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.settings import (
     STORE_SETTINGS,
@@ -185,7 +185,7 @@ def _environment_source(kind: type[StoreSettings], environ: Mapping[str, str]) -
 
 
 def _check_names(names: Sequence[str], values: Mapping[str, object], where: str) -> None:
-    aliases = [alias for alias, name in MOONCAKE_NAMES.items() if name in names]
+    aliases = [alias for alias, name in NATIVE_NAMES.items() if name in names]
     for name in values:
         if name not in names:
             near = difflib.get_close_matches(name, [*names, *aliases], 1)
