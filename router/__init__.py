@@ -8,7 +8,7 @@ serving       the way of one request: selection, attempts, the response, resumpt
 telemetry     metrics, access log and explanations
 fleet         the instances: registrations, health, pairing
 access        who may ask, and how much at once
-settings      flags, YAML file and environment
+settings      everything that an operator can set
 policies      which instance a request goes to
 http          HTTP with clients and with instances
 
