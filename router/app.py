@@ -157,7 +157,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
 
     @app.get("/decode_instances")
     async def list_decode_instances(version: str | None = None) -> Response:
-        # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep what they get.
+        # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
         wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
         return _json_reply(200, wanted)

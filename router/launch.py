@@ -149,7 +149,7 @@ def _open_listener(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:
         raise SettingsError(f"--host {host} is not an address of this machine: {exc.strerror}") from exc
-    except ValueError as exc:  # what cannot be a name, such as one with two dots together
+    except ValueError as exc:  # no possible name, such as one with two dots together
         raise SettingsError(f"--host {host} is not an address of this machine: {exc}") from exc
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,7 +3,7 @@
     python -m router.simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
 
 A simulated instance prefills one request after another at a fixed rate, and keeps the blocks that it used last; the
-pool keeps what any instance computed, and a token from there costs a quarter of computing it. A request's time to
+pool keeps the blocks of all instances, and a token from there costs a quarter of computing it. A request's time to
 first token is its wait and its prefill; decoding is not simulated.
 """
 

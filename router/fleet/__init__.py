@@ -4,7 +4,7 @@ registration.py   Registration: the fields that an instance sends about itself, 
 instance.py       Instance: one registered instance, its health and its load
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
-pairing.py        which prefill and decode instance may pair, and what each is told of the other
+pairing.py        which prefill and decode instance may pair, and the addresses that each is given
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
 register_file.py  instances that are listed in a file instead of registering themselves

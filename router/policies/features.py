@@ -1,7 +1,7 @@
 """request_features: a prompt as a chain of chunk hashes, so that two prompts that begin alike have equal first hashes.
 
 No tokenizer is needed: the chunks are cut from the text that a chat template would render, or from the token ids
-where the client sent those. What is rendered first comes first, and the whole conversation counts: a conversation's
+where the client sent those. The parts rendered first come first, and the whole conversation counts: a conversation's
 next turn, which appends messages, shares all whole chunks of the turn before.
 """
 

@@ -14,8 +14,8 @@ from router.policies.prefix_policy import PrefixPolicy
 __all__ = ["PoolAware"]
 
 # How much each request that waits adds to alpha, and the most that alpha becomes. Found with router.simulate: from
-# 8 to 64 instances and from little load to too much, the mean time to first token is then within 4 % of what the
-# best fixed alpha gives, which is 2 at little load and 32 at too much.
+# 8 to 64 instances and from little load to too much, the mean time to first token is then within 4 % of the best
+# fixed alpha's, which is 2 at little load and 32 at too much.
 _ALPHA_PER_WAITING = 2.0
 _MAX_ALPHA = 32.0
 # Means over about so many requests.
@@ -120,7 +120,7 @@ class PoolAware(PrefixPolicy):
         self.fetch_cost = found * self._cost.fetch_cost + (1 - found)
 
     def _learn_kept_seconds(self, unused_seconds: float, kept: bool) -> None:
-        # It settles where what was unused for nearly so long is gone as often as not.
+        # It settles where chunks unused for nearly so long are gone as often as not.
         if not kept:
             self._kept_seconds = max(1.0, 0.9 * self._kept_seconds)
         elif unused_seconds > self._kept_seconds / 2:
