@@ -79,12 +79,24 @@ class EngineCore:
         self.scheduler = scheduler
         self.metrics = metrics
         self._runner = runner
-        self._save_outputs = save_outputs
         self._listeners: dict[Sequence, Listener] = {}
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self._turned_at = math.inf
-        self._connector = PoolConnector(runner, pool, self._mailbox.put, scheduler.longest_blocks) if pool else None
+        self._connector = (
+            PoolConnector(
+                runner,
+                scheduler,
+                metrics,
+                pool,
+                self._mailbox.put,
+                on_saved=self._forget_if_saved,
+                ending_on_error=self._ending_on_error,
+                save_outputs=save_outputs,
+            )
+            if pool
+            else None
+        )
         self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
         self._watch()
 
@@ -138,9 +150,10 @@ class EngineCore:
             if prefilled is None:
                 self.scheduler.add(sequence)
                 return
-            with self._its_end_if_this_fails(sequence):
+            with self._ending_on_error(sequence):
                 self.scheduler.adopt(sequence, prefilled.reservation)
-                sequence.num_saved = len(sequence.hashes())  # whoever computed the prompt saves it
+                if self._connector:
+                    self._connector.skip_prompt(sequence)
                 self._append(sequence, prefilled.token, prefilled.logprobs)
 
         self._mailbox.put(add)
@@ -167,13 +180,13 @@ class EngineCore:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
         self._mailbox.put(lambda: self.scheduler.blocks.release(blocks))
 
-    def when_drained(self, callback: Callable[[], None]) -> None:
+    def call_when_flushed(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
 
         It comes after some seconds at the latest, and at once where the pool writes before it answers.
         """
         if self._connector:
-            self._connector.when_drained(callback)
+            self._connector.call_when_flushed(callback)
         else:
             callback()
 
@@ -186,8 +199,7 @@ class EngineCore:
         while not self._stopped:
             try:
                 self._read_mailbox(wait=idle)
-                for sequence in self.scheduler.admit():
-                    self._load(sequence)
+                self._admit()
                 preempted = self.scheduler.num_preemptions
                 chunks = self.scheduler.schedule()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
@@ -206,6 +218,12 @@ class EngineCore:
                     self._end(sequence, "error")
                 idle = not failed  # their blocks may be what others wait for
 
+    def _admit(self) -> None:
+        """Let waiting sequences in; those that lack blocks the pool may have load them first."""
+        for sequence in self.scheduler.admit():
+            assert self._connector is not None
+            self._connector.start_load(sequence)
+
     def _read_mailbox(self, *, wait: bool) -> None:
         """Run what lies in the mailbox; ``wait`` for the first piece if it is empty."""
         self._turned_at = math.inf if wait else time.monotonic()
@@ -222,7 +240,7 @@ class EngineCore:
                 log.exception("A piece of mail failed; what runs goes on")
 
     @contextlib.contextmanager
-    def _its_end_if_this_fails(self, sequence: Sequence) -> Iterator[None]:
+    def _ending_on_error(self, sequence: Sequence) -> Iterator[None]:
         """What fails in here ends ``sequence`` with an error, and nobody else."""
         try:
             yield
@@ -244,8 +262,8 @@ class EngineCore:
             else:
                 self._append(sequence, *choice)
         for chunk in chunks:
-            if chunk.sequence.state is State.RUNNING:
-                self._save(chunk.sequence)
+            if self._connector and chunk.sequence.state is State.RUNNING:
+                self._connector.start_save(chunk.sequence)
 
     def _timed_run(self, chunks: list[Chunk]) -> list[Choice]:
         prefills = any(chunk.sequence.is_prefilling for chunk in chunks)
@@ -253,7 +271,7 @@ class EngineCore:
         choices = self._runner.run(chunks)
         if prefills and self._connector:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self._connector.load_or_compute.computed(num_tokens, time.monotonic() - start)
+            self._connector.note_computed(num_tokens, time.monotonic() - start)
         return choices
 
     def _absorb(self, sequence: Sequence) -> None:
@@ -264,10 +282,8 @@ class EngineCore:
         # Prompts are computed exactly, for which all of their blocks are needed.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size
-            unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
-            if self._connector and unsaved > 0:  # the pool would not take them; they are not kept for it
-                self.metrics.unsaved_blocks.inc(unsaved)
-                sequence.num_saved += unsaved
+            if self._connector:
+                self._connector.drop_unsaved(sequence)
             self.scheduler.offload(sequence, num_full)
 
     def _export(self, sequence: Sequence) -> None:
@@ -311,8 +327,8 @@ class EngineCore:
         listener = self._listeners.get(sequence)
         if listener is None or sequence.finish_reason:
             return
-        if sequence.state is State.RUNNING and reason != "error":
-            self.metrics.unsaved_blocks.inc(self._save(sequence))
+        if self._connector and sequence.state is State.RUNNING and reason != "error":
+            self._connector.start_save(sequence, is_last=True)
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
         self._count(sequence, reason)
@@ -328,70 +344,6 @@ class EngineCore:
         metrics.latency.observe(now - sequence.arrival)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
-
-    def _load(self, sequence: Sequence) -> None:
-        """Start reading the full blocks that ``sequence`` lacks; it runs when that is over, however it went."""
-        assert self._connector is not None
-        first = sequence.num_computed // sequence.block_size
-        # The last token is always computed, so a block that ends with it is of no use.
-        last = (len(sequence.token_ids) - 1) // sequence.block_size
-
-        def done(num_blocks: int, seconds: float, unsettled: SequenceOf[int]) -> None:
-            if not sequence.num_preemptions:
-                sequence.pool_cached_tokens = num_blocks * sequence.block_size
-                sequence.pool_load_seconds = seconds
-            with self._its_end_if_this_fails(sequence):
-                self._keep_until_settled(unsettled, clear=True)
-                self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
-
-        others = len(self.scheduler.running)
-        self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], others, done)
-
-    def _save(self, sequence: Sequence) -> int:
-        """Start saving the blocks of ``sequence`` that became full, holding them until they are out.
-
-        Returns:
-            How many blocks are to be saved, but not now: none, or all of them.
-        """
-        if self._connector is None:
-            return 0
-        tokens = sequence.num_exact
-        if not self._save_outputs:
-            tokens = min(tokens, sequence.num_prompt_tokens)
-        first, last = sequence.num_saved, tokens // sequence.block_size
-        if first >= last:
-            return 0
-        blocks = sequence.block_table[first:last]
-
-        def done(num_saved: int, unsettled: SequenceOf[int]) -> None:
-            self._keep_until_settled(unsettled, clear=False)
-            self.scheduler.blocks.release(blocks)
-            sequence.pending_saves -= 1
-            self.metrics.saved_blocks.inc(num_saved)
-            self.metrics.unsaved_blocks.inc(len(blocks) - num_saved)
-            self._forget_if_saved(sequence)
-
-        if not self._connector.start_save(sequence.hashes()[first:last], blocks, done):
-            return len(blocks)
-        self.scheduler.blocks.hold(blocks)
-        sequence.pending_saves += 1
-        sequence.num_saved = last
-        return 0
-
-    def _keep_until_settled(self, blocks: SequenceOf[int], *, clear: bool) -> None:
-        """Keep ``blocks`` from everybody while a call that was given up may touch them; then ``clear`` them or not."""
-        if not blocks:
-            return
-        assert self._connector is not None
-        connector = self._connector
-        self.scheduler.blocks.hold(blocks)
-
-        def settled() -> None:
-            if clear:
-                connector.clear(blocks)
-            self.scheduler.blocks.release(blocks)
-
-        connector.when_settled(settled)
 
     def _forget_if_saved(self, sequence: Sequence) -> None:
         if sequence.finish_reason and not sequence.pending_saves:

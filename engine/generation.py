@@ -118,7 +118,7 @@ class Generation:
             with contextlib.suppress(RuntimeError):  # the server has shut down meanwhile
                 loop.call_soon_threadsafe(drained.set)
 
-        self._owner.core.when_drained(tell)
+        self._owner.core.call_when_flushed(tell)
         await drained.wait()
 
     async def _decode(self) -> AsyncIterator[Piece]:

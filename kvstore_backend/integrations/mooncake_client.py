@@ -1,4 +1,4 @@
-"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``StorageBackend``.
+"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``BlockPool``.
 
 Engines that use Mooncake by its own client get what that lacks: a look-up whose answer is not known says 0, *not
 there*, where Mooncake says -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.config import load_config
 from kvstore_backend.namespace import Namespace
-from kvstore_backend.pool import open_backend
+from kvstore_backend.pool import BlockPool, open_pool
 
 __all__ = ["PooledClient"]
 
@@ -32,7 +32,6 @@ _CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
 _SIZE = struct.Struct("<Q")
 # Where a value of bytes that nobody knows the size of keeps its size.
 _SIZE_SUFFIX = "\0size"
-_SETTLE_SECONDS = 30.0
 
 
 class PooledClient:
@@ -42,11 +41,10 @@ class PooledClient:
     """
 
     def __init__(self) -> None:
-        self._backend: StorageBackend | None = None
-        self._prefix = ""
+        self._pool: BlockPool | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._backend!r}, {self._prefix or 'not set up'})"
+        return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
 
     def namespace(self) -> Namespace:
         """Whose blocks the keys of this process name; asked once, by ``setup``.
@@ -96,27 +94,26 @@ class PooledClient:
             },
         )
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
-        self._backend = open_backend(config, CollectorRegistry(), background=False)
-        self._prefix = namespace.prefix
+        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
 
     def close(self) -> int:
         """Leave the pool; a second call does nothing."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
         return _DONE
 
     def health_check(self) -> int:
         """0 if the pool is in use now, else 1."""
-        return int(self._backend is None or not self._backend.health().ok)
+        return int(self._pool is None or not self._pool.health().ok)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Announce memory that blocks will be put from and read into."""
-        if self._backend is None:
+        if self._pool is None:
             return _FAILED
-        self._backend.register(buffer_ptr, size)
+        self._pool.register(buffer_ptr, size)
         return _DONE
 
     def is_exist(self, key: str) -> int:
@@ -125,9 +122,9 @@ class PooledClient:
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
-        if self._backend is None:
+        if self._pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in self._backend.exists(self._keys(keys))]
+        return [int(status is Status.OK) for status in self._pool.exists(_hashes(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
@@ -198,10 +195,10 @@ class PooledClient:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """Remove keys, and the sizes of those that ``put`` stored."""
-        if self._backend is None:
+        if self._pool is None:
             return [_FAILED] * len(keys)
-        names = self._keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
-        return [_CODES[status] for status in self._backend.remove(names, force=force)[: len(keys)]]
+        hashes = _hashes([*keys, *(key + _SIZE_SUFFIX for key in keys)])
+        return [_CODES[status] for status in self._pool.remove(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
         """Remove everything of this namespace, read or not; others' blocks stay.
@@ -209,19 +206,19 @@ class PooledClient:
         Returns:
             0, where Mooncake tells how many there were; negative if it failed.
         """
-        return _FAILED if self._backend is None else _CODES[self._backend.clear(self._prefix)]
+        return _FAILED if self._pool is None else _CODES[self._pool.clear()]
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        backend = self._backend
-        if backend is None:
+        pool = self._pool
+        if pool is None:
             return [_FAILED] * len(keys)
-        return [_CODES[status] for status in _ended(backend, backend.put(self._keys(keys), values))]
+        return [_CODES[status] for status in pool.put(_hashes(keys), values)]
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
-        backend = self._backend
-        if backend is None:
+        pool = self._pool
+        if pool is None:
             return [_FAILED] * len(keys)
-        statuses = _ended(backend, backend.get(self._keys(keys), targets))
+        statuses = pool.get(_hashes(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
@@ -231,15 +228,9 @@ class PooledClient:
         buffer = ctypes.create_string_buffer(nbytes)
         return buffer.raw if self._get([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
 
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest() for key in keys]
 
-
-def _ended(backend: StorageBackend, statuses: list[Status]) -> list[Status]:
-    """The statuses of a put or a get, once it has ended even if it was given up: the caller reuses its memory."""
-    while Status.FAILED in statuses and not backend.settle(_SETTLE_SECONDS):
-        logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
-    return statuses
+def _hashes(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode(errors="surrogatepass")).digest() for key in keys]
 
 
 def _one_span_each(addresses: Sequence[int], sizes: Sequence[int]) -> list[Value]:

@@ -40,8 +40,6 @@ __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 30.0
-
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
     """The pool as one rank of SGLang sees it. A page that cannot be had is a miss, whatever the pool does.
@@ -190,20 +188,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _loaded(self, name: str, keys: Sequence[str], targets: Sequence[Value]) -> list[bool]:
-        pool = self._pool_of(name)
-        number = pool.load(self._hashes(name, keys), targets)
-        # SGLang gives pages that were not read to others at once, so a read that was given up must have ended.
-        if number < len(keys):
-            _wait_for_calls(pool)
+        number = self._pool_of(name).load(self._hashes(name, keys), targets)
         return [i < number for i in range(len(keys))]
 
     def _saved(self, name: str, keys: Sequence[str], sources: Sequence[Value]) -> list[bool]:
-        pool = self._pool_of(name)
-        statuses = pool.save(self._hashes(name, keys), sources)
-        # And pages that were not written: other bytes would be stored for theirs, or freed memory be read.
-        if Status.FAILED in statuses:
-            _wait_for_calls(pool)
-        return [bool(status) for status in statuses]
+        return [bool(status) for status in self._pool_of(name).save(self._hashes(name, keys), sources)]
 
     def _spans(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value]:
         """Where each page lies."""
@@ -255,12 +244,6 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             tp_rank=0 if is_shared else config.tp_rank,
             weights_version=self._weights_version,
         )
-
-
-def _wait_for_calls(pool: BlockPool) -> None:
-    """Until no call that was given up touches SGLang's memory any more."""
-    while not pool.settle(_SETTLE_SECONDS):
-        logger.warning("A call that was given up has not come back; its pages cannot be given back yet")
 
 
 def _tensor_value(tensor: Any) -> Value:

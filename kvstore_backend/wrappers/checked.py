@@ -28,16 +28,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import (
-    HEADROOM_BYTES,
-    Span,
-    Status,
-    StorageBackend,
-    Value,
-    check_values,
-)
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.wrappers.wrapper import Wrapper
 
 __all__ = ["HEADER_BYTES", "CheckedBackend"]
 
@@ -58,11 +51,11 @@ _PARALLEL_BYTES = 512 << 10
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
-class CheckedBackend(Layer):
+class CheckedBackend(Wrapper):
     """Adds headers to what ``store`` holds and verifies them.
 
-    A header lies in the value's headroom where its memory has that (``register``), else in memory of this layer, which
-    makes two pieces of the value.
+    A header lies in the value's headroom where its memory has that (``register``), else in memory of this wrapper's
+    own, which makes two pieces of the value.
 
     A block that does not verify is answered ``ABSENT``: the pool does not have it, but something else in its place.
     A stored value of another size than ``header || target`` cannot be told from a failure of the pool: ``FAILED``.
@@ -81,17 +74,15 @@ class CheckedBackend(Layer):
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
         self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         with self._laid_out(values) as whole:
             for key, value, checksum, place in zip(keys, values, self._checksums(values), whole, strict=True):
                 _HeaderMemory.from_address(place[0].address).raw = _header(key, value, checksum)
-            return self._store.put(keys, whole)
+            return self._store._put(keys, whole)
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         with self._laid_out(targets) as whole:
-            statuses = self._store.get(keys, whole)
+            statuses = self._store._get(keys, whole)
             # What lay in this memory before does no harm: a header that verifies is true, whoever put it there.
             read = [i for i, status in enumerate(statuses) if status is Status.OK]
             checksums = self._checksums([targets[i] for i in read])
@@ -102,14 +93,8 @@ class CheckedBackend(Layer):
                     statuses[i] = Status.ABSENT
         rejected = [keys[i] for i in read if statuses[i] is Status.ABSENT]
         if rejected:
-            self._store.remove(rejected, force=True)
+            self._store._remove(rejected, force=True)
         return statuses
-
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._store.exists(keys)
-
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        return self._store.remove(keys, force=force)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         if headroom:

@@ -6,8 +6,8 @@ given. Two rules make late calls harmless:
 
 - From the moment a call becomes late until it has ended the breaker is open: no second call piles up behind it, and
   nobody who was given the same memory meanwhile is told ``OK`` for it.
-- ``settle`` tells a caller when no late call is left; memory given to a call that was ``FAILED`` must not be
-  used for anything else before that.
+- ``wait_for_late_calls`` tells a caller when none is left; memory given to a call that was ``FAILED`` must not be
+  used for anything else before that. ``BlockPool`` and ``transfers.py`` see to it, so that engines need not.
 
 States::
 
@@ -36,9 +36,8 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
-    check_keys,
-    check_values,
 )
+from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Deadlines", "GuardedBackend"]
 
@@ -86,7 +85,7 @@ class _Call:
         self.ended.acquire()
 
 
-class GuardedBackend(StorageBackend):
+class GuardedBackend(Stack):
     """Guards the store that ``open_store`` opens.
 
     Args:
@@ -133,32 +132,27 @@ class GuardedBackend(StorageBackend):
             self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
             return self._trouble is None
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         # A full pool refuses puts and is sound: they say nothing of its health. So it is with remove and leases.
-        return self._statuses(keys, self.deadlines.transfer(values), "put", lambda store: store.put(keys, values))
+        return self._statuses(keys, self.deadlines.transfer(values), "put", lambda store: store._put(keys, values))
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         seconds = self.deadlines.transfer(targets)
-        return self._judged(self._statuses(keys, seconds, "get", lambda store: store.get(keys, targets)))
+        return self._judged(self._statuses(keys, seconds, "get", lambda store: store._get(keys, targets)))
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         seconds = self.deadlines.lookup_seconds
-        return self._judged(self._statuses(keys, seconds, "exists", lambda store: store.exists(keys)))
+        return self._judged(self._statuses(keys, seconds, "exists", lambda store: store._exists(keys)))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         seconds = self.deadlines.lookup_seconds
-        return self._statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
+        return self._statuses(keys, seconds, "remove", lambda store: store._remove(keys, force=force))
 
-    def clear(self, prefix: str) -> Status:
-        check_keys([prefix])
-        answer = self._call(self.deadlines.clear_seconds, "clear", lambda store: store.clear(prefix))
+    def _clear(self, prefix: str) -> Status:
+        answer = self._call(self.deadlines.clear_seconds, "clear", lambda store: store._clear(prefix))
         return Status.FAILED if answer is None else answer
 
-    def settle(self, seconds: float) -> bool:
+    def wait_for_late_calls(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
@@ -338,7 +332,7 @@ class GuardedBackend(StorageBackend):
         """Ask the store something; None, or what is the matter."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
-        call = self._start(self._store, lambda store: store.exists([_PROBE_KEY]))
+        call = self._start(self._store, lambda store: store._exists([_PROBE_KEY]))
         if not self._finish(call, seconds, "a probe"):
             return f"a probe took more than {seconds:g} s"
         return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"

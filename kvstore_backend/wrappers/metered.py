@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.wrappers.guarded import GuardedBackend
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["MeteredBackend", "StateCollector"]
@@ -20,7 +20,7 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
 
 
-class MeteredBackend(Layer):
+class MeteredBackend(StackWrapper):
     """Counts what goes through to ``store``.
 
     Args:
@@ -44,21 +44,21 @@ class MeteredBackend(Layer):
             for operation in _OPERATIONS
         }
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._moved("put", values, lambda: self._store.put(keys, values))
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._moved("put", values, lambda: self._store._put(keys, values))
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._moved("get", targets, lambda: self._store.get(keys, targets))
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._moved("get", targets, lambda: self._store._get(keys, targets))
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._counted("exists", lambda: self._store.exists(keys))
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        return self._counted("exists", lambda: self._store._exists(keys))
 
-    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         # Not with the look-ups of who wants to read: their share that is there is the hit rate.
-        return self._counted("exists_for_all", lambda: self._store.exists_for_all(keys))
+        return self._counted("exists_for_all", lambda: self._store._exists_for_all(keys))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        return self._counted("remove", lambda: self._store.remove(keys, force=force))
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        return self._counted("remove", lambda: self._store._remove(keys, force=force))
 
     def _moved(self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]) -> list[Status]:
         statuses = self._counted(operation, call)
@@ -84,12 +84,12 @@ class MeteredBackend(Layer):
 
 
 class StateCollector(Collector):
-    """The state of a pool's layers, read when metrics are asked for.
+    """The state of a pool's wrappers, read when metrics are asked for.
 
     Args:
-        guarded: the layer with the breaker.
+        guarded: the wrapper with the breaker.
         rejected: blocks that did not verify, by reason (``CheckedBackend.rejected``).
-        write_behind: the layer that writes asynchronously, where there is one.
+        write_behind: the wrapper that writes asynchronously, where there is one.
     """
 
     def __init__(

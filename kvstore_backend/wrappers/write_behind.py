@@ -6,7 +6,7 @@ The arena, a ring::
     │  free  │ oldest  ...  queued  ... newest│  free  │   a block leaves when it was written or given up
     └────────┴───────────────────────────────┴────────┘
 
-Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this layer answers for
+Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this wrapper answers for
 it: ``exists`` says ``OK``, ``get`` copies it out of the arena, and a second put of it is ``OK`` at once. So ``OK`` of a
 put means what it means everywhere, *readable now*, but for other clients of the pool only once the write is out; and
 the pool may still refuse it, which is counted in ``dropped`` and is for readers like an eviction.
@@ -24,16 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import (
-    HEADROOM_BYTES,
-    Span,
-    Status,
-    StorageBackend,
-    Value,
-    check_keys,
-    check_values,
-)
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
+from kvstore_backend.wrappers.wrapper import StackWrapper
 
 __all__ = ["WriteBehindBackend"]
 
@@ -41,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
 _FIRST_PAUSE_S = 0.05
-_SETTLE_S = 1.0
+_LATE_CALL_WAIT_SECONDS = 1.0
 # Arenas that a call which never returned may still read from.
 _ABANDONED: list[NDArray[np.uint8]] = []
 
@@ -57,7 +49,7 @@ class _Block:
         self.is_sending = False
 
 
-class WriteBehindBackend(Layer):
+class WriteBehindBackend(StackWrapper):
     """Writes to ``store`` in the background.
 
     A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.
@@ -92,7 +84,7 @@ class WriteBehindBackend(Layer):
         self._flush_seconds = flush_seconds
         self._arena: NDArray[np.uint8] = np.empty(arena_bytes, dtype=np.uint8)
         self._base: int = self._arena.ctypes.data
-        store.register(self._base, arena_bytes, headroom=True)
+        self._store.register(self._base, arena_bytes, headroom=True)
         self._changed = threading.Condition()  # guards everything below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
         self._tail = 0  # where the newest block ends
@@ -116,29 +108,25 @@ class WriteBehindBackend(Layer):
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._accepted(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         statuses = [self._copied_out(key, target) for key, target in zip(keys, targets, strict=True)]
         ask = [i for i, status in enumerate(statuses) if status is None]
-        answers = self._store.get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
+        answers = self._store._get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
         return _filled(statuses, answers)
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
             statuses = [Status.OK if key in self._blocks else None for key in keys]
         ask = [key for key, status in zip(keys, statuses, strict=True) if status is None]
-        return _filled(statuses, self._store.exists(ask) if ask else [])
+        return _filled(statuses, self._store._exists(ask) if ask else [])
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         """As the pool answers; a block on its way is taken out of the queue, or ``FAILED`` while it is being sent."""
-        check_keys(keys)
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
@@ -147,24 +135,23 @@ class WriteBehindBackend(Layer):
             self._take_out(withdrawn)
         statuses = [Status.FAILED if busy else None for busy in is_sending]
         ask = [key for key, busy in zip(keys, is_sending, strict=True) if not busy]
-        answers = self._store.remove(ask, force=force) if ask else []
+        answers = self._store._remove(ask, force=force) if ask else []
         found = [
             Status.OK if key in withdrawn and answer is Status.ABSENT else answer
             for key, answer in zip(ask, answers, strict=True)
         ]
         return _filled(statuses, found)
 
-    def clear(self, prefix: str) -> Status:
+    def _clear(self, prefix: str) -> Status:
         """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
-        check_keys([prefix])
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
             is_sending = {key for key in queued if self._blocks[key].is_sending}
             self._take_out(queued - is_sending)
-        answer = self._store.clear(prefix)
+        answer = self._store._clear(prefix)
         return Status.FAILED if is_sending else answer
 
-    def drain(self, seconds: float) -> bool:
+    def flush_writes(self, seconds: float) -> bool:
         """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""
         with self._changed:
             last = next(reversed(self._blocks.values()), None)
@@ -181,7 +168,7 @@ class WriteBehindBackend(Layer):
             self._gave_up = True
             self._changed.notify_all()
         self._sender.join(self._flush_seconds)
-        if self._sender.is_alive() or not self._store.settle(0):
+        if self._sender.is_alive() or not self._store.wait_for_late_calls(0):
             _ABANDONED.append(self._arena)
         else:
             self._store.unregister(self._base, self._arena.nbytes)
@@ -266,7 +253,7 @@ class WriteBehindBackend(Layer):
     def _sent(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
         """Write what the pool lacks of ``batch``; whether that dealt with all of it, else the rest stays in it."""
         keys = list(batch)
-        known = self._store.exists(keys)
+        known = self._store._exists(keys)
         self._finish(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
         if Status.FAILED in known:
             self._finish(batch, set(batch), "pool away")
@@ -274,10 +261,10 @@ class WriteBehindBackend(Layer):
             return True
         keys = list(batch)
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
-        stored = self._store.put(keys, values)
+        stored = self._store._put(keys, values)
         self._finish(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
         # A call that was given up may still read from the arena; nothing may be written there meanwhile.
-        while batch and not self._store.settle(_SETTLE_S):
+        while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):
             if self._gave_up:
                 return True
         if is_last:

@@ -24,6 +24,10 @@ class Memory:
         """The bytes it holds now."""
         return self._buffer.raw[: self.nbytes]
 
+    def fill(self, content: bytes) -> None:
+        """Overwrite its first bytes, or all."""
+        ctypes.memmove(self.address, content, min(len(content), self.nbytes))
+
     @property
     def value(self) -> list[Span]:
         """All of it as a value of one span."""

@@ -8,8 +8,8 @@ decides, ``MOONCAKE_CONFIG_PATH`` first), and ``weights_version``, for weights t
 may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is
 given a request at the same time as a prefill instance: how long a prompt waits for its next block to come to the pool.
 
-This file is vLLM's side of it: what ``KVConnectorBase_V1`` of vLLM 0.32 asks, put into the words of ``vllm_scheduler``
-and ``vllm_worker``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
+This file is vLLM's side of it: what ``KVConnectorBase_V1`` of vLLM 0.32 asks, put into the words of ``scheduler.py``
+and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
 is asynchronous: a step neither waits for a look-up nor for a transfer.
 """
 
@@ -42,8 +42,8 @@ from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig,
 from kvstore_backend.config.hints import instead
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, summed
 from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
-from kvstore_backend.integrations.vllm.transfers import Plan, Report
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool

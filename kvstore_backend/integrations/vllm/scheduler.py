@@ -2,7 +2,7 @@
 
 It never waits for the pool: look-ups run on threads of their own, and a request whose answer is not there yet is asked
 for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
-be 50 ms away.) Ownership of blocks: ``vllm_transfers``.
+be 50 ms away.) Ownership of blocks: ``messages.py``.
 
 Where prefill and decode are instances of their own, and both are given a request at once, decode waits for the blocks
 that prefill saves: it looks them up again and again, until all blocks of the prompt are there or nothing new has come
@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.integrations.vllm.counts import Counts
+from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
 from kvstore_backend.integrations.vllm.names import adapter_digest, names
-from kvstore_backend.integrations.vllm.transfers import Plan, Report, Transfer
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.wrappers.wrapper import as_stack
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
 
@@ -131,7 +132,7 @@ class SchedulerHalf:
         saves: bool = True,
         prefill_wait_s: float = 0.0,
     ) -> None:
-        self._backend = backend
+        self._backend = as_stack(backend)
         self._block_size = block_size
         self._loads = loads
         self._saves = saves

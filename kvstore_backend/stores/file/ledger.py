@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _ACCOUNTS = struct.Struct("<QQ")
 _ACCOUNTS_AT, _BOOT_ID_AT, _STATE_AT = 0, 16, 63
-_SETTLED, _CHANGING = b"\1", b"\0"
+_CONSISTENT, _CHANGING = b"\1", b"\0"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
 # An eviction looks at so many values, of folders drawn by chance, and removes those of them that were used least
@@ -99,7 +99,7 @@ class Ledger:
                     os.unlink(block.path)
                 os.pwrite(ledger, boot_id, _BOOT_ID_AT)
                 os.pwrite(ledger, _CHANGING, _STATE_AT)
-            if os.pread(ledger, 1, _STATE_AT) != _SETTLED or not self.blocks.is_dir():
+            if os.pread(ledger, 1, _STATE_AT) != _CONSISTENT or not self.blocks.is_dir():
                 self._count(ledger)
             self._bury_the_dead(ledger)
             for part in (self.blocks, self._writers):
@@ -143,7 +143,7 @@ class Ledger:
             except FileNotFoundError:
                 raise Removed(errno.EIO, "this process's folder in it was removed") from None
             except OSError:
-                os.pwrite(ledger, _SETTLED, _STATE_AT)
+                os.pwrite(ledger, _CONSISTENT, _STATE_AT)
                 raise
             try:
                 os.truncate(file, nbytes)
@@ -292,4 +292,4 @@ def _read(ledger: int) -> Accounts:
 def _write(ledger: int, accounts: Accounts) -> None:
     """Enter what is there now that a change is done."""
     os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)
-    os.pwrite(ledger, _SETTLED, _STATE_AT)
+    os.pwrite(ledger, _CONSISTENT, _STATE_AT)

@@ -11,9 +11,11 @@ from typing import Literal
 import pytest
 
 from kvstore_backend.integrations.mooncake_client import PooledClient
+from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.blocks import NAMESPACE
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
@@ -35,7 +37,7 @@ def one() -> Iterator[Client]:
     store = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.2, 0.05, 1e9))
     client = PooledClient()
-    client._backend = guarded  # setup() would join a pool
+    client._pool = BlockPool(guarded, NAMESPACE)  # setup() would join a pool
     wait_until(lambda: guarded.is_ready, "the store")
     with contextlib.closing(client):
         yield Client(client, store, guarded)

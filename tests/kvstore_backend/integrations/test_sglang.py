@@ -156,7 +156,7 @@ def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(attach
     wait_until(lambda: guarded.is_ready, "the store")
     [pool] = backend._pools.values()
     pool.close()
-    pool._backend = guarded
+    pool._stack = guarded
     store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(getattr(backend, call), ["a"], indices(0))

@@ -71,14 +71,14 @@ class TestLateCalls:
         assert guard.wait_ready(30)
         assert guard.exists(["a"]) == [ABSENT]
 
-    def test_a_late_read_may_write_into_its_target_until_it_settles(self) -> None:
+    def test_a_late_read_may_write_into_its_target_until_it_has_ended(self) -> None:
         class Writes(MemoryStore):
             """Stands in for a native read that arrives late."""
 
-            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 hanging.set()
                 go.wait()
-                return super().get(keys, targets)
+                return super()._get(keys, targets)
 
         hanging, go = threading.Event(), threading.Event()
         slow = Writes(1 << 20)
@@ -87,10 +87,10 @@ class TestLateCalls:
         guard = GuardedBackend(lambda: slow, DEADLINES)
         assert guard.wait_ready(30)
         assert guard.get(["a"], [target.value]) == [FAILED]
-        assert not guard.settle(0)
+        assert not guard.wait_for_late_calls(0)
         assert target.content == b"\xee" * 4
         go.set()
-        assert guard.settle(30)
+        assert guard.wait_for_late_calls(30)
         assert target.content == b"late"
         guard.close()
 
@@ -98,11 +98,11 @@ class TestLateCalls:
         class Held(MemoryStore):
             """Reads and look-ups wait, each for an event of its own."""
 
-            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 read_go.wait()
                 return [OK] * len(keys)
 
-            def exists(self, keys: Sequence[str]) -> list[Status]:
+            def _exists(self, keys: Sequence[str]) -> list[Status]:
                 if keys == ["a"]:
                     return [FAILED]
                 probing.set()
@@ -141,7 +141,7 @@ class TestLateCalls:
         assert store.hanging.acquire(timeout=30)
         assert guard.exists(["a"]) == [FAILED]
         assert guard.is_ready
-        assert guard.settle(0)
+        assert guard.wait_for_late_calls(0)
         store.go_on()
         transfer.join()
         assert guard.remove(["b"]) == [ABSENT]
@@ -283,7 +283,7 @@ class TestClosing:
         store.faults = [Fault.HANGS]
         guard.exists(["a"])
         guard.close()
-        assert not guard.settle(0)
+        assert not guard.wait_for_late_calls(0)
         assert guard.exists(["a"]) == [FAILED]
 
     def test_closing_does_not_wait_for_a_store_that_does_not_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
