@@ -1,4 +1,4 @@
-"""The one interface that every store implements, and the answers it may give; ``Stack`` adds what wrappers can do.
+"""The one interface that every store implements, and the answers it may give; ``Stack`` adds the calls of an assembled one.
 
 Exceptions that leave this package::
 

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.backend import Status, StorageBackend
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
-from kvstore_backend.wrappers.wrapper import Wrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.held import Held
 from tests.faults.injector import Fault, FaultInjector
 from tests.faults.mover import Mover
 from tests.support.memory import Memory
@@ -176,53 +176,35 @@ def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
         assert not any(caller.is_alive() for caller in callers)
 
 
-class Delayed(Wrapper):
-    """Every put and get waits at the door until ``go``, before a byte was looked at."""
-
-    def __init__(self, store: StorageBackend) -> None:
-        super().__init__(store)
-        self.go = threading.Event()
-        self.waiting = threading.Event()
-
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        self.waiting.set()
-        self.go.wait()
-        return super()._put(keys, values)
-
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        self.waiting.set()
-        self.go.wait()
-        return super()._get(keys, targets)
-
-
 class TestMemoryOfBlockingCalls:
     """When a call of ``BlockPool`` returns, the memory is the caller's again, whatever hung meanwhile."""
 
     @pytest.fixture
-    def delayed(self) -> Iterator[Delayed]:
+    def held(self) -> Iterator[Held]:
         # Around the checks: a late put has not even computed its checksum when its caller is answered.
-        backend = Delayed(CheckedBackend(MemoryStore(1 << 20)))
+        backend = Held(CheckedBackend(MemoryStore(1 << 20)))
         yield backend
-        backend.go.set()
+        backend.let_go()
 
     @pytest.fixture
-    def pool(self, delayed: Delayed) -> Iterator[BlockPool]:
-        guarded = GuardedBackend(lambda: delayed, Deadlines(lookup_seconds=30, transfer_seconds=0.05))
+    def pool(self, held: Held) -> Iterator[BlockPool]:
+        guarded = GuardedBackend(lambda: held, Deadlines(lookup_seconds=30, transfer_seconds=0.05))
         assert guarded.wait_ready(30)
         with BlockPool(guarded, NAMESPACE) as opened:
             yield opened
 
     @pytest.mark.parametrize("call", ["save", "put"])
     def test_a_late_put_stores_nothing_of_what_came_into_its_memory_after_the_call(
-        self, pool: BlockPool, delayed: Delayed, call: Literal["save", "put"]
+        self, pool: BlockPool, held: Held, call: Literal["save", "put"]
     ) -> None:
+        held.hold()
         sources = [Memory(right_bytes(block, NBYTES)) for block in BLOCKS]
         with ThreadPoolExecutor(1) as thread:
             saving = thread.submit(getattr(pool, call), BLOCKS, [source.value for source in sources])
-            assert delayed.waiting.wait(30)
+            assert held.waiting.wait(30)
             wait_until(lambda: not pool.is_ready, "the deadline")
             assert not wait([saving], timeout=0.2).done, "the put may still read"
-            delayed.go.set()
+            held.let_go()
             assert saving.result(30) == [Status.FAILED] * len(BLOCKS)
         for source in sources:
             source.fill(b"\xdd" * NBYTES)
@@ -231,19 +213,17 @@ class TestMemoryOfBlockingCalls:
 
     @pytest.mark.parametrize("call", ["load", "get"])
     def test_a_late_get_writes_nothing_after_the_call(
-        self, pool: BlockPool, delayed: Delayed, call: Literal["load", "get"]
+        self, pool: BlockPool, held: Held, call: Literal["load", "get"]
     ) -> None:
-        delayed.go.set()
         assert all(save(pool, BLOCKS))
-        delayed.go.clear()
-        delayed.waiting.clear()
+        held.hold()
         targets = [Memory(NBYTES) for _ in BLOCKS]
         with ThreadPoolExecutor(1) as thread:
             loading = thread.submit(getattr(pool, call), BLOCKS, [target.value for target in targets])
-            assert delayed.waiting.wait(30)
+            assert held.waiting.wait(30)
             wait_until(lambda: not pool.is_ready, "the deadline")
             assert not wait([loading], timeout=0.2).done, "the get may still write"
-            delayed.go.set()
+            held.let_go()
             answer = loading.result(30)
         assert answer == (0 if call == "load" else [Status.FAILED] * len(BLOCKS))
         for target in targets:
@@ -252,7 +232,8 @@ class TestMemoryOfBlockingCalls:
         assert check_load(pool, BLOCKS) == len(BLOCKS)
         assert {target.content for target in targets} == {b"\xcc" * NBYTES}
 
-    def test_a_look_up_never_waits_for_a_late_call(self, pool: BlockPool, delayed: Delayed) -> None:
+    def test_a_look_up_never_waits_for_a_late_call(self, pool: BlockPool, held: Held) -> None:
+        held.hold()
         source = Memory(NBYTES)
         with ThreadPoolExecutor(1) as thread:
             saving = thread.submit(pool.save, BLOCKS[:1], [source.value])
@@ -260,4 +241,4 @@ class TestMemoryOfBlockingCalls:
             assert pool.lookup(BLOCKS) == 0
             assert pool.exists(BLOCKS[:1]) == [Status.FAILED]
             assert not saving.done()
-            delayed.go.set()
+            held.let_go()

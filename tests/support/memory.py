@@ -24,9 +24,10 @@ class Memory:
         """The bytes it holds now."""
         return self._buffer.raw[: self.nbytes]
 
-    def fill(self, content: bytes) -> None:
-        """Overwrite its first bytes, or all."""
-        ctypes.memmove(self.address, content, min(len(content), self.nbytes))
+    def fill(self, content: bytes, start: int = 0) -> None:
+        """Overwrite its bytes from ``start`` on."""
+        assert start + len(content) <= self.nbytes
+        ctypes.memmove(self.address + start, content, len(content))
 
     @property
     def value(self) -> list[Span]:
