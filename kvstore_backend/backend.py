@@ -1,4 +1,4 @@
-"""The one interface that every store implements, and the answers it may give; ``Stack`` adds the calls of an assembled one.
+"""The one interface that every store implements, and the answers it may give; ``Stack`` (wrappers) adds to it.
 
 Exceptions that leave this package::
 
