@@ -24,7 +24,7 @@ from engine.scheduler import Reservation
 __all__ = ["BlockMemory", "Target"]
 
 # A decode instance that hangs holds its writes for 30 s; writes to others go on beside them.
-_MAX_WRITERS = 32
+_WRITERS = 32
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class BlockMemory:
         self._core = core
         self._runner = runner
         self._transfer = transfer
-        self._writers = ThreadPoolExecutor(_MAX_WRITERS, "kv-write")
+        self._writers = ThreadPoolExecutor(_WRITERS, "kv-write")
         self.vocab_size = runner.vocab_size
 
     @property
     def terms(self) -> dict[str, object]:
-        """The namespace and the protocol, in which both sides must agree."""
+        """What both sides must have in common."""
         return {"namespace": self._runner.namespace.digest, "protocol": self._transfer.protocol}
 
-    def parse_target(self, message: dict[str, Any], prompt: Prompt) -> Target:
+    def target_of(self, message: dict[str, Any], prompt: Prompt) -> Target:
         """Read a "reserved" whose author is not trusted.
 
         Raises:
@@ -69,47 +69,47 @@ class BlockMemory:
             raise ValueError(f"{len(addresses)} addresses and {num_cached} cached for {num_blocks} blocks")
         return Target(str(session), list(map(int, addresses)), num_cached)
 
-    async def reserve_blocks(self, prompt: Prompt) -> Reservation | None:
-        """Blocks for ``prompt``; None where there is no room. Given back by ``cancel_reservation``, or adopted."""
+    async def reserve(self, prompt: Prompt) -> Reservation | None:
+        """Blocks for ``prompt``; None where there is no room. To be given back by ``cancel``, or adopted."""
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Reservation | None] = loop.create_future()
 
-        def set_answer(reservation: Reservation | None) -> None:
+        def deliver(reservation: Reservation | None) -> None:
             if not answered.done():
                 answered.set_result(reservation)
-            elif reservation is not None:  # the hand-over that asked has gone meanwhile
-                self.cancel_reservation(reservation, clear=False)
+            elif reservation is not None:  # whoever asked has gone meanwhile
+                self.cancel(reservation, clear=False)
 
-        def on_reserved(reservation: Reservation | None) -> None:
-            loop.call_soon_threadsafe(set_answer, reservation)
+        def answer(reservation: Reservation | None) -> None:
+            loop.call_soon_threadsafe(deliver, reservation)
 
-        self._core.reserve(prompt.hashes, prompt.num_tokens, on_reserved)
+        self._core.reserve(prompt.hashes, prompt.num_tokens, answer)
         try:
             return await answered
         except asyncio.CancelledError:
             # The answer may be there already, and now nobody takes it.
             if answered.done() and not answered.cancelled() and (reservation := answered.result()):
-                self.cancel_reservation(reservation, clear=False)
+                self.cancel(reservation, clear=False)
             raise
 
-    def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
+    def cancel(self, reservation: Reservation, *, clear: bool) -> None:
         """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
         self._core.cancel(reservation, clear=clear)
 
-    def locate_target(self, reservation: Reservation) -> Target:
+    def target(self, reservation: Reservation) -> Target:
         """Where the missing blocks of ``reservation`` are to be written."""
         addresses = [self._runner.span(block).address for block in reservation.missing]
         return Target(self._transfer.session, addresses, reservation.num_cached)
 
-    async def verify_blocks(self, reservation: Reservation, digests: object) -> bool:
-        """Whether the missing blocks have these digests."""
-        found: list[str] = await asyncio.to_thread(self.digest_blocks, reservation.missing)
+    async def verify(self, reservation: Reservation, digests: object) -> bool:
+        """Whether the missing blocks hold what these digests are of."""
+        found: list[str] = await asyncio.to_thread(self._digests, reservation.missing)
         verified = found == digests
         if verified:
-            self._count_bytes(len(found))
+            self._count(len(found))
         return verified
 
-    def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
+    def write(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
         """Write the sequence's blocks from the ``first``-th on to where they belong, but those that D has.
 
         Takes over the caller's reference on each block, and gives it back when the write has returned.
@@ -118,33 +118,32 @@ class BlockMemory:
             (on a thread of its own) the digests of the blocks written; None if the write failed.
         """
 
-        def write_and_release() -> list[str] | None:
+        def job() -> list[str] | None:
             try:
                 missing = blocks[max(0, target.num_cached - first) :]
                 if not missing:
                     return []
                 start = max(0, first - target.num_cached)
                 addresses = target.addresses[start : start + len(missing)]
-                digests = self.digest_blocks(missing)
+                digests = self._digests(missing)
                 sources = [self._runner.span(block).address for block in missing]
                 if not self._transfer.write(target.session, sources, addresses, self._runner.shape.nbytes):
                     return None
-                self._count_bytes(len(missing))
+                self._count(len(missing))
                 return digests
             finally:
                 self._core.release(blocks)
 
-        return self._writers.submit(write_and_release)
+        return self._writers.submit(job)
 
-    def release_blocks(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Give back references on blocks that are not to be written after all."""
         self._core.release(blocks)
 
-    def digest_blocks(self, blocks: Sequence[int]) -> list[str]:
-        """The XXH3-64 of each block's bytes, in hexadecimal."""
+    def _digests(self, blocks: Sequence[int]) -> list[str]:
         nbytes = self._runner.shape.nbytes
         spans = map(self._runner.span, blocks)
         return [xxhash.xxh3_64_hexdigest((ctypes.c_char * nbytes).from_address(span.address)) for span in spans]
 
-    def _count_bytes(self, num_blocks: int) -> None:
+    def _count(self, num_blocks: int) -> None:
         self._core.metrics.handed_over_bytes.inc(num_blocks * self._runner.shape.nbytes)

@@ -1,7 +1,7 @@
 """Mooncake's TransferEngine: one process's bytes written into another's memory, over tcp or rdma.
 
 Measured over tcp on loopback with 0.3.13: a write returns 0 only when the receiving end acknowledged that the bytes
-are in memory; an address outside of the receiver's registered memory is refused (-1, within 1 ms); a killed receiver is
+are in memory; an address outside of what the receiver registered is refused (-1, within 1 ms); a killed receiver is
 noticed within 1 s; a hung one after 30 s, by a write that then returns -1 and writes no more, while writes to others
 go on beside it. The source need not be registered.
 """
@@ -52,7 +52,7 @@ class Transfer:
         if code := self._engine.register_memory(address, nbytes):
             raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        """The name under which others write to this process: ``host:port``."""
+        """What others write to: ``host:port``."""
 
     def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
         """Write ``nbytes`` from each source address to its target in ``session``; whether all of it has arrived.

@@ -1,4 +1,4 @@
-"""A hand-over's connection: how its messages are sent and received, and how a prompt is described in them."""
+"""What goes over a hand-over's connection: messages, and how a prompt is described."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = [
     "LINE_LIMIT",
     "SILENCE_SECONDS",
     "Prompt",
-    "decode_logprobs",
-    "decode_number",
-    "encode_logprobs",
-    "receive_message",
-    "send_message",
+    "decoded_logprobs",
+    "decoded_number",
+    "encoded_logprobs",
+    "receive",
+    "send",
 ]
 
 SILENCE_SECONDS = 5.0
@@ -31,7 +31,7 @@ class Prompt:
     """A prompt without its tokens: how many, the chained hashes of its full blocks, and a digest of all of it.
 
     The hashes leave out the last, partly filled block; equal digests mean equal tokens and an equal ``cache_salt``,
-    but the number and the hashes that another instance sends may be wrong beside a right digest.
+    but what others say of number and hashes may be wrong beside a right digest.
     """
 
     num_tokens: int
@@ -39,14 +39,14 @@ class Prompt:
     digest: str
 
     @classmethod
-    def of_sequence(cls, sequence: Sequence) -> Prompt:
-        """Describe the prompt of a sequence that has not been submitted yet."""
+    def of(cls, sequence: Sequence) -> Prompt:
+        """Of a sequence that has not been submitted yet."""
         tokens, root = sequence.request.prompt_token_ids, root_hash(sequence.request.cache_salt)
         (digest,) = extend_block_hashes([], tokens, len(tokens), root)
         return cls(len(tokens), tuple(sequence.hashes()), digest.hex())
 
-    def to_message(self) -> dict[str, object]:
-        """The prompt as members of a "begin"."""
+    def message(self) -> dict[str, object]:
+        """As members of a "begin"."""
         hashes = [block_hash.hex() for block_hash in self.hashes]
         return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest}
 
@@ -63,13 +63,13 @@ class Prompt:
         return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest)
 
 
-def encode_logprobs(logprobs: TokenLogprobs | None) -> object:
-    """Log probabilities as JSON."""
+def encoded_logprobs(logprobs: TokenLogprobs | None) -> object:
+    """As JSON."""
     return None if logprobs is None else [logprobs.chosen, logprobs.top]
 
 
-def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
-    """Read the output of ``encode_logprobs``, for tokens below ``vocab_size``.
+def decoded_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
+    """From ``encoded_logprobs`` of tokens below ``vocab_size``.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -77,12 +77,12 @@ def decode_logprobs(value: Any, vocab_size: int) -> TokenLogprobs | None:
     if value is None:
         return None
     chosen, top = value
-    pairs = [(decode_number(token, vocab_size), float(logprob)) for token, logprob in top]
+    pairs = [(decoded_number(token, vocab_size), float(logprob)) for token, logprob in top]
     return TokenLogprobs(float(chosen), tuple(pairs))
 
 
-def decode_number(value: Any, limit: int) -> int:
-    """Read a whole number from 0 to below ``limit``.
+def decoded_number(value: Any, limit: int) -> int:
+    """A whole number from 0 to below ``limit``.
 
     Raises:
         ValueError: it is something else.
@@ -92,14 +92,14 @@ def decode_number(value: Any, limit: int) -> int:
     return value
 
 
-def send_message(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
+def send(writer: asyncio.StreamWriter, kind: str, **members: object) -> None:
     """Write one message; lost silently when the other side has gone."""
     if not writer.is_closing():
         writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
 
 
-async def receive_message(reader: asyncio.StreamReader, silence_seconds: float | None) -> dict[str, Any]:
-    """Wait for the next message.
+async def receive(reader: asyncio.StreamReader, silence_seconds: float | None) -> dict[str, Any]:
+    """The next message.
 
     Raises:
         asyncio.TimeoutError: there was none for ``silence_seconds``.
