@@ -66,7 +66,7 @@ class Generation:
         self._aborted = True
         if self._waiting is not None:
             self._waiting.cancel()
-        self._owner.core.abort(self.sequence)
+        self._owner.core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of a handed-over prompt, what the prefill instance found cached."""
@@ -118,7 +118,7 @@ class Generation:
             with contextlib.suppress(RuntimeError):  # the server has shut down meanwhile
                 loop.call_soon_threadsafe(drained.set)
 
-        self._owner.core.call_when_flushed(tell)
+        self._owner.core.call_after_flush(tell)
         await drained.wait()
 
     async def _decode(self) -> AsyncIterator[Piece]:
@@ -140,7 +140,7 @@ class Generation:
                 yield piece
         finally:
             if self._prefilled is not None:
-                self._owner.core.cancel(self._prefilled.reservation, clear=False)
+                self._owner.core.cancel_reservation(self._prefilled.reservation, clear=False)
 
     async def _wait_for_prefill(self) -> None:
         receiver, prompt = self._owner.receiver, Prompt.of(self.sequence)
@@ -205,12 +205,12 @@ class Generation:
                     text += detokenizer.finish()
                 if detokenizer.stopped and reason in (None, "length"):
                     reason = "stop"
-                    self._owner.core.abort(self.sequence, reason)
+                    self._owner.core.abort_sequence(self.sequence, reason)
                 yield Piece(text, output.token_id, reason, output.logprobs)
         finally:
             if reason is None:
                 reason = "abort"
-                self._owner.core.abort(self.sequence)
+                self._owner.core.abort_sequence(self.sequence)
             self._log(reason, first_token_seconds)
 
     def _log(self, reason: str, first_token_seconds: float | None) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
+from functools import partial
 
 from engine.background import yield_to_compute
 from engine.load_or_compute import LoadOrCompute
@@ -31,7 +32,7 @@ _SAVE_SHARE = 0.25
 class PoolConnector:
     """Loads and saves of one engine's sequences. While the pool is not ready, every load is a miss at once.
 
-    All methods but ``call_when_flushed`` are for the engine's thread, and so are all callbacks.
+    All methods but ``call_after_flush`` are for the engine's thread, and so are all callbacks.
 
     Args:
         runner: owns the KV memory; ``allocate_kv`` has been called.
@@ -109,10 +110,11 @@ class PoolConnector:
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
                 sequence.pool_load_seconds = outcome.seconds
             with self._ending_on_error(sequence):
-                self._scheduler.loaded(sequence, outcome.count, usable=outcome.is_released)
+                self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
 
-        self._scheduler.blocks.hold(blocks)
-        self._transfers.load(hashes, blocks, on_end, lambda: self._scheduler.blocks.release(blocks), decide=decide)
+        self._scheduler.blocks.hold_blocks(blocks)
+        release = partial(self._scheduler.blocks.release_blocks, blocks)
+        self._transfers.load(hashes, blocks, on_end, release, decide=decide)
 
     def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
         """Begin to save the blocks of ``sequence`` that became full.
@@ -140,31 +142,31 @@ class PoolConnector:
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
             self._on_saved(sequence)
 
-        self._scheduler.blocks.hold(blocks)
+        self._scheduler.blocks.hold_blocks(blocks)
         self._pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
         sequence.num_saved = last
         hashes = sequence.hashes()[first:last]
-        self._transfers.save(hashes, blocks, on_end, lambda: self._scheduler.blocks.release(blocks))
+        self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
 
     def skip_prompt(self, sequence: Sequence) -> None:
-        """Save nothing of the prompt: whoever computed it does."""
+        """Save nothing of the prompt: the instance that computed it does."""
         sequence.num_saved = len(sequence.hashes())
 
-    def drop_unsaved(self, sequence: Sequence) -> None:
+    def drop_unsaved_blocks(self, sequence: Sequence) -> None:
         """Give up saving full blocks that the pool did not take so far: they are not kept for it."""
         unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
         if unsaved > 0:
             self._metrics.unsaved_blocks.inc(unsaved)
             sequence.num_saved += unsaved
 
-    def note_computed(self, num_tokens: int, seconds: float) -> None:
+    def record_step(self, num_tokens: int, seconds: float) -> None:
         """Hear how long a step with chunks of prompts took: loads are weighed against it."""
         self._load_or_compute.computed(num_tokens, seconds)
 
-    def call_when_flushed(self, callback: Callable[[], None]) -> None:
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread."""
-        self._transfers.call_when_flushed(callback)
+        self._transfers.call_after_flush(callback)
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""What memory registered with ``headroom`` leaves free before each value; keeps what follows aligned."""
+"""Bytes that memory registered with ``headroom`` leaves free before each value, which stays aligned by that."""
 
 
 class KVStoreError(Exception):
@@ -45,11 +45,11 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError, ValueError):
-    """A configuration that cannot be used: one sentence, naming the key, the value and what would be right."""
+    """A configuration that cannot be used: one sentence, naming the key, the value and a right one."""
 
 
 class PoolUnavailable(KVStoreError):
-    """The store could not be opened: one sentence, naming what was tried and what would help.
+    """The store could not be opened: one sentence, naming the address or folder and a remedy.
 
     Attributes:
         pause_seconds: opening it stopped the whole process for a while; it should not be tried again before.
@@ -86,7 +86,7 @@ Value = Sequence[Span]
 
 
 class Health(NamedTuple):
-    """What the store says of itself: ``ok`` and one sentence of detail for an operator."""
+    """The state of a store as it sees it: ``ok`` and one sentence of detail for an operator."""
 
     ok: bool
     detail: str
@@ -96,7 +96,7 @@ class Health(NamedTuple):
 class StoreStats:
     """Figures a store knows of itself; ``None`` where it cannot know.
 
-    ``keys`` and ``used_bytes`` count what this store holds (for Mooncake: the whole cluster, as its master
+    ``keys`` and ``used_bytes`` count the values in this store (for Mooncake: the whole cluster, as its master
     reports it); ``capacity_bytes`` is the limit it evicts at.
     """
 

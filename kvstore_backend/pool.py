@@ -37,12 +37,12 @@ class BlockPool:
     """Look up, load and save the KV blocks of one namespace in one backend.
 
     Blocks are named by their chained hashes (``block_hash.extend_block_hashes``), in the order of the sequence, so
-    what is of use is always a *leading* run of them. Nothing a pool does raises: a block that cannot be vouched for
+    a *leading* run of them is of use, and no other. Nothing a pool does raises: a block that cannot be vouched for
     counts as not there. Calls may come from several threads; ``close`` makes every later call a miss.
 
     **When a call returns, the memory that it was given is the caller's again.** A native call cannot be interrupted:
-    one that is given up at its deadline may still read or write there. So ``get``, ``load``, ``put`` and ``save`` then
-    wait until it has ended, and answer as they would have at the deadline.
+    one that is given up at its deadline may still read or write there. So ``load``, ``save``, ``get_blocks`` and
+    ``put_blocks`` then wait until it has ended, and answer as they would have at the deadline.
 
     The other way, to move all bytes through memory of the pool's own, costs every call for the sake of very few: 32
     reads of 1 MiB from a Mooncake client's own memory, on 2 cores, came at 6.4 GB/s directly and at 3.8 GB/s by way of
@@ -64,11 +64,11 @@ class BlockPool:
         """How many leading blocks the pool has now. A ``load`` may still find fewer: blocks are evicted meanwhile."""
         if not self._stack.is_ready:
             return 0  # which spares making the keys
-        return _count_leading(self._stack._exists(self._keys(hashes)))
+        return _count_leading(self._stack._exists(self._build_keys(hashes)))
 
     def exists(self, hashes: Sequence[bytes]) -> list[Status]:
         """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
-        return self._stack._exists(self._keys(hashes))
+        return self._stack._exists(self._build_keys(hashes))
 
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
@@ -78,7 +78,7 @@ class BlockPool:
         Raises:
             ValueError: numbers of hashes and targets differ, or a target is empty or has a negative size.
         """
-        return _count_leading(self.get(hashes, targets))
+        return _count_leading(self.get_blocks(hashes, targets))
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """Store block ``i`` from ``sources[i]``, sending only those the pool says it lacks.
@@ -89,40 +89,40 @@ class BlockPool:
         Raises:
             ValueError: as ``load``.
         """
-        return self._after_late_calls(self._save(hashes, sources))
+        return self._wait_out_late_calls(self._save_missing(hashes, sources))
 
-    def get(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
+    def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
         """Read block ``i`` into ``targets[i]``, wherever in the sequence; ``load`` counts those of use to a prefix.
 
         Raises:
             ValueError: as ``load``.
         """
-        return self._after_late_calls(self._get(hashes, targets))
+        return self._wait_out_late_calls(self._get_statuses(hashes, targets))
 
-    def put(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+    def put_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """Store block ``i`` from ``sources[i]`` without asking first which the pool lacks, as ``save`` does.
 
         Raises:
             ValueError: as ``load``.
         """
-        keys = self._keys(hashes)
+        keys = self._build_keys(hashes)
         check_values(keys, sources)
-        return self._after_late_calls(self._stack._put(keys, sources))
+        return self._wait_out_late_calls(self._stack._put(keys, sources))
 
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
-        return _count_leading(self._get(hashes, targets))
+        return _count_leading(self._get_statuses(hashes, targets))
 
     def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
-        return self._save(hashes, sources)
+        return self._save_missing(hashes, sources)
 
-    def remove(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
+    def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.
 
         With ``force`` also those that somebody may be reading now.
         """
-        return self._stack._remove(self._keys(hashes), force=force)
+        return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
     def is_ready(self) -> bool:
@@ -176,13 +176,13 @@ class BlockPool:
     ) -> None:
         self.close()
 
-    def _get(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
-        keys = self._keys(hashes)
+    def _get_statuses(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
+        keys = self._build_keys(hashes)
         check_values(keys, targets)
         return self._stack._get(keys, targets)
 
-    def _save(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
-        keys = self._keys(hashes)
+    def _save_missing(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+        keys = self._build_keys(hashes)
         check_values(keys, sources)
         statuses = self._stack._exists_for_all(keys)
         missing = [i for i, status in enumerate(statuses) if status is Status.ABSENT]
@@ -191,13 +191,13 @@ class BlockPool:
             statuses[i] = status
         return statuses
 
-    def _after_late_calls(self, statuses: list[Status]) -> list[Status]:
+    def _wait_out_late_calls(self, statuses: list[Status]) -> list[Status]:
         """The statuses, once no call is left that may touch the memory they are about."""
         while Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
         return statuses
 
-    def _keys(self, hashes: Sequence[bytes]) -> list[str]:
+    def _build_keys(self, hashes: Sequence[bytes]) -> list[str]:
         prefix = self.namespace.prefix
         return [prefix + digits for digits in map(bytes.hex, hashes)]
 
@@ -214,7 +214,7 @@ def open_pool(
 
 
 def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, *, background: bool = True) -> Stack:
-    """Open the configured store: guarded, checked, and with what else the configuration asks for.
+    """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
     Args:
         config: which store.
@@ -223,19 +223,21 @@ def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, 
             not ready and everything a miss until then. Else open it now.
 
     Raises:
-        PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false whatever
-            else keeps the store from being opened: master unreachable, folder not writable. A fast tier that cannot
-            be opened is said at once, too.
+        PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false any
+            other reason why the store cannot be opened: master unreachable, folder not writable. That a fast tier
+            cannot be opened is said at once, too.
     """
     if config.backend == "mooncake":
         mooncake.check_installed()
     rejected: Counter[str] = Counter()
-    fast = _guard(CheckedBackend(open_store(PoolConfig(config.fast)), rejected)) if config.fast is not None else None
+    fast = (
+        _guard_store(CheckedBackend(open_store(PoolConfig(config.fast)), rejected)) if config.fast is not None else None
+    )
 
-    def open_checked() -> StorageBackend:
+    def open_with_checks() -> StorageBackend:
         return CheckedBackend(open_store(config), rejected)
 
-    guarded = GuardedBackend(open_checked) if background else _guard(open_checked())
+    guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
     whole: Stack = guarded
     write_behind = None
     if fast is not None:
@@ -269,7 +271,7 @@ def default_backend() -> str:
     return "mooncake" if mooncake.is_installed() else "file"
 
 
-def _guard(opened: StorageBackend) -> GuardedBackend:
+def _guard_store(opened: StorageBackend) -> GuardedBackend:
     guarded = GuardedBackend(lambda: opened)
     guarded.wait_ready(None)
     return guarded

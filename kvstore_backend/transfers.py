@@ -191,11 +191,12 @@ class Transfers:
             on_end: called with the outcome.
             on_release: called when the blocks are the owner's again.
             decide: called on the thread that loads, with a function that reads as many leading blocks as it is told;
-                returns what that returned, or 0 where nothing is to be read. Default: all blocks are read.
+                returns that function's answer, or 0 where nothing is to be read. Default: all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
-        self._submit(
-            self._loads, lambda: self._run(transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
+        self._submit_work(
+            self._loads,
+            lambda: self._run_transfer(transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED),
         )
 
     def save(
@@ -207,12 +208,14 @@ class Transfers:
     ) -> None:
         """Begin to write ``blocks``, whose contents must not change before ``on_release``."""
         transfer = _Transfer(hashes, blocks, on_end, on_release)
-        self._submit(self._saves, lambda: self._run(transfer, lambda: self._write(transfer), _SAVE_FAILED))
+        self._submit_work(
+            self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer), _SAVE_FAILED)
+        )
 
-    def call_when_flushed(self, callback: Callable[[], None]) -> None:
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a thread of its own once other instances can read all blocks saved so far.
 
-        Or once those were given up, or after some seconds: whoever waits finds out which are there.
+        Or once those were given up, or after some seconds: a look-up tells which are there.
         """
 
         def wait() -> None:
@@ -224,7 +227,7 @@ class Transfers:
     def close(self, flush_seconds: float = 2.0) -> None:
         """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
         flushed = threading.Event()
-        self._submit(self._saves, flushed.set)
+        self._submit_work(self._saves, flushed.set)
         flushed.wait(flush_seconds)
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._saves.shutdown(wait=False, cancel_futures=True)
@@ -234,13 +237,13 @@ class Transfers:
         leaving.join(flush_seconds)
 
     @staticmethod
-    def _submit(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    def _submit_work(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
         try:
             thread.submit(work)
         except RuntimeError:
             logger.debug("The pool was left; a transfer was dropped")
 
-    def _run(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
+    def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
         """Move the blocks and tell the owner, by way of its ``post``; ``message`` is logged where that raises."""
         begun = time.monotonic()
         count = 0
@@ -258,11 +261,11 @@ class Transfers:
 
     def _decide_and_read(self, transfer: _Transfer, decide: Callable[[ReadLeading], int] | None) -> int:
         def read_leading(count: int) -> int:
-            return self._read(transfer, count)
+            return self._read_blocks(transfer, count)
 
         return decide(read_leading) if decide else read_leading(len(transfer.blocks))
 
-    def _read(self, transfer: _Transfer, wanted: int) -> int:
+    def _read_blocks(self, transfer: _Transfer, wanted: int) -> int:
         """Read the first ``wanted`` blocks; how many leading ones arrived whole."""
         loaded = 0
         while loaded < wanted:
@@ -279,7 +282,7 @@ class Transfers:
                 break
         return loaded
 
-    def _write(self, transfer: _Transfer) -> int:
+    def _write_blocks(self, transfer: _Transfer) -> int:
         """Write all blocks; how many the pool has now."""
         begun = saved = 0
         while begun < len(transfer.blocks) and transfer.set_aside is None:

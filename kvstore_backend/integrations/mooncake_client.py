@@ -1,10 +1,10 @@
 """A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``BlockPool``.
 
-Engines that use Mooncake by its own client get what that lacks: a look-up whose answer is not known says 0, *not
+Engines that use Mooncake by its own client get more than that: a look-up whose answer is not known says 0, *not
 there*, where Mooncake says -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
 
 The codes are Mooncake's: 0 stored, removed or done; 1 and 0 of a look-up; of a read the number of bytes; -704 not
-there, -800 anything else. Keys are any text: what is stored under ``key`` here is the block of hash SHA-256(key) in
+there, -800 anything else. Keys are any text: the value of ``key`` here is the block of hash SHA-256(key) in
 the namespace.
 """
 
@@ -67,12 +67,12 @@ class PooledClient:
         enable_ssd_offload: bool = False,
         ssd_offload_path: str = "",
     ) -> int:
-        """Join the pool, as the arguments say; what they do not say (asynchronous writes, a fast tier) as configured.
+        """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
         ``engine`` is a transfer engine that the native client would share; ours takes none.
 
         Returns:
-            0; what keeps it from joining is raised, as a code would not tell it.
+            0; the reason why it could not join is raised, as a code would not tell it.
 
         Raises:
             ConfigError: an argument makes no sense, or whose blocks these are cannot be told.
@@ -124,7 +124,7 @@ class PooledClient:
         """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
         if self._pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in self._pool.exists(_hashes(keys))]
+        return [int(status is Status.OK) for status in self._pool.exists(_hash_keys(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
@@ -136,7 +136,7 @@ class PooledClient:
         Raises:
             ValueError: lengths differ, or a size is not positive.
         """
-        return self._put(keys, _one_span_each(buffer_ptrs, sizes))
+        return self._put_values(keys, _one_span_each(buffer_ptrs, sizes))
 
     def batch_put_from_multi_buffers(
         self,
@@ -146,7 +146,7 @@ class PooledClient:
         config: object = None,
     ) -> list[int]:
         """The same with several pieces of memory to each key."""
-        return self._put(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+        return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; their number, or a negative code.
@@ -156,7 +156,7 @@ class PooledClient:
         Raises:
             ValueError: lengths differ, or a size is not positive.
         """
-        return self._get(keys, _one_span_each(buffer_ptrs, sizes))
+        return self._get_values(keys, _one_span_each(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
         self,
@@ -166,7 +166,7 @@ class PooledClient:
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """The same with several pieces of memory to each key."""
-        return self._get(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+        return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
         """``batch_put_from`` of one key."""
@@ -182,12 +182,14 @@ class PooledClient:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
         buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
-        return min(self._put(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers]))
+        return min(
+            self._put_values(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers])
+        )
 
     def get(self, key: str) -> bytes:
-        """What ``put`` stored under ``key``; nothing where it is not there whole."""
-        size = self._read(key + _SIZE_SUFFIX, _SIZE.size)
-        return self._read(key, _SIZE.unpack(size)[0]) if size else b""
+        """The bytes that ``put`` stored under ``key``; none where they are not there whole."""
+        size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
+        return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
     def remove(self, key: str, force: bool = False) -> int:
         """Remove one key; -704 where it is not there."""
@@ -197,8 +199,8 @@ class PooledClient:
         """Remove keys, and the sizes of those that ``put`` stored."""
         if self._pool is None:
             return [_FAILED] * len(keys)
-        hashes = _hashes([*keys, *(key + _SIZE_SUFFIX for key in keys)])
-        return [_CODES[status] for status in self._pool.remove(hashes, force=force)[: len(keys)]]
+        hashes = _hash_keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
+        return [_CODES[status] for status in self._pool.remove_blocks(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
         """Remove everything of this namespace, read or not; others' blocks stay.
@@ -208,28 +210,28 @@ class PooledClient:
         """
         return _FAILED if self._pool is None else _CODES[self._pool.clear()]
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
+    def _put_values(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
         pool = self._pool
         if pool is None:
             return [_FAILED] * len(keys)
-        return [_CODES[status] for status in pool.put(_hashes(keys), values)]
+        return [_CODES[status] for status in pool.put_blocks(_hash_keys(keys), values)]
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
+    def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
         pool = self._pool
         if pool is None:
             return [_FAILED] * len(keys)
-        statuses = pool.get(_hashes(keys), targets)
+        statuses = pool.get_blocks(_hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
         ]
 
-    def _read(self, key: str, nbytes: int) -> bytes:
+    def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)
-        return buffer.raw if self._get([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
+        return buffer.raw if self._get_values([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
 
 
-def _hashes(keys: Sequence[str]) -> list[bytes]:
+def _hash_keys(keys: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode(errors="surrogatepass")).digest() for key in keys]
 
 

@@ -1,14 +1,14 @@
-"""Every block carries a header that says what it is; what does not verify on reading is a miss, and is removed.
+"""Every block carries a header that names it; a block that does not verify on reading is a miss, and is removed.
 
 A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not
-copied. The header, 128 bytes little-endian, so that what follows stays aligned::
+copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 
     magic "KVBK" | format version u16 | 0 u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-The checksum finds what a transport or a stale buffer did to the bytes; the digest and the hash find bytes that are
-whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents. Someone who
-can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
+The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
+that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
+Someone who can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
 class CheckedBackend(Wrapper):
-    """Adds headers to what ``store`` holds and verifies them.
+    """Adds headers to the values in ``store`` and verifies them.
 
     A header lies in the value's headroom where its memory has that (``register``), else in memory of this wrapper's
     own, which makes two pieces of the value.
@@ -75,21 +75,21 @@ class CheckedBackend(Wrapper):
         self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        with self._laid_out(values) as whole:
-            for key, value, checksum, place in zip(keys, values, self._checksums(values), whole, strict=True):
-                _HeaderMemory.from_address(place[0].address).raw = _header(key, value, checksum)
+        with self._lay_out(values) as whole:
+            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
+                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
             return self._store._put(keys, whole)
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        with self._laid_out(targets) as whole:
+        with self._lay_out(targets) as whole:
             statuses = self._store._get(keys, whole)
-            # What lay in this memory before does no harm: a header that verifies is true, whoever put it there.
+            # Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
             read = [i for i, status in enumerate(statuses) if status is Status.OK]
-            checksums = self._checksums([targets[i] for i in read])
+            checksums = self._hash_values([targets[i] for i in read])
             for i, checksum in zip(read, checksums, strict=True):
                 header = _HeaderMemory.from_address(whole[i][0].address).raw
-                if header != (wanted := _header(keys[i], targets[i], checksum)):
-                    self._reject(keys[i], _wrong_field(header, wanted))
+                if header != (wanted := _build_header(keys[i], targets[i], checksum)):
+                    self._reject_block(keys[i], _find_wrong_field(header, wanted))
                     statuses[i] = Status.ABSENT
         rejected = [keys[i] for i in read if statuses[i] is Status.ABSENT]
         if rejected:
@@ -106,11 +106,11 @@ class CheckedBackend(Wrapper):
         self._store.unregister(address, nbytes)
 
     @contextlib.contextmanager
-    def _laid_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
+    def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
         """The values with room for a header at the beginning of each one's first span; valid in the block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
-        with self._scratch_headers(len(values)) as scratch:
+        with self._lend_headers(len(values)) as scratch:
             for value in values:
                 address, nbytes = value[0]
                 for start, end in roomy:
@@ -122,7 +122,7 @@ class CheckedBackend(Wrapper):
             yield whole
 
     @contextlib.contextmanager
-    def _scratch_headers(self, most: int) -> Iterator[Iterator[int]]:
+    def _lend_headers(self, most: int) -> Iterator[Iterator[int]]:
         """Addresses of up to ``most`` headers in registered memory, which is taken when the first is asked for."""
         taken: list[NDArray[np.uint8]] = []
 
@@ -149,19 +149,19 @@ class CheckedBackend(Wrapper):
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
 
-    def _checksums(self, values: Sequence[Value]) -> list[int]:
+    def _hash_values(self, values: Sequence[Value]) -> list[int]:
         """The checksum of each value; large ones by several threads at once, as hashing lets go of Python's lock."""
         if len(values) > 1 and sum(nbytes for _, nbytes in values[0]) >= _PARALLEL_BYTES:
-            return list(self._hashers.map(_checksum, values))
-        return [_checksum(value) for value in values]
+            return list(self._hashers.map(_hash_value, values))
+        return [_hash_value(value) for value in values]
 
-    def _reject(self, key: str, reason: str) -> None:
+    def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
 
 
-def _checksum(value: Value) -> int:
+def _hash_value(value: Value) -> int:
     if len(value) == 1:
         address, nbytes = value[0]
         return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
@@ -171,13 +171,13 @@ def _checksum(value: Value) -> int:
     return state.intdigest()
 
 
-def _header(key: str, value: Value, checksum: int) -> bytes:
+def _build_header(key: str, value: Value, checksum: int) -> bytes:
     nbytes = value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _identity(key))
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _build_identity(key))
 
 
-def _identity(key: str) -> bytes:
-    """What of a key stands in the header: the namespace's digest and the block's hash.
+def _build_identity(key: str) -> bytes:
+    """The part of a header that a key decides: the namespace's digest and the block's hash.
 
     For a key that names no block of a namespace, zeros and the digest of its text.
     """
@@ -188,7 +188,7 @@ def _identity(key: str) -> bytes:
     return digest + block_hash
 
 
-def _wrong_field(header: bytes, wanted: bytes) -> str:
+def _find_wrong_field(header: bytes, wanted: bytes) -> str:
     """The first field that differs; the checksum last, as another block's differs too."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

@@ -4,8 +4,8 @@
     put ──through──► large, then fast            OK: the large one has it
         ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
 
-What the large one holds is what the tiers hold together; the fast one holds copies of some of it, and with ``back``
-for a while what the large one does not have yet.
+The tiers together hold as much as the large one; the fast one holds copies of some of it, and with ``back`` for a
+while values that the large one does not have yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["TieredBackend"]
 
 
 class TieredBackend(Stack):
-    """Reads from ``fast``, else from ``large``, and what came from there is put into ``fast``.
+    """Reads from ``fast``, else from ``large``, and a value that came from there is put into ``fast``.
 
     A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
     the failing one may have it.
@@ -33,7 +33,7 @@ class TieredBackend(Stack):
             background (``WriteBehindBackend``).
 
     Attributes:
-        write_behind: with ``back``, what stands before ``large``; else None.
+        write_behind: with ``back``, the wrapper around ``large``; else None.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class TieredBackend(Stack):
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         if self.write_behind is None or not self._fast.is_ready:
-            return self._copied_to_fast(keys, values, self._large._put(keys, values))
+            return self._copy_to_fast(keys, values, self._large._put(keys, values))
         fast = self._fast._put(keys, values)
         large = self._large._put(keys, values)
-        return self._released([one or other for one, other in zip(fast, large, strict=True)], fast)
+        return self._fail_if_late([one or other for one, other in zip(fast, large, strict=True)], fast)
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         is_asked = self._fast.is_ready
@@ -63,9 +63,9 @@ class TieredBackend(Stack):
         if not missing or (is_asked and not self._fast.wait_for_late_calls(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
-        found = self._copied_to_fast(wanted, places, self._large._get(wanted, places))
+        found = self._copy_to_fast(wanted, places, self._large._get(wanted, places))
         for i, status in zip(missing, found, strict=True):
-            statuses[i] = _either(statuses[i], status)
+            statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
     def _exists(self, keys: Sequence[str]) -> list[Status]:
@@ -73,7 +73,7 @@ class TieredBackend(Stack):
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
         found = self._large._exists([keys[i] for i in missing]) if missing else []
         for i, status in zip(missing, found, strict=True):
-            statuses[i] = _either(statuses[i], status)
+            statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
@@ -92,7 +92,7 @@ class TieredBackend(Stack):
         return large if fast else fast
 
     def flush_writes(self, seconds: float) -> bool:
-        """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
+        """Wait until the large tier has all values put so far; False if ``seconds`` were not enough."""
         return self.write_behind is None or self.write_behind.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
@@ -124,20 +124,20 @@ class TieredBackend(Stack):
         self._large.close()
         self._fast.close()
 
-    def _copied_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
-        """The large tier's answers to a put or get, once the fast tier has a copy of what they say is there."""
+    def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
+        """The large tier's answers to a put or get, once the fast tier has copies of the values that are there."""
         here = [i for i, status in enumerate(statuses) if status is Status.OK]
         if not here or not self._fast.is_ready:
             return statuses
-        return self._released(statuses, self._fast._put([keys[i] for i in here], [values[i] for i in here]))
+        return self._fail_if_late(statuses, self._fast._put([keys[i] for i in here], [values[i] for i in here]))
 
-    def _released(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
+    def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
         """The answers; ``FAILED`` for all where the fast tier gave up copying, and may still read the memory."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses
 
 
-def _either(one: Status, other: Status) -> Status:
-    """What is known of a key for which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
+def _combine_statuses(one: Status, other: Status) -> Status:
+    """The answer for a key of which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
     return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other

@@ -193,9 +193,9 @@ class TestMemoryOfBlockingCalls:
         with BlockPool(guarded, NAMESPACE) as opened:
             yield opened
 
-    @pytest.mark.parametrize("call", ["save", "put"])
+    @pytest.mark.parametrize("call", ["save", "put_blocks"])
     def test_a_late_put_stores_nothing_of_what_came_into_its_memory_after_the_call(
-        self, pool: BlockPool, held: Held, call: Literal["save", "put"]
+        self, pool: BlockPool, held: Held, call: Literal["save", "put_blocks"]
     ) -> None:
         held.hold()
         sources = [Memory(right_bytes(block, NBYTES)) for block in BLOCKS]
@@ -211,9 +211,9 @@ class TestMemoryOfBlockingCalls:
         wait_until(lambda: pool.is_ready, "the pool")
         assert check_load(pool, BLOCKS) == len(BLOCKS), "it was stored as it was, after its deadline"
 
-    @pytest.mark.parametrize("call", ["load", "get"])
+    @pytest.mark.parametrize("call", ["load", "get_blocks"])
     def test_a_late_get_writes_nothing_after_the_call(
-        self, pool: BlockPool, held: Held, call: Literal["load", "get"]
+        self, pool: BlockPool, held: Held, call: Literal["load", "get_blocks"]
     ) -> None:
         assert all(save(pool, BLOCKS))
         held.hold()

@@ -1,4 +1,4 @@
-"""Loads and saves on their way: outcomes come in time, and blocks are their owner's again only when nothing touches them."""
+"""Loads and saves on their way: outcomes come in time, blocks come back when nothing touches them any more."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ class TestDeciding:
     ) -> None:
         fill_pool(pool, HASHES)
         heard = Heard()
-        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda read_leading: read_leading(2))
+        transfers.load(
+            HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda read_leading: read_leading(2)
+        )
         assert heard.outcome.count == 2
         assert memory[1] == right_bytes(HASHES[1], NBYTES)
         assert memory[2] == b"\xee" * NBYTES
@@ -304,7 +306,7 @@ class _Buffer:
 
 
 class TestBuffers:
-    """Memory may pass blocks through buffers: then those are set aside, and blocks are free at the end of a transfer."""
+    """Memory may pass blocks through buffers: then those are set aside, and blocks come back with the outcome."""
 
     @pytest.fixture
     def buffers(self, memory: KVMemory) -> Buffers:
@@ -370,7 +372,7 @@ class TestLeaving:
 
     def test_whoever_waits_for_flushed_writes_hears_of_them(self, transfers: Transfers) -> None:
         flushed = threading.Event()
-        transfers.call_when_flushed(flushed.set)
+        transfers.call_after_flush(flushed.set)
         assert flushed.wait(30)
 
 

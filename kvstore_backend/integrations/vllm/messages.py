@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """From the scheduler to every worker: what to begin in this step, saves after its forward pass."""
+    """From the scheduler to every worker: the transfers to begin in this step, saves after its forward pass."""
 
     loads: Sequence[Transfer] = ()
     saves: Sequence[Transfer] = ()
@@ -53,7 +53,7 @@ class Report:
     ended: Counter[int] = field(default_factory=Counter)
     short: set[str] = field(default_factory=set)
 
-    def add(self, other: Report) -> None:
-        """Take in what another rank reports."""
+    def add_report(self, other: Report) -> None:
+        """Take in another rank's report."""
         self.ended.update(other.ended)
         self.short |= other.short

@@ -25,7 +25,7 @@ class Loaded:
 
     Attributes:
         requests: all of them.
-        blocks: blocks that did not come, of requests that keep what came before.
+        blocks: blocks that did not come, of requests that keep the blocks before them.
         failed: requests that start anew in other blocks, as a call that was given up may still write to theirs.
     """
 
@@ -49,12 +49,12 @@ class WorkerHalf:
         self._lock = threading.Lock()  # guards the next two
         self._loaded = Loaded()
         self._report = Report()
-        for span in memory.allocations():
+        for span in memory.list_allocations():
             pool.register(*span)
-        self._transfers = Transfers(pool, DirectMemory(memory.values, memory.clear), self._run_locked)
+        self._transfers = Transfers(pool, DirectMemory(memory.locate_blocks, memory.clear_blocks), self._run_with_lock)
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
-        """Begin to read; the end is told by ``take``."""
+        """Begin to read; the end is told by ``take_outcomes``."""
         for load in loads:
             self._transfers.load(
                 load.names, load.blocks, partial(self._on_load_end, load), partial(self._on_release, load)
@@ -67,8 +67,8 @@ class WorkerHalf:
                 save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
             )
 
-    def take(self) -> tuple[Loaded, Report]:
-        """Loads that ended since the last call, and what the scheduler has to know; all of it has been counted."""
+    def take_outcomes(self) -> tuple[Loaded, Report]:
+        """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
         with self._lock:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
@@ -76,20 +76,20 @@ class WorkerHalf:
 
     def take_counts(self) -> dict[str, dict[str, float]]:
         """All counts since the last call."""
-        return self._counts.take()
+        return self._counts.take_counts()
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
         self._transfers.close()
 
-    def _run_locked(self, event: Callable[[], None]) -> None:
+    def _run_with_lock(self, event: Callable[[], None]) -> None:
         with self._lock:
             event()
 
     def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:
         missing = load.blocks[outcome.count :]
         nbytes = outcome.count * self._memory.block_bytes
-        self._counts.add("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
+        self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
         self._loaded.requests.add(load.request_id)
         if missing:
             self._report.short.add(load.request_id)
@@ -101,7 +101,7 @@ class WorkerHalf:
     def _on_save_end(self, save: Transfer, outcome: Outcome) -> None:
         # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
         missing = len(save.blocks) - outcome.count
-        self._counts.add("save", outcome.seconds, ok=outcome.count, failed=missing)
+        self._counts.add_operation("save", outcome.seconds, ok=outcome.count, failed=missing)
 
     def _on_release(self, transfer: Transfer) -> None:
         self._report.ended[transfer.number] += 1

@@ -22,8 +22,8 @@ DEADLINES = Deadlines(lookup_seconds=0.2, transfer_seconds=0.2)
 
 @pytest.fixture(autouse=True)
 def _brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_MAX_PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ class TestLateCalls:
     def test_transfers_have_time_for_their_bytes(self) -> None:
         deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000)
         one, other = Memory(3000), Memory(500)
-        assert deadlines.transfer([one.spans(1000, 2000), other.value]) == 1 + 3.5
+        assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 3.5
 
 
 class TestFailures:
@@ -293,7 +293,7 @@ class TestClosing:
             def close(self) -> None:
                 go.wait()
 
-        monkeypatch.setattr(module, "_LEAVE_S", 0.01)
+        monkeypatch.setattr(module, "_LEAVE_SECONDS", 0.01)
         guard = GuardedBackend(lambda: Stuck(1 << 20), DEADLINES)
         assert guard.wait_ready(30)
         guard.close()
