@@ -17,9 +17,10 @@ from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import BlockPool, open_store
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
+from kvstore_backend.wrappers.wrapper import Stack
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.mover import Mover
 from tests.faults.report import Report
-from tests.support.memory import Memory
 from tests.support.peer import Peer
 from tests.support.waiting import wait_until
 
@@ -96,7 +97,7 @@ def _opened(config: PoolConfig) -> StorageBackend:
     return guarded
 
 
-def _is_ready(backend: StorageBackend) -> bool:
+def _is_ready(backend: Stack) -> bool:
     return backend.is_ready
 
 
@@ -104,17 +105,15 @@ def _requests(
     backend: StorageBackend, numbers: list[int], stop: Path | None = None, progress: Path | None = None
 ) -> Report:
     pool = BlockPool(backend, NAMESPACE)
+    mover = Mover(pool, BLOCK_BYTES)
     report = Report()
-    kept: list[list[Memory]] = []  # memory of calls that were given up
     while True:
         for number in numbers:
             try:
-                kept.append(request(pool, conversation(number, BLOCKS), report))
+                request(pool, mover, conversation(number, BLOCKS), report)
             except Exception:
                 report.exceptions += 1
             report.tried += 1
-            if pool.settle(0):
-                kept.clear()
             if progress is not None:
                 draft = progress.with_suffix(".draft")
                 draft.write_text(json.dumps({"tried": report.tried, "hits": report.hits}))
@@ -127,22 +126,21 @@ def _requests(
 
 
 def request(
-    pool: BlockPool, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
-) -> list[Memory]:
-    """Look up, load, compare, save what could not be loaded; all the memory that calls were given."""
+    pool: BlockPool, mover: Mover, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
+) -> None:
+    """Look up, load, compare, save the blocks that could not be loaded."""
     present = _timed(report, lambda: pool.lookup(hashes))
     if after_lookup is not None:
         after_lookup()
-    targets = [Memory(BLOCK_BYTES) for _ in hashes[:present]]
-    loaded = _timed(report, lambda: pool.load(hashes[:present], [target.value for target in targets]))
-    for block_hash, target in zip(hashes, targets[:loaded], strict=False):
+    loaded = _timed(report, lambda: mover.load(hashes[:present]))
+    for block_hash, content in zip(hashes, loaded, strict=False):
         right = right_bytes(block_hash, BLOCK_BYTES)
-        if target.content != right:
-            report.wrong_bytes += sum(a != b for a, b in zip(target.content, right, strict=True))
-    report.hits += loaded
-    sources = [Memory(right_bytes(block_hash, BLOCK_BYTES)) for block_hash in hashes[loaded:]]
-    _timed(report, lambda: pool.save(hashes[loaded:], [source.value for source in sources]))
-    return targets + sources
+        if content != right:
+            report.wrong_bytes += sum(a != b for a, b in zip(content, right, strict=True))
+    report.hits += len(loaded)
+    missing = hashes[len(loaded) :]
+    contents = [right_bytes(block_hash, BLOCK_BYTES) for block_hash in missing]
+    _timed(report, lambda: mover.save(missing, contents))
 
 
 def _timed(report: Report, call: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
 """Real faults of real processes: masters, owners of memory and writers that are killed, stopped, restarted, full.
 
-The figures of every fault are printed at the end of the run. Memory of calls that were given up is kept until the pool
-says that it is settled, as an engine does.
+The figures of every fault are printed at the end of the run. Memory of calls that were given up is kept until it is
+released, as an engine does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvstore_backend.config import load_config
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.wrappers.guarded import Deadlines
 from tests.faults.blocks import NAMESPACE, conversation
-from tests.faults.client import BLOCKS, Client, Owner, request
+from tests.faults.client import BLOCK_BYTES, BLOCKS, Client, Owner, request
+from tests.faults.mover import Mover
 from tests.faults.report import REPORTS, Report
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
@@ -179,10 +180,11 @@ def _present(backend: StorageBackend, count: int) -> list[int]:
 
 def _evicted_after_lookup(backend: StorageBackend, numbers: list[int]) -> Report:
     pool, report = BlockPool(backend, NAMESPACE), Report()
+    mover = Mover(pool, BLOCK_BYTES)
     for number in numbers:
         hashes = conversation(number, BLOCKS)
         keys = [NAMESPACE.key(block_hash) for block_hash in hashes]
-        request(pool, hashes, report, after_lookup=partial(backend.remove, keys, force=True))
+        request(pool, mover, hashes, report, after_lookup=partial(backend.remove, keys, force=True))
         report.tried += 1
     return report
 

@@ -102,7 +102,7 @@ def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked:
 
 
 def test_a_store_that_delivers_nothing_is_found_out(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "get", lambda self, keys, targets: [OK] * len(keys))
+    monkeypatch.setattr(MemoryStore, "_get", lambda self, keys, targets: [OK] * len(keys))
     target = Memory(100)
     assert checked.get([KEY], [target.value]) == [ABSENT]
 
@@ -117,13 +117,13 @@ def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
     checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    put = MemoryStore.put
+    put = MemoryStore._put
 
     def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         pieces.extend(map(len, values))
         return put(store, keys, values)
 
-    monkeypatch.setattr(MemoryStore, "put", counting)
+    monkeypatch.setattr(MemoryStore, "_put", counting)
     memory = Memory(2 * (HEADROOM_BYTES + 100))
     values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
     checked.register(memory.address, memory.nbytes, headroom=True)

@@ -12,6 +12,7 @@ from kvstore_backend.backend import Status
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
+from kvstore_backend.wrappers.wrapper import StackWrapper
 from tests.faults.injector import Fault, FaultInjector
 from tests.kvstore_backend.wrappers.test_write_behind import put, read
 from tests.support.memory import Memory
@@ -48,7 +49,7 @@ def test_writing_through_puts_a_value_into_both(
 ) -> None:
     assert put(through, "a", nbytes=NBYTES) == [OK]
     assert fast.exists(["a"]) == large.exists(["a"]) == [OK]
-    assert through.drain(0)
+    assert through.flush_writes(0)
 
 
 def test_writing_through_fails_where_the_large_tier_does(
@@ -73,9 +74,9 @@ def test_writing_back_answers_before_the_large_tier_has_it(
     assert large.hanging.acquire(timeout=30)
     assert put(back, "a", nbytes=NBYTES) == [OK]
     assert read(back, "a", NBYTES) == b"a" * NBYTES
-    assert not back.drain(0)
+    assert not back.flush_writes(0)
     large.go_on()
-    assert back.drain(30)
+    assert back.flush_writes(30)
     assert large.exists(["a"]) == [OK]
 
 
@@ -112,13 +113,19 @@ def test_a_large_tier_that_fails_is_a_failure_not_an_absence(through: TieredBack
 
 
 def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
-    through: TieredBackend, fast: FaultInjector, large: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    fast: FaultInjector, large: FaultInjector
 ) -> None:
-    put(through, "a", nbytes=NBYTES)
+    class StillReading(StackWrapper):
+        """Gave its last call up, which goes on."""
+
+        def wait_for_late_calls(self, seconds: float) -> bool:
+            return False
+
+    tiers = TieredBackend(StillReading(fast), large)
+    put(tiers, "a", nbytes=NBYTES)
     fast.faults = [Fault.FAILED_HALF_WAY]
-    monkeypatch.setattr(FaultInjector, "settle", lambda self, seconds: self is not fast)
     large.calls.clear()
-    assert read(through, "a", NBYTES) is FAILED
+    assert read(tiers, "a", NBYTES) is FAILED
     assert large.calls == []
 
 
@@ -167,12 +174,12 @@ def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_
     with contextlib.closing(TieredBackend(hasty, large, policy)) as tiers:
         fast.faults = [Fault.HANGS]
         assert put(tiers, "a", nbytes=NBYTES) == [FAILED]
-        assert not tiers.settle(0)
+        assert not tiers.wait_for_late_calls(0)
         assert put(tiers, "b", nbytes=NBYTES) == [OK]
-        assert tiers.drain(10)
+        assert tiers.flush_writes(10)
         assert read(tiers, "b", NBYTES) == read(large, "b", NBYTES)
         fast.go_on()
-        assert tiers.settle(10)
+        assert tiers.wait_for_late_calls(10)
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
@@ -181,7 +188,7 @@ def test_another_instance_would_be_told_what_the_large_tier_has(
 ) -> None:
     with contextlib.closing(TieredBackend(fast, large, policy)) as tiers:
         put(tiers, "a", nbytes=NBYTES)
-        assert tiers.drain(10)
+        assert tiers.flush_writes(10)
         large.remove(["a"])
         assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
 

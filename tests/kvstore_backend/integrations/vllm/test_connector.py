@@ -15,7 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvstore_backend import ConfigError
-from kvstore_backend.integrations.vllm.connector import KVStoreConnector, KVStoreMetrics, KVStoreStats, _settings
+from kvstore_backend.integrations.vllm.connector import (
+    KVStoreConnector,
+    KVStoreMetrics,
+    KVStoreStats,
+    _collect_settings,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,7 +92,7 @@ def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dic
             max_model_len=max_model_len,
         )
         load = SimpleNamespace(load_format=load_format)
-        return _settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
+        return _collect_settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
 
     assert (settings(**changed) != settings()) is is_another
 

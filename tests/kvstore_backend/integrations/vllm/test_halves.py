@@ -1,7 +1,7 @@
 """The vLLM connector's two halves over a real store, driven as vLLM's scheduler and worker drive them.
 
 vLLM itself is too large for CI: ``benchmarks/vllm_connector.py`` runs the connector in it, and
-``test_vllm_contract.py`` compares what it is with what the installed vLLM asks, where one is installed.
+``test_connector.py`` compares it with the calls of the installed vLLM, where one is installed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
 from kvstore_backend.integrations.vllm.memory import KVMemory
-from kvstore_backend.integrations.vllm.names import adapter_digest, names
+from kvstore_backend.integrations.vllm.messages import Plan, Report
+from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
-from kvstore_backend.integrations.vllm.transfers import Plan, Report
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
@@ -79,13 +79,11 @@ class Request:
 class Instance:
     """One vLLM instance: KV memory, a scheduler half, and one worker half for each rank."""
 
-    def __init__(
-        self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, prefill_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, **options: Any) -> None:
         self.kv = [torch.zeros(NUM_BLOCKS, 2, block_size, 6) for _ in range(LAYERS)]
         memory = KVMemory({f"layers.{i}": tensor for i, tensor in enumerate(self.kv)}, NUM_BLOCKS)
         self.blocks = Blocks()
-        self.scheduler = SchedulerHalf(store, block_size, prefill_wait_s=prefill_wait_s)
+        self.scheduler = SchedulerHalf(store, block_size, **options)
         namespaces = [
             Namespace("m", "float32", block_size, LAYERS, 2, 3, memory.layout, tp_size=ranks, tp_rank=rank)
             for rank in range(ranks)
@@ -109,17 +107,17 @@ class Instance:
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Loaded:
         """One step of the engine; ends when all transfers it began have been reported."""
         self.begin(scheduled, tables)
-        return self.drain()
+        return self.end_transfers()
 
     def begin(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Plan:
         """The step's plan, given to the workers as vLLM does: pickled."""
-        plan: Plan = pickle.loads(pickle.dumps(self.scheduler.plan(scheduled, tables.__getitem__)))
+        plan: Plan = pickle.loads(pickle.dumps(self.scheduler.plan_step(scheduled, tables.__getitem__)))
         for worker in self.workers:
             worker.start_loads(plan.loads)
             worker.start_saves(plan.saves)
         return plan
 
-    def drain(self) -> Loaded:
+    def end_transfers(self) -> Loaded:
         """Steps without work, until nothing is pinned."""
         total = Loaded()
         wait_until(lambda: self.idle_step(total), "all transfers")
@@ -129,29 +127,29 @@ class Instance:
         """One step without work; whether nothing is pinned after it."""
         reports = Report()
         for worker in self.workers:
-            loaded, report = worker.take()
+            loaded, report = worker.take_outcomes()
             total.requests |= loaded.requests
             total.blocks |= loaded.blocks
             total.failed |= loaded.failed
-            reports.add(report)
-        self.scheduler.heard(reports)
+            reports.add_report(report)
+        self.scheduler.on_report(reports)
         return not self.scheduler.has_pins
 
     def compute(self, request: Request, table: list[int]) -> None:
         """Compute all of a request at once: its KV is a function of its hashes; then finish it."""
-        self.scheduler.allocated(request, lambda: table, 0)
+        self.scheduler.on_allocation(request, lambda: table, 0)
         for block_hash, block in zip(request.block_hashes, table, strict=False):
             for layer, tensor in enumerate(self.kv):
                 tensor[block] = content(block_hash, layer)
         self.step({request.request_id: request.num_tokens - request.num_computed_tokens}, {request.request_id: table})
         request.num_computed_tokens = request.num_tokens
-        self.scheduler.finished(request, table)
-        self.drain()
+        self.scheduler.on_request_end(request, table)
+        self.end_transfers()
 
     def load(self, request: Request, table: list[int], num_computed: int = 0) -> Loaded:
         """Load what is matched into the request's blocks."""
         matched = self.matched(request, num_computed)
-        self.scheduler.allocated(request, lambda: table, matched)
+        self.scheduler.on_allocation(request, lambda: table, matched)
         return self.step({}, {})
 
     def has(self, request: Request, index: int, block: int) -> bool:
@@ -215,7 +213,7 @@ def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Inst
 def test_chunks_of_a_prompt_are_saved_as_they_become_full(two: tuple[Instance, Instance]) -> None:
     first, second = two
     request, table = asked(), [0, 1, 2, 3, 4, 5]
-    first.scheduler.allocated(request, lambda: table, 0)
+    first.scheduler.on_allocation(request, lambda: table, 0)
     first.step({"a": 10}, {"a": table})
     assert second.matched(asked(name="early")) == 8
     request.num_computed_tokens = 10
@@ -229,7 +227,7 @@ def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tupl
     for index, block_hash in enumerate(request.block_hashes[:3]):
         for layer, tensor in enumerate(first.kv):
             tensor[index] = content(block_hash, layer)
-    first.scheduler.allocated(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+    first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
     first.step({"a": 12}, {"a": [0, 1, 2, 3, 4, 5]})
     loaded = first.load(request, [20, 21, 22, 23, 24, 25])
     assert (loaded.requests, loaded.blocks) == ({"a"}, set())
@@ -242,9 +240,9 @@ def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tupl
 def test_a_request_that_ends_saves_what_became_full_last(two: tuple[Instance, Instance]) -> None:
     first, second = two
     request = asked()
-    first.scheduler.allocated(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+    first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
     request.num_computed_tokens = 22
-    first.scheduler.finished(request, [0, 1, 2, 3, 4, 5])
+    first.scheduler.on_request_end(request, [0, 1, 2, 3, 4, 5])
     first.step({}, {})
     assert second.matched(asked(name="b")) == 20
 
@@ -307,7 +305,7 @@ def test_an_adapter_that_is_loaded_in_place_is_not_cached(two: tuple[Instance, I
 def test_requests_with_an_adapter_that_cannot_be_read_are_not_cached(two: tuple[Instance, Instance]) -> None:
     first, second = two
     adapter = SimpleNamespace(lora_path="/nowhere/adapter", lora_int_id=1)
-    assert adapter_digest(adapter.lora_path) is None
+    assert digest_adapter(adapter.lora_path) is None
     first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
     assert second.matched(asked(name="b", lora_request=adapter)) == 0
     assert first.blocks.held == [0] * NUM_BLOCKS
@@ -316,7 +314,7 @@ def test_requests_with_an_adapter_that_cannot_be_read_are_not_cached(two: tuple[
 def test_after_a_reset_nothing_older_is_found(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    second.scheduler.forget()
+    second.scheduler.forget_blocks()
     assert second.matched(asked(name="b")) == 0
     second.compute(asked(name="c"), [0, 1, 2, 3, 4, 5])
     assert second.matched(asked(name="d")) == 20
@@ -324,8 +322,13 @@ def test_after_a_reset_nothing_older_is_found(two: tuple[Instance, Instance]) ->
 
 def test_names_of_adapter_and_reset_differ_from_the_plain_ones() -> None:
     plain = [bytes([i]) * 32 for i in range(3)]
-    assert names(plain) == plain
-    every = [names(plain), names(plain, b"a" * 32), names(plain, b"", b"a" * 16), names(plain, b"a" * 32, b"a" * 16)]
+    assert name_blocks(plain) == plain
+    every = [
+        name_blocks(plain),
+        name_blocks(plain, b"a" * 32),
+        name_blocks(plain, b"", b"a" * 16),
+        name_blocks(plain, b"a" * 32, b"a" * 16),
+    ]
     assert len({name for each in every for name in each}) == 12
 
 
@@ -366,7 +369,7 @@ def hanging(store: StorageBackend) -> Iterator[Hanging]:
 def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
     second, request = hanging.instance, asked(name="b")
     matched = second.matched(request)
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
     hanging.store.faults = [Fault.HANGS]
     second.begin({}, {})
     total = Loaded()
@@ -375,7 +378,7 @@ def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: H
     assert all(second.blocks.held[block] == 1 for block in range(10, 15))
     assert second.matched(request) == 0
     hanging.store.go_on()
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
     assert all(bool((tensor[10:15] == 0).all()) for tensor in second.kv), "what the late read left is cleared"
 
@@ -383,15 +386,15 @@ def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: H
 def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
     second = hanging.instance
     request = Request("b", list(range(100, 122)))
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], 0)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], 0)
     hanging.store.faults = [Fault.HANGS]
     second.begin({"b": 22}, {"b": [10, 11, 12, 13, 14, 15]})
     hanging.store.hanging.acquire()
     request.num_computed_tokens = 22
-    second.scheduler.finished(request, [10, 11, 12, 13, 14, 15])
+    second.scheduler.on_request_end(request, [10, 11, 12, 13, 14, 15])
     assert all(second.blocks.held[block] == 1 for block in range(10, 15))
     hanging.store.go_on()
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
@@ -400,25 +403,25 @@ def test_a_request_that_is_aborted_while_it_loads_saves_nothing(two: tuple[Insta
     first.compute(asked(), [0, 1, 2, 3, 4, 5])
     request = asked(name="b")
     matched = second.matched(request)
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
     request.num_computed_tokens = matched
-    second.scheduler.finished(request, [10, 11, 12, 13, 14, 15])
+    second.scheduler.on_request_end(request, [10, 11, 12, 13, 14, 15])
     plan = second.begin({}, {})
     assert (len(plan.loads), len(plan.saves)) == (1, 0)
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_saves_hold_at_most_a_quarter_of_all_blocks(two: tuple[Instance, Instance]) -> None:
     first, _ = two
     request, table = asked(4 * 20), list(range(20))
-    first.scheduler.allocated(request, lambda: table, 0)
-    plan = first.scheduler.plan({"a": 80}, {"a": table}.__getitem__)
+    first.scheduler.on_allocation(request, lambda: table, 0)
+    plan = first.scheduler.plan_step({"a": 80}, {"a": table}.__getitem__)
     assert [len(save.blocks) for save in plan.saves] == [NUM_BLOCKS // 4]
     request.num_computed_tokens = 80
-    assert first.scheduler.plan({"a": 0}, {"a": table}.__getitem__).saves == []
-    first.scheduler.heard(Report(ended=Counter({plan.saves[0].number: 1})))
-    again = first.scheduler.plan({"a": 0}, {"a": table}.__getitem__)
+    assert first.scheduler.plan_step({"a": 0}, {"a": table}.__getitem__).saves == []
+    first.scheduler.on_report(Report(ended=Counter({plan.saves[0].number: 1})))
+    again = first.scheduler.plan_step({"a": 0}, {"a": table}.__getitem__)
     assert [list(save.blocks) for save in again.saves] == [list(range(8, 16))]
 
 
@@ -428,14 +431,16 @@ def test_without_namespaces_everything_is_a_miss(store: StorageBackend) -> None:
 
 
 def test_producers_do_not_load_and_consumers_do_not_save(store: StorageBackend) -> None:
-    with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store)) as second:
-        second.scheduler._saves = False
-        second.compute(asked(), [0, 1, 2, 3, 4, 5])
-        assert first.matched(asked(name="b")) == 0
-        first.compute(asked(name="c"), [0, 1, 2, 3, 4, 5])
-        first.scheduler._loads = False
-        assert first.matched(asked(name="d")) == 0
-        assert second.matched(asked(name="e")) == 20
+    with (
+        contextlib.closing(Instance(store)) as both,
+        contextlib.closing(Instance(store, loads=False)) as producer,
+        contextlib.closing(Instance(store, saves=False)) as consumer,
+    ):
+        consumer.compute(asked(), [0, 1, 2, 3, 4, 5])
+        assert both.matched(asked(name="b")) == 0
+        producer.compute(asked(name="c"), [0, 1, 2, 3, 4, 5])
+        assert producer.matched(asked(name="d")) == 0
+        assert consumer.matched(asked(name="e")) == 20
 
 
 class TestDecodeBesidePrefill:
@@ -450,7 +455,7 @@ class TestDecodeBesidePrefill:
         prefill, decode = pair
         request, table, waiting = asked(), [0, 1, 2, 3, 4, 5], asked(name="b")
         keeps_waiting(decode, waiting)
-        prefill.scheduler.allocated(request, lambda: table, 0)
+        prefill.scheduler.on_allocation(request, lambda: table, 0)
         prefill.step({"a": 12}, {"a": table})
         keeps_waiting(decode, waiting)
         request.num_computed_tokens = 12
@@ -490,8 +495,8 @@ class TestDecodeBesidePrefill:
     def test_an_aborted_request_is_forgotten(self, pair: tuple[Instance, Instance]) -> None:
         _, decode = pair
         keeps_waiting(decode, waiting := asked(name="b"))
-        decode.scheduler.finished(waiting, [])
-        assert decode.scheduler._questions == {}
+        decode.scheduler.on_request_end(waiting, [])
+        assert decode.scheduler.num_open_lookups == 0
 
 
 def decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
@@ -503,14 +508,13 @@ def keeps_waiting(instance: Instance, request: Request) -> None:
     answers: list[object] = []
 
     def looked_up_again() -> bool:
-        instance.scheduler.plan({}, dict[str, list[int]]().__getitem__)
-        before = instance.scheduler._questions.get(request.request_id)
-        asked_at = before.asked_at if before else None
+        instance.scheduler.plan_step({}, dict[str, list[int]]().__getitem__)
+        before = instance.scheduler.num_lookups
         answers.append(instance.scheduler.matched_tokens(request, 0))
-        return asked_at is not None and instance.scheduler._questions[request.request_id].asked_at > asked_at
+        return instance.scheduler.num_lookups > before
 
-    wait_until(looked_up_again, "a look-up")
-    wait_until(looked_up_again, "another look-up")
+    for which in ("first", "second", "third"):
+        wait_until(looked_up_again, f"the {which} look-up")
     assert set(answers) == {None}
 
 
@@ -532,14 +536,14 @@ class TestMemory:
 
     def test_a_layer_is_one_span_where_its_part_of_a_block_lies_in_one_piece(self) -> None:
         tensors = {f"l{i}": torch.arange(4 * 2 * 3 * 5.0).reshape(4, 2, 3, 5) for i in range(2)}
-        ((one,), (two,)) = ([value] for value in KVMemory(tensors, 4).values([1, 3]))
+        ((one,), (two,)) = ([value] for value in KVMemory(tensors, 4).locate_blocks([1, 3]))
         assert [span.nbytes for span in one] == [120, 120]
         assert [span.address for span in two] == [tensor.data_ptr() + 3 * 120 for tensor in tensors.values()]
 
     def test_heads_before_blocks_are_a_span_each(self) -> None:
         tensor = torch.zeros(2, 4, 3, 5).transpose(0, 1)
         memory = KVMemory({"l": tensor}, 4)
-        (value,) = memory.values([2])
+        (value,) = memory.locate_blocks([2])
         assert [span.nbytes for span in value] == [60, 60]
         assert [span.address - tensor.data_ptr() for span in value] == [2 * 60, 4 * 60 + 2 * 60]
         assert memory.layout == "torch.float32[h2,n3,c5]"
