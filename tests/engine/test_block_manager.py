@@ -161,3 +161,13 @@ def test_a_reused_block_is_not_found_under_its_old_hash() -> None:
     (block,) = blocks.allocate(1)
     blocks.publish(block, b"new")
     assert (blocks.match([b"old"]), blocks.match([b"new"])) == (0, 1)
+
+
+def test_a_block_without_contents_is_reused_before_any_that_is_published() -> None:
+    blocks = BlockManager(2)
+    published, other = blocks.allocate(2)
+    blocks.publish(published, b"published")
+    blocks.release([published])
+    blocks.release([other])
+    assert blocks.allocate(1) == [other]
+    assert blocks.match([b"published"]) == 1
