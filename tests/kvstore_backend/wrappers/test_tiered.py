@@ -243,3 +243,12 @@ def test_tiers_are_well_only_where_both_are() -> None:
     assert TieredBackend(MemoryStore(1), MemoryStore(1)).health().ok
     assert not TieredBackend(ill, MemoryStore(1)).health().ok
     assert not TieredBackend(MemoryStore(1), ill).health().ok
+
+
+def test_writing_back_the_large_tier_answers_where_the_fast_one_fails(
+    back: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    fast.faults = [Fault.FAILED]
+    assert put(back, "a", nbytes=NBYTES) == [OK]
+    assert back.drain(30)
+    assert (fast.exists(["a"]), large.exists(["a"])) == ([ABSENT], [OK])
