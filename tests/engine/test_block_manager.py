@@ -161,3 +161,13 @@ def test_a_reused_block_is_not_found_under_its_old_hash() -> None:
     (block,) = blocks.allocate_blocks(1)
     blocks.publish_block(block, b"new")
     assert (blocks.match_prefix([b"old"]), blocks.match_prefix([b"new"])) == (0, 1)
+
+
+def test_a_block_without_contents_is_reused_before_any_that_is_published() -> None:
+    blocks = BlockManager(2)
+    published, other = blocks.allocate_blocks(2)
+    blocks.publish_block(published, b"published")
+    blocks.release_blocks([published])
+    blocks.release_blocks([other])
+    assert blocks.allocate_blocks(1) == [other]
+    assert blocks.match_prefix([b"published"]) == 1

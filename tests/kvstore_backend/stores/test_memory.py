@@ -87,3 +87,11 @@ def test_a_store_may_be_as_small_as_one_byte() -> None:
     store = MemoryStore(1)
     assert put(store, "a", "b", nbytes=1) == [OK, OK]
     assert store.exists(["a", "b"]) == [ABSENT, OK]
+
+
+def test_a_closed_store_holds_nothing_and_clears_nothing() -> None:
+    store = MemoryStore(30)
+    put(store, "a")
+    store.close()
+    assert (store.stats().keys, store.stats().used_bytes) == (0, 0)
+    assert store.clear("a") is FAILED

@@ -17,6 +17,7 @@ from tests.faults.injector import Fault, FaultInjector
 from tests.kvstore_backend.wrappers.test_write_behind import put, read
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
+from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 10
@@ -204,3 +205,57 @@ def test_health_and_stats_tell_of_both(through: TieredBackend) -> None:
     assert through.health().detail.count("1 keys") == 2
     assert through.stats().kind == "memory before memory"
     assert through.stats().keys == 1
+
+
+def test_both_tiers_are_told_which_memory_is_used_and_no_longer() -> None:
+    fast, large = WatchedStore(), WatchedStore()
+    tiers = TieredBackend(fast, large)
+    tiers.register(4096, 100)
+    tiers.register(8192, 100, headroom=True)
+    tiers.unregister(4096, 100)
+    told = [("register", 4096, 100, False), ("register", 8192, 100, True), ("unregister", 4096, 100, False)]
+    assert fast.memory == large.memory == told
+
+
+def test_whether_a_lease_counts_is_told_to_both_tiers() -> None:
+    fast, large = WatchedStore(), WatchedStore()
+    tiers = TieredBackend(fast, large)
+    tiers.remove(["a"])
+    tiers.remove(["a"], force=True)
+    assert fast.forced == large.forced == [False, True]
+
+
+def test_clearing_clears_both_and_fails_where_either_does() -> None:
+    fast, slow = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    tiers = TieredBackend(fast, slow)
+    put(tiers, "a", nbytes=NBYTES)
+    assert tiers.clear("a") is OK
+    assert fast.exists(["a"]) == slow.exists(["a"]) == [ABSENT]
+    fast.close()
+    assert tiers.clear("a") is FAILED
+    slow.close()
+    assert TieredBackend(MemoryStore(1), slow).clear("a") is FAILED
+
+
+def test_closing_closes_both_tiers() -> None:
+    fast, large = MemoryStore(1), MemoryStore(1)
+    TieredBackend(fast, large).close()
+    assert not fast.health().ok
+    assert not large.health().ok
+
+
+def test_tiers_are_well_only_where_both_are() -> None:
+    ill = MemoryStore(1)
+    ill.close()
+    assert TieredBackend(MemoryStore(1), MemoryStore(1)).health().ok
+    assert not TieredBackend(ill, MemoryStore(1)).health().ok
+    assert not TieredBackend(MemoryStore(1), ill).health().ok
+
+
+def test_writing_back_the_large_tier_answers_where_the_fast_one_fails(
+    back: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    fast.faults = [Fault.FAILED]
+    assert put(back, "a", nbytes=NBYTES) == [OK]
+    assert back.flush_writes(30)
+    assert (fast.exists(["a"]), large.exists(["a"])) == ([ABSENT], [OK])
