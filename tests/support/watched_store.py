@@ -28,7 +28,7 @@ class WatchedStore(MemoryStore):
         """Remember it."""
         self.memory.append(("unregister", address, nbytes, False))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         """Remember ``force``."""
         self.forced.append(force)
-        return super().remove(keys, force=force)
+        return super()._remove(keys, force=force)
