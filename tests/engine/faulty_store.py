@@ -1,4 +1,4 @@
-"""A pool that does, on demand, what real pools do on a bad day.
+"""A pool that breaks on demand, as real pools do on a bad day.
 
 It stands in for a Mooncake cluster that breaks in ways that cannot be brought about on purpose at the right moment.
 """
@@ -17,7 +17,7 @@ __all__ = ["Fault", "FaultyStore"]
 
 
 class Fault(enum.Enum):
-    """What goes wrong from now on."""
+    """The fault of all calls from now on."""
 
     NOTHING = enum.auto()
     ALL_FAIL = enum.auto()
@@ -25,7 +25,7 @@ class Fault(enum.Enum):
     ALL_RAISE = enum.auto()
     """Every call raises, which no store may do."""
     GONE_AT_LOAD = enum.auto()
-    """What a look-up said is there has been evicted when it is read."""
+    """A block that a look-up found has been evicted when it is read."""
     FAILS_AFTER_FIRST_BLOCK = enum.auto()
     """A read brings one block and leaves NaN in the others' memory."""
     RAISES_HALF_WAY = enum.auto()
@@ -43,7 +43,7 @@ class FaultyStore(StorageBackend):
     def __init__(self, sound: StorageBackend, fault: Fault = Fault.NOTHING) -> None:
         self.fault = fault
         self.load_seconds = 0.0
-        """What every read takes beside its own time."""
+        """Added to the time of every read."""
         self.hanging = threading.Event()
         """Set when a call hangs."""
         self._sound = sound
@@ -60,7 +60,7 @@ class FaultyStore(StorageBackend):
         self._saves_go.clear()
 
     def go_on(self) -> None:
-        """Whatever hangs goes on, and nothing hangs any more."""
+        """Calls that hang go on, and none hangs any more."""
         self.hanging.clear()
         self._loads_go.set()
         self._saves_go.set()

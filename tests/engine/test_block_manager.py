@@ -1,4 +1,4 @@
-"""Block accounting: whoever holds a block keeps it, whatever others allocate, publish, take up and release."""
+"""Block accounting: the holder of a block keeps it, while others allocate, publish, take up and release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the pool does, every request gets the answer it would have had without one, and every block comes back.
+"""With any fault of the pool, every request gets the answer it would have had without one, and every block comes back.
 
 The right answers are those of an instance without a pool, which ``test_answers.py`` compares with transformers.
 """

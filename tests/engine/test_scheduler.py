@@ -15,7 +15,7 @@ from engine.scheduler import Chunk, Reservation, Scheduler
 
 BLOCK = 4
 Prefix = tuple[str, tuple[int, ...]]
-"""What a token's KV depends on: the salt, and all tokens up to it."""
+"""A token's KV depends on the salt, and all tokens up to it."""
 
 
 def sequence_of(prompt: list[int], max_tokens: int, name: str = "r", salt: str = "") -> Sequence:
@@ -58,7 +58,7 @@ class Memory:
             self._slots[block, position % BLOCK] = self._prefix(sequence, position)
 
     def spoil(self, blocks: list[int]) -> None:
-        """Write what nobody can use, as a call does that was given up."""
+        """Write rubbish, as a call does that was given up."""
         for block in blocks:
             assert self._blocks._hash_of[block] is None, f"block {block} is spoilt after it was published"
             self._slots.update({(block, slot): ("garbage", ()) for slot in range(BLOCK)})
@@ -237,7 +237,7 @@ class Batching(RuleBasedStateMachine):
         assert self.first_admissions == sorted(self.first_admissions)
 
     def teardown(self) -> None:
-        """Whatever happened, once everybody else has ended every request does, and all blocks come back."""
+        """Once everybody else has ended every request does, and all blocks come back."""
         for reservation in self.reserved:
             self.scheduler.cancel_reservation(reservation)
         while self.live or self.loads:
@@ -272,7 +272,7 @@ class Batching(RuleBasedStateMachine):
             self.scheduler.finish_sequence(sequence)
 
     def run_one_step(self) -> list[Chunk]:
-        """What ``EngineCore`` does in a step."""
+        """One step as ``EngineCore`` takes it."""
         new = [sequence for sequence in self.scheduler.waiting if not sequence.num_preemptions]
         to_load = self.scheduler.admit_waiting()
         self.first_admissions += [int(s.request.request_id) for s in new if s.state is not State.WAITING]

@@ -1,4 +1,4 @@
-"""An instance of an engine as a pool sees it, in a process of its own: look up, load what is there, save the rest."""
+"""An instance of an engine as a pool sees it, in a process of its own: look up, load, save the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.faults.report import Report
 from tests.support.peer import Peer
 from tests.support.waiting import wait_until
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "request"]
+__all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "run_request"]
 
 BLOCK_BYTES = 128 << 10
 BLOCKS = 4
@@ -53,25 +53,25 @@ class Client(Peer):
     """Works in its process with a guarded and checked pool of the configured store."""
 
     def __init__(self, config: PoolConfig, folder: Path) -> None:
-        super().__init__(partial(_opened, config))
+        super().__init__(partial(_open_guarded, config))
         self._progress = folder / f"progress-{id(self)}.json"
         self._stop = folder / f"stop-{id(self)}"
 
     def __enter__(self) -> Client:
         return self
 
-    def request(self, numbers: Sequence[int]) -> Report:
+    def request_each(self, numbers: Sequence[int]) -> Report:
         """One request for each of these conversations, one after another."""
-        return cast(Report, self.call(_requests, list(numbers)))
+        return cast(Report, self.call(_run_requests, list(numbers)))
 
     def start(self, numbers: Sequence[int]) -> None:
         """Begin requests for these conversations in turn, over and over, until ``stop``."""
         self._stop.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
-        self.begin(_requests, list(numbers), self._stop, self._progress)
+        self.begin(_run_requests, list(numbers), self._stop, self._progress)
 
     def stop(self) -> Report:
-        """End the requests; what became of them."""
+        """End the requests; the report on them."""
         self._stop.touch()
         assert self._mine.poll(60), "the client hangs"
         return cast(Report, self._mine.recv())
@@ -90,7 +90,7 @@ class Client(Peer):
         return int(json.loads(self._progress.read_bytes())[name])
 
 
-def _opened(config: PoolConfig) -> StorageBackend:
+def _open_guarded(config: PoolConfig) -> StorageBackend:
     logging.disable(logging.ERROR)
     guarded = GuardedBackend(lambda: CheckedBackend(open_store(config)))
     assert guarded.wait_ready(30)
@@ -101,7 +101,7 @@ def _is_ready(backend: Stack) -> bool:
     return backend.is_ready
 
 
-def _requests(
+def _run_requests(
     backend: StorageBackend, numbers: list[int], stop: Path | None = None, progress: Path | None = None
 ) -> Report:
     pool = BlockPool(backend, NAMESPACE)
@@ -110,7 +110,7 @@ def _requests(
     while True:
         for number in numbers:
             try:
-                request(pool, mover, conversation(number, BLOCKS), report)
+                run_request(pool, mover, conversation(number, BLOCKS), report)
             except Exception:
                 report.exceptions += 1
             report.tried += 1
@@ -125,14 +125,14 @@ def _requests(
             return report
 
 
-def request(
+def run_request(
     pool: BlockPool, mover: Mover, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
 ) -> None:
     """Look up, load, compare, save the blocks that could not be loaded."""
-    present = _timed(report, lambda: pool.lookup(hashes))
+    present = _time_call(report, lambda: pool.lookup(hashes))
     if after_lookup is not None:
         after_lookup()
-    loaded = _timed(report, lambda: mover.load(hashes[:present]))
+    loaded = _time_call(report, lambda: mover.load(hashes[:present]))
     for block_hash, content in zip(hashes, loaded, strict=False):
         right = right_bytes(block_hash, BLOCK_BYTES)
         if content != right:
@@ -140,10 +140,10 @@ def request(
     report.hits += len(loaded)
     missing = hashes[len(loaded) :]
     contents = [right_bytes(block_hash, BLOCK_BYTES) for block_hash in missing]
-    _timed(report, lambda: mover.save(missing, contents))
+    _time_call(report, lambda: mover.save(missing, contents))
 
 
-def _timed(report: Report, call: Callable[[], T]) -> T:
+def _time_call(report: Report, call: Callable[[], T]) -> T:
     start = time.monotonic()
     try:
         return call()

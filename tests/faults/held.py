@@ -27,7 +27,7 @@ class Held(Wrapper):
         self._go.clear()
 
     def let_go(self) -> None:
-        """Pass on whatever waits, and all calls from now on."""
+        """Pass on all calls, those that wait too."""
         self._go.set()
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:

@@ -1,4 +1,4 @@
-"""A store that does wrong on demand, whatever a transport, a master or another client may do wrong.
+"""A store that does wrong on demand, as a transport, a master or another client may.
 
 It stands in for pools that break in ways that cannot be brought about on purpose at the right moment.
 """
@@ -16,7 +16,7 @@ __all__ = ["Fault", "FaultInjector"]
 
 
 class Fault(enum.Enum):
-    """What goes wrong with one call."""
+    """A fault of one call."""
 
     NOTHING = enum.auto()
     FAILED = enum.auto()
@@ -26,7 +26,7 @@ class Fault(enum.Enum):
     FAILED_FOR_SOME = enum.auto()
     """Every other key fails, the others are served."""
     FALSE_ABSENT = enum.auto()
-    """What is there is said not to be."""
+    """A present key is said not to be there."""
     FALSE_OK = enum.auto()
     """``OK``, and nothing was done: a lost write, a read that never came."""
     SHORT_READ = enum.auto()
@@ -56,7 +56,7 @@ class FaultInjector(StorageBackend):
         self._go = threading.Event()
 
     def go_on(self) -> None:
-        """Whatever hangs goes on; what would hang from now on does not."""
+        """Calls that hang go on, and none hangs from now on."""
         self._go.set()
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:

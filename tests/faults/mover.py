@@ -20,7 +20,7 @@ class Mover:
     """Moves blocks of one size by ``Transfers``, and keeps the memory of each until it is released.
 
     Args:
-        pool: closed by whoever opened it.
+        pool: left open.
         nbytes: of a block.
     """
 

@@ -1,4 +1,4 @@
-"""Whatever faults a store has, its layers never deliver a wrong byte as ``OK``, never raise, never wait for ever."""
+"""With any fault of a store, its wrappers never deliver a wrong byte as ``OK``, never raise, never wait for ever."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ DEADLINES = Deadlines(lookup_seconds=0.05, transfer_seconds=0.05)
 BLOCKS = conversation(0, 6)
 
 
-def stack(store: StorageBackend, asynchronous: bool) -> StorageBackend:
+def build_stack(store: StorageBackend, asynchronous: bool) -> StorageBackend:
     guarded = GuardedBackend(lambda: CheckedBackend(store), DEADLINES)
     assert guarded.wait_ready(30)
     metered = MeteredBackend(guarded, CollectorRegistry())
     return WriteBehindBackend(metered, retry_seconds=0.1, flush_seconds=0.1) if asynchronous else metered
 
 
-def tiers(store: StorageBackend, asynchronous: bool) -> StorageBackend:
-    return TieredBackend(MemoryStore(2 * NBYTES), stack(store, False), "back" if asynchronous else "through")
+def build_tiers(store: StorageBackend, asynchronous: bool) -> StorageBackend:
+    return TieredBackend(MemoryStore(2 * NBYTES), build_stack(store, False), "back" if asynchronous else "through")
 
 
 @contextmanager
-def pool_over(injector: FaultInjector, layers: Callable[[StorageBackend], StorageBackend]) -> Iterator[BlockPool]:
-    pool = BlockPool(layers(injector), NAMESPACE)
+def pool_over(injector: FaultInjector, wrap: Callable[[StorageBackend], StorageBackend]) -> Iterator[BlockPool]:
+    pool = BlockPool(wrap(injector), NAMESPACE)
     try:
         yield pool
     finally:
@@ -81,7 +81,7 @@ no_hangs = st.lists(st.sampled_from([fault for fault in Fault if fault is not Fa
 any_faults = st.lists(st.sampled_from(Fault), max_size=8)
 
 
-def do(pool: BlockPool, step: str, blocks: Sequence[bytes]) -> None:
+def run_step(pool: BlockPool, step: str, blocks: Sequence[bytes]) -> None:
     if step == "lookup":
         assert 0 <= pool.lookup(blocks) <= len(blocks)
     elif step == "load":
@@ -91,19 +91,19 @@ def do(pool: BlockPool, step: str, blocks: Sequence[bytes]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "write-behind"])
-@pytest.mark.parametrize("layers", [stack, tiers], ids=["one store", "two tiers"])
+@pytest.mark.parametrize("wrap", [build_stack, build_tiers], ids=["one store", "two tiers"])
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(faults=no_hangs, steps=steps)
 def test_no_wrong_byte_and_no_exception_whatever_a_store_answers(
-    layers: Callable[[StorageBackend, bool], StorageBackend],
+    wrap: Callable[[StorageBackend, bool], StorageBackend],
     asynchronous: bool,
     faults: list[Fault],
     steps: list[tuple[str, list[bytes]]],
 ) -> None:
     injector = FaultInjector(MemoryStore(1 << 20), faults)
-    with pool_over(injector, lambda store: layers(store, asynchronous)) as pool:
+    with pool_over(injector, lambda store: wrap(store, asynchronous)) as pool:
         for step, blocks in steps:
-            do(pool, step, blocks)
+            run_step(pool, step, blocks)
 
 
 @hypothesis.settings(max_examples=25)
@@ -111,7 +111,7 @@ def test_no_wrong_byte_and_no_exception_whatever_a_store_answers(
 def test_every_call_returns_while_the_store_hangs(faults: list[Fault], steps: list[tuple[str, list[bytes]]]) -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [*faults, Fault.HANGS])
     # Nothing lets the hanging calls go on before all steps are through: that they are is the assertion.
-    with pool_over(injector, lambda store: stack(store, False)) as pool:
+    with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         mover = Mover(pool, NBYTES)
         for step, blocks in steps:
             if step == "lookup":
@@ -128,7 +128,7 @@ def test_every_call_returns_while_the_store_hangs(faults: list[Fault], steps: li
 @pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.SHORT_READ, Fault.STALE, Fault.FALSE_OK])
 def test_a_lie_is_a_miss_and_what_was_removed_for_it_can_be_saved_again(fault: Fault) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
-    with pool_over(injector, lambda store: stack(store, False)) as pool:
+    with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         assert all(save(pool, BLOCKS))
         injector.faults = [fault]
         assert check_load(pool, BLOCKS) == 0
@@ -140,14 +140,14 @@ def test_a_lie_is_a_miss_and_what_was_removed_for_it_can_be_saved_again(fault: F
 @pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.FALSE_OK])
 def test_what_a_write_lost_or_damaged_is_a_miss(fault: Fault) -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [Fault.NOTHING, fault])
-    with pool_over(injector, lambda store: stack(store, False)) as pool:
+    with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         save(pool, BLOCKS)
         assert check_load(pool, BLOCKS) == 0
 
 
 def test_a_load_that_hangs_delivers_nothing_and_its_memory_is_released_when_it_ended() -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
-    with pool_over(injector, lambda store: stack(store, False)) as pool:
+    with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         save(pool, BLOCKS)
         mover = Mover(pool, NBYTES)
         injector.faults = [Fault.HANGS]
@@ -163,7 +163,7 @@ def test_a_load_that_hangs_delivers_nothing_and_its_memory_is_released_when_it_e
 def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [Fault.HANGS] * 50)
     targets = [[Memory(NBYTES) for _ in BLOCKS] for _ in range(30)]
-    with pool_over(injector, lambda store: stack(store, False)) as pool:
+    with pool_over(injector, lambda store: build_stack(store, False)) as pool:
 
         def load(memory: list[Memory]) -> None:
             pool.load_by_deadline(BLOCKS, [target.value for target in memory])
@@ -177,7 +177,7 @@ def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
 
 
 class TestMemoryOfBlockingCalls:
-    """When a call of ``BlockPool`` returns, the memory is the caller's again, whatever hung meanwhile."""
+    """When a call of ``BlockPool`` returns, the memory is the caller's again, even if it hung meanwhile."""
 
     @pytest.fixture
     def held(self) -> Iterator[Held]:

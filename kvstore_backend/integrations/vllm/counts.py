@@ -33,7 +33,7 @@ class Counts:
                 if number:
                     self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
 
-    def take_counts(self) -> dict[str, dict[str, float]]:
+    def pop_counts(self) -> dict[str, dict[str, float]]:
         """All since the last call, by namespace; empty where nothing was counted."""
         with self._lock:
             taken, self._counts = self._counts, Counter()

@@ -260,7 +260,7 @@ class SchedulerHalf:
 
     def take_counts(self) -> dict[str, dict[str, float]]:
         """All counts since the last call."""
-        return self._counts.take_counts() if self._counts is not None else {}
+        return self._counts.pop_counts() if self._counts is not None else {}
 
     def close(self) -> None:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""

@@ -76,7 +76,7 @@ class WorkerHalf:
 
     def take_counts(self) -> dict[str, dict[str, float]]:
         """All counts since the last call."""
-        return self._counts.take_counts()
+        return self._counts.pop_counts()
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""

@@ -41,7 +41,7 @@ def put(backend: StorageBackend, *pairs: tuple[str, bytes]) -> list[Status]:
 
 
 def got(backend: StorageBackend, key: str, nbytes: int) -> bytes | Status:
-    """What is stored under ``key``, or why it could not be read."""
+    """The value under ``key``, or why it could not be read."""
     target = Memory(nbytes)
     (status,) = backend.get([key], [target.value])
     return target.content if status else status
@@ -262,7 +262,7 @@ class StorageBackendContract:
         assert "closed" in repr(backend)
 
     def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
-        """Read what a put, perhaps another thread's at the same time, was told is stored: it is there at once."""
+        """Read a value whose put, perhaps another thread's at the same time, was ``OK``: it is there at once."""
         assert got(backend, key, len(content)) == content
 
     def remove(self, backend: StorageBackend, key: str) -> None:

@@ -26,7 +26,7 @@ def clients() -> Iterator[list[StorageBackend]]:
 
 
 class MooncakeContract(StorageBackendContract):
-    """What differs of the contract where Mooncake holds the values."""
+    """The contract, but for the one exception that Mooncake is allowed."""
 
     def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
         """A put is answered 0 when another writer has only begun with the same key: it is there in a moment."""

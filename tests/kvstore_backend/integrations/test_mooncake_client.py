@@ -1,4 +1,4 @@
-"""What engines may rely on beyond Mooncake's own client: memory is theirs again when a call returns."""
+"""A promise to engines beyond Mooncake's own client's: memory is theirs again when a call returns."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_every_series_is_there_from_the_beginning(registry: CollectorRegistry) -
     assert value(registry, "kvstore_blocks_total", operation="get", status="failed") == 0
 
 
-def test_the_state_of_the_layers_is_told_when_asked(registry: CollectorRegistry) -> None:
+def test_the_state_of_the_wrappers_is_told_when_asked(registry: CollectorRegistry) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: injector, Deadlines(lookup_seconds=0.05))
     behind = WriteBehindBackend(guarded)

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 ROOM = 1024
-"""What a block of up to 896 bytes takes in the arena."""
+"""Bytes in the arena for a block of up to 896."""
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
 
 
 def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
-    """What vLLM gives a connector, as far as this one looks at it."""
+    """The arguments that vLLM gives a connector, as far as this one looks at them."""
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     vllm_config = SimpleNamespace(
