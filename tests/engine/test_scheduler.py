@@ -448,6 +448,21 @@ def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back
     assert scheduler.running == [longest]
 
 
+def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts_as_cached() -> None:
+    scheduler = scheduler_of(20, budget=100)
+    earlier = sequence_of([1] * (2 * BLOCK), 1)
+    scheduler.add(earlier)
+    run(scheduler)
+    scheduler.finish(earlier)
+    sequence = sequence_of([1] * (3 * BLOCK + 1), 4)
+    reservation = scheduler.reserve(sequence.hashes()[:3], 3 * BLOCK + 1)
+    assert reservation is not None
+    assert (reservation.num_cached, len(reservation.blocks)) == (2, 4)
+    assert reservation.missing == reservation.blocks[2:]
+    scheduler.adopt(sequence, reservation)
+    assert sequence.own_cached_tokens == 2 * BLOCK
+
+
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_taken_up(
     prompt_tokens: int, blocks: int
