@@ -463,6 +463,19 @@ def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts
     assert sequence.own_cached_tokens == 2 * BLOCK
 
 
+def test_offloaded_blocks_are_given_back_once() -> None:
+    scheduler = scheduler_of(20, budget=100, prefix_caching=False)
+    sequence = sequence_of([1] * (3 * BLOCK), 4)
+    scheduler.add(sequence)
+    run(scheduler)
+    available = scheduler.blocks.num_available
+    for num_blocks in (1, 2, 2, 1):
+        scheduler.offload(sequence, num_blocks)
+    assert scheduler.blocks.num_available == available + 2
+    scheduler.finish(sequence)
+    assert scheduler.blocks.num_available == 20
+
+
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_taken_up(
     prompt_tokens: int, blocks: int

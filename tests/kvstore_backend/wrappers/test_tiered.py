@@ -264,9 +264,9 @@ def test_tiers_are_ready_as_soon_as_one_of_them_is() -> None:
 
     with contextlib.ExitStack() as open_tiers:
         open_tiers.callback(opening.set)
-        waiting = [open_tiers.enter_context(contextlib.closing(GuardedBackend(opened_late))) for _ in range(2)]
-        assert not TieredBackend(*waiting).is_ready
-        assert TieredBackend(MemoryStore(1), waiting[0]).is_ready
-        assert TieredBackend(waiting[0], MemoryStore(1)).is_ready
+        one, other = (open_tiers.enter_context(contextlib.closing(GuardedBackend(opened_late))) for _ in range(2))
+        assert not TieredBackend(one, other).is_ready
+        assert TieredBackend(MemoryStore(1), one).is_ready
+        assert TieredBackend(one, MemoryStore(1)).is_ready
         opening.set()
-        wait_until(lambda: TieredBackend(*waiting).is_ready, "a tier that is opened late")
+        wait_until(lambda: TieredBackend(one, other).is_ready, "a tier that is opened late")
