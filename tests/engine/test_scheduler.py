@@ -403,6 +403,31 @@ def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() 
     assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
 
 
+def test_a_place_brings_more_blocks_to_a_sequence_that_has_loaded_some() -> None:
+    scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
+    first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
+    for sequence in (first, same):
+        scheduler.add(sequence)
+    scheduler.admit()
+    scheduler.loaded(first, 0)
+    scheduler.loaded(same, 1)
+    run(scheduler)
+    scheduler.finish(first)
+    scheduler.admit()
+    assert same.num_computed == 3 * BLOCK
+
+
+def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again() -> None:
+    scheduler = scheduler_of(20)
+    sequence = sequence_of([1] * (2 * BLOCK + 1), 4)
+    reservation = scheduler.reserve(sequence.hashes(), 2 * BLOCK + 1)
+    assert reservation is not None
+    scheduler.adopt(sequence, reservation)
+    scheduler.admit()
+    assert scheduler.running == [sequence]
+    assert sequence.num_computed == 2 * BLOCK + 1
+
+
 def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() -> None:
     scheduler = scheduler_of(12, budget=100, max_num_seqs=3)
     old, preempted, young = (sequence_of([token] * 9, 30) for token in range(3))
