@@ -404,6 +404,31 @@ def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() 
     assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
 
 
+def test_a_place_brings_more_blocks_to_a_sequence_that_has_loaded_some() -> None:
+    scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
+    first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
+    for sequence in (first, same):
+        scheduler.add_sequence(sequence)
+    scheduler.admit_waiting()
+    scheduler.on_load_end(first, 0)
+    scheduler.on_load_end(same, 1)
+    run(scheduler)
+    scheduler.finish_sequence(first)
+    scheduler.admit_waiting()
+    assert same.num_computed == 3 * BLOCK
+
+
+def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again() -> None:
+    scheduler = scheduler_of(20)
+    sequence = sequence_of([1] * (2 * BLOCK + 1), 4)
+    reservation = scheduler.reserve_blocks(sequence.hashes(), 2 * BLOCK + 1)
+    assert reservation is not None
+    scheduler.adopt_reservation(sequence, reservation)
+    scheduler.admit_waiting()
+    assert scheduler.running == [sequence]
+    assert sequence.num_computed == 2 * BLOCK + 1
+
+
 def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() -> None:
     scheduler = scheduler_of(12, budget=100, max_num_seqs=3)
     old, preempted, young = (sequence_of([token] * 9, 30) for token in range(3))
@@ -447,6 +472,34 @@ def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back
     scheduler.add_sequence(longest)
     scheduler.admit_waiting()
     assert scheduler.running == [longest]
+
+
+def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts_as_cached() -> None:
+    scheduler = scheduler_of(20, budget=100)
+    earlier = sequence_of([1] * (2 * BLOCK), 1)
+    scheduler.add_sequence(earlier)
+    run(scheduler)
+    scheduler.finish_sequence(earlier)
+    sequence = sequence_of([1] * (3 * BLOCK + 1), 4)
+    reservation = scheduler.reserve_blocks(sequence.hashes()[:3], 3 * BLOCK + 1)
+    assert reservation is not None
+    assert (reservation.num_cached, len(reservation.blocks)) == (2, 4)
+    assert reservation.missing == reservation.blocks[2:]
+    scheduler.adopt_reservation(sequence, reservation)
+    assert sequence.own_cached_tokens == 2 * BLOCK
+
+
+def test_offloaded_blocks_are_given_back_once() -> None:
+    scheduler = scheduler_of(20, budget=100, prefix_caching=False)
+    sequence = sequence_of([1] * (3 * BLOCK), 4)
+    scheduler.add_sequence(sequence)
+    run(scheduler)
+    available = scheduler.blocks.num_available
+    for num_blocks in (1, 2, 2, 1):
+        scheduler.offload_blocks(sequence, num_blocks)
+    assert scheduler.blocks.num_available == available + 2
+    scheduler.finish_sequence(sequence)
+    assert scheduler.blocks.num_available == 20
 
 
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])

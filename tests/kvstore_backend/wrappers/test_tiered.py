@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -259,3 +260,20 @@ def test_writing_back_the_large_tier_answers_where_the_fast_one_fails(
     assert put(back, "a", nbytes=NBYTES) == [OK]
     assert back.flush_writes(30)
     assert (fast.exists(["a"]), large.exists(["a"])) == ([ABSENT], [OK])
+
+
+def test_tiers_are_ready_as_soon_as_one_of_them_is() -> None:
+    opening = threading.Event()
+
+    def opened_late() -> MemoryStore:
+        opening.wait(30)
+        return MemoryStore(1 << 20)
+
+    with contextlib.ExitStack() as open_tiers:
+        open_tiers.callback(opening.set)
+        one, other = (open_tiers.enter_context(contextlib.closing(GuardedBackend(opened_late))) for _ in range(2))
+        assert not TieredBackend(one, other).is_ready
+        assert TieredBackend(MemoryStore(1), one).is_ready
+        assert TieredBackend(one, MemoryStore(1)).is_ready
+        opening.set()
+        wait_until(lambda: TieredBackend(one, other).is_ready, "a tier that is opened late")
