@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +30,19 @@ from router.fleet import (
     Tasks,
     add_listed_instances,
 )
-from router.http import ApiError, BadBody, ConnectionPool, Headers, Refused, UpstreamError, parse_object
+from router.http import (
+    ApiError,
+    BadBody,
+    ConnectionPool,
+    Headers,
+    Refused,
+    UpstreamError,
+    error_reply,
+    is_normal_path,
+    json_reply,
+    parse_object,
+    refusal_reply,
+)
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services
 from router.settings import RouterSettings
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
@@ -94,10 +107,14 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of the control plane; ``RouterProtocol`` gives the data plane's to ``proxy``."""
         if scope["type"] == "http":
+            if not is_normal_path(scope["path"]):
+                message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
+                await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
+                return
             try:
                 self._check_access(scope["path"], scope["headers"])
             except Refused as refused:
-                await _refusal_reply(refused)(scope, receive, send)
+                await refusal_reply(refused)(scope, receive, send)
                 return
         try:
             await self.control(scope, receive, send)
@@ -129,7 +146,22 @@ def _control_plane(router: RouterApp) -> FastAPI:
         router.upstream.close()
         router.audit.close()
 
-    app = FastAPI(title="KV router", lifespan=lifespan)
+    app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False)
+
+    @app.exception_handler(HTTPException)
+    async def explain_unknown_route(request: Request, exc: HTTPException) -> Response:
+        path = request.url.path
+        if exc.status_code == 405:
+            allowed = (exc.headers or {}).get("Allow", "another method")
+            answer = error_reply(ApiError(405, f"{path} takes {allowed}, not {request.method}", "method_not_allowed"))
+        else:
+            answer = error_reply(ApiError(exc.status_code, f"the router has no path {path!r}", "unknown_path"))
+        answer.headers.update(exc.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def explain_failure(_: Request, __: Exception) -> Response:
+        return error_reply(ApiError(500, "the router failed to handle the request", "router_error"))
 
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
@@ -138,29 +170,29 @@ def _control_plane(router: RouterApp) -> FastAPI:
             await router.health.probe_and_register(registration)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
-            return _json_reply(400, {"detail": str(exc)})
-        return _json_reply(200, {"status": "success"})
+            return json_reply(400, {"detail": str(exc)})
+        return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
     async def list_instances() -> Response:
         instances: dict[str, Any] = {role.value: [] for role in Role}
         for instance in router.registry:
             instances[instance.role.value].append(_describe_instance(instance))
-        return _json_reply(200, {"code": 200, "msg": "success", **instances})
+        return json_reply(200, {"code": 200, "msg": "success", **instances})
 
     @app.get("/registered_number")
     async def count_healthy_instances() -> Response:
         numbers = {role.value: 0 for role in Role}
         for instance in router.registry:
             numbers[instance.role.value] += instance.healthy
-        return _json_reply(200, numbers)
+        return json_reply(200, numbers)
 
     @app.get("/decode_instances")
     async def list_decode_instances(version: str | None = None) -> Response:
         # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
         wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
-        return _json_reply(200, wanted)
+        return json_reply(200, wanted)
 
     @app.get("/health")
     async def answer_health_probe() -> Response:
@@ -171,8 +203,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         troubles = await router.health.find_troubles()
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
         if bad or not troubles:
-            return _json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return _json_reply(200, {"code": 200, "msg": "Health check complete"})
+            return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
+        return json_reply(200, {"code": 200, "msg": "Health check complete"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -187,8 +219,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
-            return _error_reply(ApiError(404, message, "unknown_request"))
-        return _json_reply(200, explanation)
+            return error_reply(ApiError(404, message, "unknown_request"))
+        return json_reply(200, explanation)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -199,7 +231,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
         try:
             return await _pass_on_abort(router, request.headers.raw, await request.body())
         except Refused as refused:
-            return _refusal_reply(refused)
+            return refusal_reply(refused)
 
     return app
 
@@ -224,7 +256,7 @@ async def _gather_models(router: RouterApp, request: Request) -> Response:
     for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return _json_reply(200, {"object": "list", "data": list(models.values())})
+    return json_reply(200, {"object": "list", "data": list(models.values())})
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
@@ -236,11 +268,11 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
     try:
         members = parse_object(body)
     except BadBody as exc:
-        return _error_reply(ApiError(400, str(exc), "invalid_body"))
+        return error_reply(ApiError(400, str(exc), "invalid_body"))
     req_ids = members.get("req_ids")
     if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
         message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
-        return _error_reply(ApiError(400, message, "invalid_body", "req_ids"))
+        return error_reply(ApiError(400, message, "invalid_body", "req_ids"))
     if members.get("abort_all") and router.auth.has_admin_token:
         router.auth.check_admin(headers)
     else:
@@ -251,7 +283,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         called = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
         body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
     outcome = await router.aborter.abort_everywhere(router.registry, body)
-    return _json_reply(
+    return json_reply(
         200,
         {
             "status": "error" if outcome.errors else "success",
@@ -266,21 +298,21 @@ def _drain_instance(registry: Registry, body: bytes) -> Response:
     try:
         members = parse_object(body)
     except BadBody as exc:
-        return _error_reply(ApiError(400, str(exc), "invalid_body"))
+        return error_reply(ApiError(400, str(exc), "invalid_body"))
     key, undrain = members.get("instance"), members.get("undrain", False)
     if not isinstance(key, str):
-        return _error_reply(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
+        return error_reply(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
     if not isinstance(undrain, bool):
-        return _error_reply(
+        return error_reply(
             ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain")
         )
     instance = registry.get(key)
     if instance is None:
         known = ", ".join(each.key for each in registry) or "none"
-        return _error_reply(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
+        return error_reply(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
     instance.set_draining(not undrain)
     state, running = instance.state, instance.load.requests
-    return _json_reply(200, {"instance": key, "state": state, "running_requests": running})
+    return json_reply(200, {"instance": key, "state": state, "running_requests": running})
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
@@ -327,17 +359,3 @@ def _format_text(value: Any) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return None if value is None else str(value)
-
-
-def _json_reply(status: int, value: Any) -> Response:
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
-
-
-def _error_reply(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, media_type="application/json")
-
-
-def _refusal_reply(refused: Refused) -> Response:
-    answer = _error_reply(refused.error)
-    answer.raw_headers += refused.headers
-    return answer

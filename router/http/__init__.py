@@ -7,6 +7,7 @@ pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
 api_error.py    the errors that a client gets, in OpenAI's form
 message.py      the parts of a message: address, headers, head
+replies.py      responses of the control plane: JSON, and errors in that form
 body.py         a request's body: parsed once, extended without being serialised again
 usage.py        token figures, read from a response without parsing it
 """
@@ -26,13 +27,24 @@ from router.http.body import (
 )
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
 from router.http.exchange import Exchange
-from router.http.message import HOP_BY_HOP, Address, Headers, PreparedHead, Response, end_to_end, prepare_head
+from router.http.message import (
+    HOP_BY_HOP,
+    NOT_PASSED_BACK,
+    Address,
+    Headers,
+    PreparedHead,
+    Response,
+    end_to_end,
+    prepare_head,
+)
 from router.http.pool import ConnectionPool
-from router.http.server import ClientRequest, RouterProtocol
+from router.http.replies import error_reply, json_reply, refusal_reply
+from router.http.server import ClientRequest, RouterProtocol, is_normal_path
 from router.http.usage import Usage, read_usage
 
 __all__ = [
     "HOP_BY_HOP",
+    "NOT_PASSED_BACK",
     "Address",
     "ApiError",
     "BadBody",
@@ -54,12 +66,16 @@ __all__ = [
     "Usage",
     "encode_member",
     "end_to_end",
+    "error_reply",
     "estimate_tokens",
     "hide_escapes",
+    "is_normal_path",
+    "json_reply",
     "parse_inference",
     "parse_object",
     "prepare_head",
     "read_usage",
+    "refusal_reply",
     "show_escapes",
     "splice",
     "whole_number",

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from router.http.api_error import ApiError, Refused
 from router.http.message import Headers
 
-__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
+__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "path_of"]
 
 
 # A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
@@ -298,6 +298,8 @@ class RouterProtocol(HttpToolsProtocol):
         if not self.url.startswith((b"/", b"*")):
             self.url = _origin_form(self.url)
         path = path_of(self.url)
+        if path[-1] == "/" or "//" in path or "/." in path or "#" in path:
+            path = self._normalize_target()
         if not self._data_plane.takes(path):
             super().on_headers_complete()
             return
@@ -382,6 +384,18 @@ class RouterProtocol(HttpToolsProtocol):
             if isinstance(request, ClientRequest):
                 request.on_client_gone()
 
+    def _normalize_target(self) -> str:
+        """Drop a slash at the path's end, and a fragment; return the path, "" where the control plane is to refuse it.
+
+        Otherwise an instance might take it for another path than the router, or redirect the client to itself.
+        """
+        target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
+        if path_of(target)[1:].endswith("/"):
+            target = target[:-1] if target.endswith(b"/") else target[: -len(b"%2F")]
+        self.url = target + question_mark + query
+        path = path_of(target)
+        return path if is_normal_path(path) else ""
+
     def _decline_upgrade(self, rest: bytes) -> None:
         """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
 
@@ -450,6 +464,11 @@ def path_of(target: bytes) -> str:
     """The path in a request's target, without query and escapes."""
     path = target.partition(b"?")[0].decode("latin-1")
     return urllib.parse.unquote(path) if "%" in path else path
+
+
+def is_normal_path(path: str) -> bool:
+    """Whether no segment of the path is empty, ``.`` or ``..``, so that all servers take it for the same."""
+    return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 
 def _origin_form(target: bytes) -> bytes:

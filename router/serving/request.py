@@ -15,6 +15,7 @@ from router.access import Admission, Auth
 from router.fleet import HealthMonitor, Instance, PairInfo, Role
 from router.http import (
     HOP_BY_HOP,
+    NOT_PASSED_BACK,
     ApiError,
     BadBody,
     ClientRequest,
@@ -35,7 +36,7 @@ from router.http import (
 )
 from router.policies import Outcome, RequestFeatures, request_features
 from router.serving.aborts import Aborter
-from router.serving.attempt import Attempt, EngineIds, Leg, LegFailed
+from router.serving.attempt import REDIRECTIONS, Attempt, EngineIds, Leg, LegFailed
 from router.serving.response import ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
 from router.serving.retry import Retries
@@ -428,9 +429,12 @@ class ServingRequest:
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
         response, role = failure.response, failure.instance.role
+        if response is not None and response.status in REDIRECTIONS:
+            raise RequestEnded(ApiError(502, str(failure), "instance_redirects"))
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
         if response is not None and is_own and not self._request.response_started:
-            self._response.send(response.status, end_to_end(response.headers), response.body, self._own_headers())
+            headers = end_to_end(response.headers, NOT_PASSED_BACK)
+            self._response.send(response.status, headers, response.body, self._own_headers())
         else:
             message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))

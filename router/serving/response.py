@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from router.http import (
+    NOT_PASSED_BACK,
     ApiError,
     ClientRequest,
     Headers,
@@ -113,7 +114,7 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        self.send(exchange.status, end_to_end(exchange.headers), body, own_headers)
+        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
         attempt.finish()
         return True
 
@@ -139,7 +140,7 @@ class ClientResponse:
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         if not request.response_started:
             self.status, self.first_byte_at = exchange.status, time.perf_counter()
-            request.start_response(exchange.status, end_to_end(exchange.headers) + own_headers)
+            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
         data, held = first, b""
         while True:
             is_end = exchange.is_taken

@@ -265,6 +265,90 @@ def test_a_target_may_name_the_host(router: RouterUnderTest, connect: Connect, p
     assert client.answer()[0] == 200
 
 
+@pytest.mark.parametrize("target", [f"{CHAT}/", f"{CHAT}/?a=b", f"{CHAT}%2F", f"{CHAT}#part", "http://a" + CHAT + "/"])
+def test_a_slash_after_a_path_or_a_fragment_changes_nothing(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, target: str
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance))
+    client.send(request(path=target))
+    status, answered, _ = client.answer()
+    assert status == 200
+    assert "x-router-request-id" in answered
+    assert instance.received[0].target.partition("?")[0] == CHAT
+
+
+@pytest.mark.parametrize("path", ["/v1/abort_requests/", "/v1/abort_requests#", "/v1/abort_requests?x", "/register/"])
+def test_an_odd_way_to_write_a_path_leads_to_the_same_guard(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path, path: str
+) -> None:
+    instance = stand_in()
+    (tmp_path / "token").write_text("secret\n")
+    router = make_router(admin_token_file=str(tmp_path / "token"))
+    client = connect(router)
+    client.send(request(b'{"abort_all": true}', path=path))
+    assert client.error() == (401, "missing_admin_token")
+    assert not instance.received
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1/chat/completions", "/v1//chat/completions", f"{CHAT}//", "/v1/./chat/completions", "/v1/../register"),
+        *("/v1/%2e%2e/health", "/v1/chat%2F%2Fcompletions", "/v1/..", "//", "/./health", "/health//", "/v1/"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_that_servers_read_differently_is_a_404(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, path: str, method: str
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance))
+    client.send(request(method=method, path=path))
+    status, _, body = client.answer()
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["code"]) == (404, "invalid_request_error", "unknown_path")
+    assert not instance.received
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_an_instances_redirection_is_no_way_past_the_router(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int, path: str
+) -> None:
+    elsewhere = ("location", "http://10.0.0.1/v1/chat/completions")
+    instance = stand_in("mixed", answers(status, b"", elsewhere))
+    router = make_router(instance)
+    client = connect(router)
+    client.send(request(path=path))
+    answered, headers, body = client.answer()
+    assert (answered, json.loads(body)["error"]["code"]) == (502, "instance_redirects")
+    assert f"{instance.key} answered with {status}, a redirection" in json.loads(body)["error"]["message"]
+    assert "location" not in headers
+    (registered,) = router.app.registry
+    assert registered.breaker.failures == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_neither_instance_of_a_pair_can_redirect(make_router: MakeRouter, stand_in: MakeStandIn, role: str) -> None:
+    redirects = answers(307, b"", ("location", "http://10.0.0.1/"))
+    pair = [stand_in(each, redirects if each == role else None) for each in ("prefill", "decode")]
+    response = make_router(*pair, splitwise=True).chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "instance_redirects")
+
+
+@pytest.mark.parametrize("status", [200, 201, 400, 404])
+def test_headers_that_would_lead_past_the_router_are_not_passed_on(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int
+) -> None:
+    names = ("location", "content-location", "refresh", "alt-svc")
+    client = connect(make_router(stand_in("mixed", answers(status, b"{}", *((name, "http://x/") for name in names)))))
+    client.send(request())
+    answered, headers, _ = client.answer()
+    assert answered == status
+    assert not set(names) & headers.keys()
+
+
 @pytest.mark.parametrize("target", ["http://", "x:y", "v1/chat/completions", "http://a:b:c/v1"])
 def test_a_target_that_is_none_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
     client = connect(router)
