@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router.access import Admission, Auth
 from router.fleet import (
@@ -37,6 +37,7 @@ from router.http import (
     Headers,
     Refused,
     UpstreamError,
+    echo_request_id,
     error_reply,
     is_normal_path,
     json_reply,
@@ -107,6 +108,8 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of the control plane; ``RouterProtocol`` gives the data plane's to ``proxy``."""
         if scope["type"] == "http":
+            if echo := echo_request_id(scope["headers"]):
+                send = _add_headers(send, echo)
             if not is_normal_path(scope["path"]):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
                 await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
@@ -234,6 +237,17 @@ def _control_plane(router: RouterApp) -> FastAPI:
             return refusal_reply(refused)
 
     return app
+
+
+def _add_headers(send: Send, headers: Headers) -> Send:
+    """``send``, which adds ``headers`` to the response."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *headers]
+        await send(message)
+
+    return send_with_headers
 
 
 async def _gather_models(router: RouterApp, request: Request) -> Response:

@@ -23,6 +23,7 @@ TESTED_IN = {
     "router/http/errors.py": "tests/router/http/test_exchange.py",
     "router/http/message.py": "tests/router/http/test_exchange.py",
     "router/http/pool.py": "tests/router/http/test_exchange.py",
+    "router/http/request_id.py": "tests/router/http/test_server.py",
     "router/http/replies.py": "tests/router/test_app.py",
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",

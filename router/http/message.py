@@ -20,8 +20,9 @@ HOP_BY_HOP = frozenset(
 )
 """Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
 
-NOT_PASSED_BACK = HOP_BY_HOP | {b"location", b"content-location", b"refresh", b"alt-svc"}
-"""Names of headers of an instance's response that no client gets: they would lead it past the router."""
+NOT_PASSED_BACK = HOP_BY_HOP | {b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id"}
+"""Names of headers of an instance's response that no client gets: those that would lead it past the router, and one
+that the router writes itself."""
 
 
 class Address(NamedTuple):

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.api_error import ApiError, Refused
 from router.http.message import Headers
+from router.http.request_id import echo_request_id
 
 __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "path_of"]
 
@@ -47,7 +48,7 @@ class DataPlane(Protocol):
     def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
         """The work of answering a request whose body has been read, for a task of its own."""
 
-    def on_refused(self, method: str, path: str, error: ApiError) -> None:
+    def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
 
 
@@ -416,8 +417,9 @@ class RouterProtocol(HttpToolsProtocol):
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
             error = refused.error
-            self._data_plane.on_refused(request.method, request.path, error)
-            headers = [(b"content-type", b"application/json"), *refused.headers]
+            echo = echo_request_id(request.headers)
+            self._data_plane.on_refused(request.method, request.path, error, echo[0][1].decode() if echo else "")
+            headers = [(b"content-type", b"application/json"), *refused.headers, *echo]
             request.send_response(error.status, headers, error.body())
 
     def _has_its_turn(self, request: Any) -> bool:

@@ -54,9 +54,9 @@ class Proxy:
         """The work of answering one request, for a task of its own."""
         return ServingRequest(request, self._services).serve(self._live)
 
-    def on_refused(self, method: str, path: str, error: ApiError) -> None:
+    def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""
-        record = RequestRecord(method, path, time.time(), status=error.status, error=error.code)
+        record = RequestRecord(method, path, time.time(), request_id=request_id, status=error.status, error=error.code)
         self._services.audit.add_record(record)
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from router.access import Admission, Auth
 from router.fleet import HealthMonitor, Instance, PairInfo, Role
 from router.http import (
     HOP_BY_HOP,
+    MAX_ID_CHARACTERS,
     NOT_PASSED_BACK,
     ApiError,
     BadBody,
@@ -26,9 +27,12 @@ from router.http import (
     PreparedHead,
     Refused,
     UpstreamError,
+    echo_request_id,
     encode_member,
+    encode_request_id,
     end_to_end,
     estimate_tokens,
+    find_request_id,
     parse_inference,
     prepare_head,
     read_usage,
@@ -50,15 +54,14 @@ _log = logging.getLogger("router.serving.request")
 
 # A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
 MAX_ATTEMPTS = 6
-# Longer ids are not taken: they are kept in memory, and sent back in a header.
-MAX_ID_CHARACTERS = 256
 DETOKENIZE_SECONDS = 5.0
 
 # Engines name a request's sequences <prefix><request_id>_<number>.
 _ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding"}  # the router reads their responses
+# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 _JSON = [(b"content-type", b"application/json")]
 _NO_FEATURES = RequestFeatures(0)
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
@@ -95,6 +98,7 @@ class ServingRequest:
         "_response",
         "_retries",
         "_selection",
+        "_sent_id",
         "_services",
         "_started_unix",
         "_trace_id",
@@ -121,7 +125,7 @@ class ServingRequest:
         self._request = request
         self._response = ClientResponse(request)
         self._services = services
-        self._trace_id = ""
+        self._trace_id = self._sent_id = ""
         self._features = _NO_FEATURES
         self._selection: Selection | None = None
         self._retries = Retries()
@@ -144,7 +148,7 @@ class ServingRequest:
             self._read_request()
             await self._answer_client()
         except Refused as refused:
-            response.send_rejection(refused, self._own_headers())
+            response.send_rejection(refused, echo_request_id(self._request.headers))
         except RequestEnded as ended:
             self._end_with(ended.error)
         except NoRoom as exc:
@@ -221,7 +225,12 @@ class ServingRequest:
         for name, value in request.headers:
             if name == b"traceparent":
                 self._trace_id = value[3:35].decode("latin-1")
+        try:
+            self._sent_id = self.request_id = find_request_id(request.headers)
+        except BadBody as exc:
+            raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         if request.path not in _ID_PREFIXES:
+            self.request_id = self._sent_id or _make_request_id()
             self._features = RequestFeatures(estimate_tokens(request.body))
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
@@ -236,7 +245,7 @@ class ServingRequest:
                 message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
                 raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
             self._features = request_features(body.members, body.prompt_tokens, request.headers)
-            self.request_id = body.request_id or _make_request_id()
+            self.request_id = body.request_id or self._sent_id or _make_request_id()
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
         self._head = prepare_head(request.method, request.target, headers)
 
@@ -453,6 +462,7 @@ class ServingRequest:
         if self.request_id:
             # A client's own id may hold any printable character.
             headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
+            headers.append(encode_request_id(self._sent_id or self.request_id))
         selection = self._selection
         if selection is not None:
             decision = selection.decisions[0]

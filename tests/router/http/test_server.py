@@ -499,6 +499,71 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     assert len(instance.received) == 1
 
 
+def error_body(body: bytes) -> tuple[str, str]:
+    """Code and param of an error."""
+    error = json.loads(body)["error"]
+    return error["code"], error["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/models", "/nothing", "/v1/chat//completions"])
+def test_the_id_in_a_header_is_given_back(
+    router: RouterUnderTest, stand_in: MakeStandIn, connect: Connect, path: str
+) -> None:
+    client = connect(router)
+    client.send(request(b"{}", b"X-Request-Id: mine-1", path=path))
+    assert client.answer()[1]["x-request-id"] == "mine-1"
+
+
+def test_the_id_in_a_header_is_the_requests_where_its_body_has_none(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", answers(200, None, ("x-request-id", "the instance's")))
+    router = make_router(instance)
+    client = connect(router)
+    for body, id_of_request in ((b"{}", "mine"), (b'{"request_id": "body"}', "body")):
+        client.send(request(body, b"X-Request-Id: mine"))
+        _, headers, _ = client.answer()
+        assert (headers["x-router-request-id"], headers["x-request-id"]) == (id_of_request, "mine")
+    assert [got.json["request_id"] for got in instance.received] == ["mine", "body"]
+    assert all(got.header("x-request-id") is None for got in instance.received)
+    assert router.client.get("/admin/explain/mine").json()["request_id"] == "mine"
+
+
+def test_a_request_without_an_id_is_given_one_under_both_names(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(request())
+    _, headers, _ = client.answer()
+    assert headers["x-request-id"] == headers["x-router-request-id"] != ""
+
+
+@pytest.mark.parametrize("sent", [b"x" * 257, b"a\tb", b"\xff"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_a_header_that_cannot_be_an_id_is_refused(
+    router: RouterUnderTest, connect: Connect, sent: bytes, path: str
+) -> None:
+    client = connect(router)
+    client.send(request(b"{}", b"X-Request-Id: " + sent, path=path))
+    status, headers, body = client.answer()
+    assert (status, *error_body(body)) == (400, "invalid_header", "X-Request-Id")
+    assert "x-request-id" not in headers
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"request_id": 5}', b" " * (LIMIT + 1)])
+def test_a_refused_request_has_its_id_back(router: RouterUnderTest, connect: Connect, body: bytes) -> None:
+    client = connect(router)
+    client.send(request(body, b"X-Request-Id: mine"))
+    status, headers, _ = client.answer()
+    assert (status >= 400, headers["x-request-id"]) == (True, "mine")
+
+
+def test_who_has_no_key_has_its_id_back(make_router: MakeRouter, connect: Connect, keys: str) -> None:
+    client = connect(make_router(api_keys_file=keys))
+    for path in (CHAT, "/v1/models"):
+        client.send(request(b"{}", b"X-Request-Id: mine", path=path))
+        status, headers, _ = client.answer()
+        assert (status, headers["x-request-id"]) == (401, "mine")
+
+
 def test_a_trace_is_passed_on_and_recorded(router: RouterUnderTest, stand_in: MakeStandIn) -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "tracestate": "a=b"}
