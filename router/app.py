@@ -44,7 +44,7 @@ from router.http import (
     parse_object,
     refusal_reply,
 )
-from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services
+from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
@@ -55,6 +55,9 @@ _log = logging.getLogger("router.app")
 MODELS_SECONDS = 5.0
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
+
+# FastAPI's own pages load their scripts from the internet.
+DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 # Paths that change the instances, or tell where they are, are for the holder of the admin token. The rest of the
 # control plane is for probes and figures, or, under /v1, for clients.
@@ -119,6 +122,8 @@ class RouterApp:
             except Refused as refused:
                 await refusal_reply(refused)(scope, receive, send)
                 return
+            if scope["method"] == "HEAD":  # uvicorn leaves out the body
+                scope = {**scope, "method": "GET"}
         try:
             await self.control(scope, receive, send)
         except ClientDisconnect:
@@ -149,7 +154,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
         router.upstream.close()
         router.audit.close()
 
-    app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
 
     @app.exception_handler(HTTPException)
     async def explain_unknown_route(request: Request, exc: HTTPException) -> Response:
@@ -227,7 +232,22 @@ def _control_plane(router: RouterApp) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        return await _gather_models(router, request)
+        models = await _gather_models(router, request)
+        return json_reply(200, {"object": "list", "data": list(models.values())})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def show_model(request: Request, model_id: str) -> Response:
+        models = await _gather_models(router, request)
+        if model_id in models:
+            return json_reply(200, models[model_id])
+        known = ", ".join(models) or "none"
+        message = f"no instance serves a model {model_id!r}; served are: {known}"
+        return error_reply(ApiError(404, message, "model_not_found", "model"))
+
+    @app.get("/docs", include_in_schema=False)
+    @app.get("/redoc", include_in_schema=False)
+    async def tell_where_docs_are() -> Response:
+        return Response(DOCS, media_type="text/plain")
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
@@ -250,8 +270,8 @@ def _add_headers(send: Send, headers: Headers) -> Send:
     return send_with_headers
 
 
-async def _gather_models(router: RouterApp, request: Request) -> Response:
-    """The models of all instances, each once."""
+async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
+    """The models of all instances, each once, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
     async def ask(instance: Instance) -> list[dict[str, Any]]:
@@ -263,14 +283,14 @@ async def _gather_models(router: RouterApp, request: Request) -> Response:
         except (UpstreamError, ValueError, KeyError, TypeError) as exc:
             _log.warning("instance %s did not list its models: %s", instance.key, exc)
             return []
-        return [model for model in listed if isinstance(model, dict)]
+        return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
     for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return json_reply(200, {"object": "list", "data": list(models.values())})
+    return models
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
@@ -293,15 +313,19 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         router.auth.identify_client(headers)
     if members.get("abort_all"):
         router.proxy.abort(None)
-    elif isinstance(req_ids, list):
-        called = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
-        body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
-    outcome = await router.aborter.abort_everywhere(router.registry, body)
+        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        not_found = outcome.not_found
+    else:
+        assert isinstance(req_ids, list)
+        found, engine_ids = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
+        body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
+        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        not_found = [each for each in list_unknown_ids(req_ids, outcome.aborted) if each not in found]
     return json_reply(
         200,
         {
             "status": "error" if outcome.errors else "success",
-            "result": {"aborted": outcome.aborted, "not_found": outcome.not_found},
+            "result": {"aborted": outcome.aborted, "not_found": not_found},
             "errors": outcome.errors,
         },
     )

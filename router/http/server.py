@@ -249,8 +249,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
-                message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
-                self._refuse_request(ApiError(431, message, "head_too_large"))
+                self._refuse_request(self._head_too_large())
             if self._is_reading:
                 self._last_read = self.loop.time()
                 if self._reading is None:
@@ -425,6 +424,13 @@ class RouterProtocol(HttpToolsProtocol):
     def _has_its_turn(self, request: Any) -> bool:
         """Whether the request that is being read does not wait for the answer to another one before it."""
         return not self.pipeline or self.pipeline[0][0] is not request
+
+    def _head_too_large(self) -> ApiError:
+        if len(self.url) < HEAD_BYTES // 2:
+            message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
+            return ApiError(431, message, "head_too_large")
+        message = f"the path and its query are longer than the {HEAD_BYTES} bytes this router takes"
+        return ApiError(414, message, "target_too_long")
 
     def _too_large(self) -> ApiError:
         limit = self._data_plane.max_body_bytes

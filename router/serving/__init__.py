@@ -10,9 +10,9 @@ selection.py    the instance or the pair that serves a request
 aborts.py       requests that nobody waits for, stopped at their engines
 """
 
-from router.serving.aborts import ABORT_PATH, Aborter
+from router.serving.aborts import ABORT_PATH, Aborter, list_unknown_ids
 from router.serving.proxy import Proxy
 from router.serving.request import Services
 from router.serving.selection import Selector
 
-__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services"]
+__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services", "list_unknown_ids"]

@@ -178,16 +178,22 @@ class ServingRequest:
                 self._queueing.cancel()
             self._request.unblock_sending()
 
-    def abort(self, asked: Collection[str] | None) -> Sequence[str]:
-        """If one of these ids, or all (None), means this request: try it no more, and answer its engines' ids."""
+    def abort(self, asked: Collection[str] | None) -> tuple[Collection[str], Sequence[str]]:
+        """If one of these ids, or all (None), means this request, try it no more.
+
+        Returns:
+            The ids of those asked that mean it, and its engines' ids.
+        """
         if self.body is None or self.attempt is None:
-            return ()
+            return (), ()
+        meant: Collection[str] = ()
         if asked is not None:
             sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, self.body.choices)
-            if {self.request_id, sent.whole, *sent.list_ids()}.isdisjoint(asked):
-                return ()
+            meant = {self.request_id, sent.whole, *sent.list_ids()}.intersection(asked)
+            if not meant:
+                return (), ()
         self._is_aborted = True
-        return self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
+        return meant, self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
 
     async def _wait_in_line(self, client: str) -> None:
         """Wait until it is this request's turn.

@@ -21,7 +21,7 @@ from router.serving.resume import ResponseMerger, StreamMerger
 __all__ = ["CLIENT_LEFT", "ClientResponse", "RequestEnded"]
 
 CLIENT_LEFT = 499
-"""The status that is recorded where the client left before it had one."""
+"""The status that is recorded where the client left before it had the whole response."""
 
 # A response that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made
 # good; one that may have to be continued by another attempt, up to there. Other responses are relayed as they come.
@@ -193,6 +193,7 @@ class ClientResponse:
         if request.response_complete:
             return
         if error is None:
+            self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
             self.send(error.status, _JSON, error.body(), own_headers)
