@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.access import Admission, Auth
 from router.fleet import (
+    ORDERS,
     HealthMonitor,
     Instance,
     PairInfo,
@@ -29,6 +30,7 @@ from router.fleet import (
     Snapshot,
     Tasks,
     add_listed_instances,
+    clear_prefix_caches,
 )
 from router.http import (
     ApiError,
@@ -218,9 +220,21 @@ def _control_plane(router: RouterApp) -> FastAPI:
     async def show_metrics() -> Response:
         return Response(router.metrics.render_text(), media_type=CONTENT_TYPE)
 
-    @app.post("/admin/drain")
-    async def drain_instance(request: Request) -> Response:
-        return _drain_instance(router.registry, await request.body())
+    async def carry_out_order(request: Request) -> Response:
+        try:
+            return json_reply(200, ORDERS[request.url.path](router.registry, await request.body()))
+        except Refused as refused:
+            return refusal_reply(refused)
+
+    for path in ORDERS:
+        app.post(path, name=path.rpartition("/")[2])(carry_out_order)
+
+    @app.post("/admin/clear_prefix_cache")
+    async def clear_caches() -> Response:
+        outcomes = await clear_prefix_caches(router.registry, router.upstream)
+        is_done = all(outcome == "success" for outcome in outcomes.values())
+        status = "success" if is_done else "error"
+        return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:
@@ -329,28 +343,6 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
             "errors": outcome.errors,
         },
     )
-
-
-def _drain_instance(registry: Registry, body: bytes) -> Response:
-    """Let an instance take no new requests, or, with ``undrain``, take them again."""
-    try:
-        members = parse_object(body)
-    except BadBody as exc:
-        return error_reply(ApiError(400, str(exc), "invalid_body"))
-    key, undrain = members.get("instance"), members.get("undrain", False)
-    if not isinstance(key, str):
-        return error_reply(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
-    if not isinstance(undrain, bool):
-        return error_reply(
-            ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain")
-        )
-    instance = registry.get(key)
-    if instance is None:
-        known = ", ".join(each.key for each in registry) or "none"
-        return error_reply(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
-    instance.set_draining(not undrain)
-    state, running = instance.state, instance.load.requests
-    return json_reply(200, {"instance": key, "state": state, "running_requests": running})
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
