@@ -61,9 +61,11 @@ CLOSING_SECONDS = 0.5
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are, are for the holder of the admin token. The rest of the
-# control plane is for probes and figures, or, under /v1, for clients.
-_GUARDED = frozenset({"/register", "/registered", "/decode_instances"})
+# Paths that change the instances, or tell where they are, are for the holder of the admin token; two of them also for
+# instances, which may have a token of their own. The rest of the control plane is for probes and figures, or, under
+# /v1, for clients.
+_GUARDED = frozenset({"/registered"})
+_FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
 
 
 class RouterApp:
@@ -105,6 +107,7 @@ class RouterApp:
                 aborter=self.aborter,
                 metrics=self.metrics,
                 audit=self.audit,
+                is_debugging=_log.isEnabledFor(logging.DEBUG),
             )
         )
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
@@ -133,7 +136,9 @@ class RouterApp:
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _GUARDED or path.startswith("/admin/"):
+        if path in _FOR_INSTANCES:
+            self.auth.check_registration(headers)
+        elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
         elif path.startswith("/v1/") and path != ABORT_PATH:  # its check depends on its body
             self.auth.identify_client(headers)

@@ -30,6 +30,7 @@ TESTED_IN = {
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
+    "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     "router/serving/retry.py": "tests/router/serving/test_attempt.py",
     # Every backend passes the same suite.

@@ -10,7 +10,7 @@ Its life::
 
 Only healthy instances that are neither paused (by their own account, or the operator's order) nor draining (by the
 operator's order) are chosen; those whose circuit breaker is open, only if no other can be. One that comes back from
-being unhealthy is taken for restarted: its cache is taken for empty, and it gets its share of requests little by little.
+being unhealthy is taken for restarted: its cache is taken for empty, and it gets its share little by little.
 
 All times are seconds of one monotonic clock, ``time.monotonic`` where nobody injects another.
 """

@@ -50,6 +50,7 @@ class Aborter:
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
         """Abort requests at one instance, in the background; a failure is logged and otherwise ignored."""
         self._count(instance.key)
+        _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:

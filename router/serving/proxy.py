@@ -38,6 +38,11 @@ class Proxy:
     def __repr__(self) -> str:
         return f"<Proxy {len(self._live)} requests>"
 
+    @property
+    def running(self) -> int:
+        """How many requests live: those that are served, and those that wait in line."""
+        return len(self._live)
+
     def takes(self, path: str) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
         return path.startswith("/v1/") and path not in _NOT_TAKEN and not path.startswith("/v1/models/")

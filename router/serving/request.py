@@ -45,6 +45,7 @@ from router.serving.response import ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
+from router.serving.trace import log_attempt_end, log_choice, log_request_end
 from router.settings import RouterSettings
 from router.telemetry import AttemptRecord, Audit, RequestRecord, RouterMetrics
 
@@ -80,6 +81,8 @@ class Services(NamedTuple):
     aborter: Aborter
     metrics: RouterMetrics
     audit: Audit
+    is_debugging: bool
+    """Whether the log shows each request's way; looked up once, at start."""
 
 
 class ServingRequest:
@@ -391,6 +394,8 @@ class ServingRequest:
                 self._response.expect_segments(self.body)
         data, engine_ids = self._next_body(pair_info)
         self._selection = selection
+        if services.is_debugging:
+            log_choice(self.request_id, self._num_attempts, selection, self._features.prompt_tokens)
         self.attempt = Attempt(
             self._make_leg(answering, data, selection.decisions[-1].work),
             self._make_leg(prefill, data, selection.decisions[0].work) if prefill else None,
@@ -440,6 +445,8 @@ class ServingRequest:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
         decisions = self._selection.decisions if self._selection else ()
         self._records.append(AttemptRecord(decisions, how))
+        if self._services.is_debugging:
+            log_attempt_end(self.request_id, len(self._records), self.attempt, how)
 
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
@@ -501,6 +508,8 @@ class ServingRequest:
         if self._selection is not None and self.attempt is not None and self.body is not None:
             self._record_serving(record, self._selection, self.attempt)
         self._services.audit.add_record(record)
+        if self._services.is_debugging:
+            log_request_end(record)
 
     def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
         """Note who served a completion, and let its policy learn from how it went."""

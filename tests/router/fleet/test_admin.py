@@ -112,8 +112,10 @@ def test_a_weight_is_a_number_from_0_to_1(make_router: MakeRouter, stand_in: Mak
 def test_orders_take_the_admin_token(make_router: MakeRouter, tmp_path: Path, path: str) -> None:
     (tmp_path / "token").write_text("secret\n")
     router = make_router(admin_token_file=str(tmp_path / "token"))
-    assert router.client.post(path, json={"instance": "a:1"}).status_code == 401
-    allowed = router.client.post(path, json={"instance": "a:1"}, headers={"Authorization": "Bearer secret"})
+    assert router.client.post(path, json={"instance": "a:1", "weight": 1}).status_code == 401
+    allowed = router.client.post(
+        path, json={"instance": "a:1", "weight": 1}, headers={"Authorization": "Bearer secret"}
+    )
     assert allowed.status_code in (200, 404)
 
 
