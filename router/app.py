@@ -162,6 +162,16 @@ def _control_plane(router: RouterApp) -> FastAPI:
         router.audit.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    _add_error_handlers(app)
+    _add_probes(app, router)
+    _add_fleet(app, router)
+    _add_admin(app, router)
+    _add_clients(app, router)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Errors in OpenAI's form."""
 
     @app.exception_handler(HTTPException)
     async def explain_unknown_route(request: Request, exc: HTTPException) -> Response:
@@ -177,6 +187,10 @@ def _control_plane(router: RouterApp) -> FastAPI:
     @app.exception_handler(Exception)
     async def explain_failure(_: Request, __: Exception) -> Response:
         return error_reply(ApiError(500, "the router failed to handle the request", "router_error"))
+
+
+def _add_fleet(app: FastAPI, router: RouterApp) -> None:
+    """The paths for instances, and those that list them."""
 
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
@@ -209,6 +223,10 @@ def _control_plane(router: RouterApp) -> FastAPI:
         wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
         return json_reply(200, wanted)
 
+
+def _add_probes(app: FastAPI, router: RouterApp) -> None:
+    """The paths for probes, for figures, and for who looks for a description."""
+
     @app.get("/health")
     async def answer_health_probe() -> Response:
         return Response(status_code=200)
@@ -224,6 +242,15 @@ def _control_plane(router: RouterApp) -> FastAPI:
     @app.get("/metrics")
     async def show_metrics() -> Response:
         return Response(router.metrics.render_text(), media_type=CONTENT_TYPE)
+
+    @app.get("/docs", include_in_schema=False)
+    @app.get("/redoc", include_in_schema=False)
+    async def tell_where_docs_are() -> Response:
+        return Response(DOCS, media_type="text/plain")
+
+
+def _add_admin(app: FastAPI, router: RouterApp) -> None:
+    """The paths for operators."""
 
     async def carry_out_order(request: Request) -> Response:
         try:
@@ -249,6 +276,10 @@ def _control_plane(router: RouterApp) -> FastAPI:
             return error_reply(ApiError(404, message, "unknown_request"))
         return json_reply(200, explanation)
 
+
+def _add_clients(app: FastAPI, router: RouterApp) -> None:
+    """The paths for clients that concern all instances at once."""
+
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
         models = await _gather_models(router, request)
@@ -263,19 +294,12 @@ def _control_plane(router: RouterApp) -> FastAPI:
         message = f"no instance serves a model {model_id!r}; served are: {known}"
         return error_reply(ApiError(404, message, "model_not_found", "model"))
 
-    @app.get("/docs", include_in_schema=False)
-    @app.get("/redoc", include_in_schema=False)
-    async def tell_where_docs_are() -> Response:
-        return Response(DOCS, media_type="text/plain")
-
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
         try:
             return await _pass_on_abort(router, request.headers.raw, await request.body())
         except Refused as refused:
             return refusal_reply(refused)
-
-    return app
 
 
 def _add_headers(send: Send, headers: Headers) -> Send:

@@ -69,7 +69,7 @@ class _Server(uvicorn.Server):
         """Say why it takes long to stop, if it does."""
         await asyncio.sleep(QUIET_SECONDS)
         while True:
-            requests = self._router.proxy.running
+            requests = self._router.proxy.num_requests
             left = max(0.0, self._ends_requests_at - time.monotonic())
             if requests:
                 what = "1 request that runs" if requests == 1 else f"{requests} requests that run"

@@ -45,7 +45,7 @@ def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
         Refused: the body makes no sense.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
-    instance.set_paused(True)
+    instance.set_pause(True)
     return _describe_outcome(instance)
 
 
@@ -56,7 +56,7 @@ def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
         Refused: the body makes no sense.
     """
     instance = _find_instance(registry, _parse_order(body)[0])
-    instance.set_paused(False)
+    instance.set_pause(False)
     instance.set_draining(False)
     return _describe_outcome(instance)
 

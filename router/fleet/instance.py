@@ -133,7 +133,7 @@ class Instance:
             self.draining = draining
             self._registry.bump_generation()
 
-    def set_paused(self, paused: bool) -> None:
+    def set_pause(self, paused: bool) -> None:
         """Take no new requests for the time being, or take them again; the requests it runs are not touched."""
         if self.paused != paused:
             _log.info("%s instance %s is %s", self.role.value, self.key, "paused" if paused else "paused no more")

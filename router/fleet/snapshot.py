@@ -121,7 +121,7 @@ class Snapshot:
                 registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
             )
         known.set_draining(entry["draining"])
-        known.set_paused(entry["paused"])
+        known.set_pause(entry["paused"])
         known.set_share(entry["weight"])
 
     def _restore_policy(self, role: str, state: dict[str, Any]) -> None:

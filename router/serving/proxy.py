@@ -39,7 +39,7 @@ class Proxy:
         return f"<Proxy {len(self._live)} requests>"
 
     @property
-    def running(self) -> int:
+    def num_requests(self) -> int:
         """How many requests live: those that are served, and those that wait in line."""
         return len(self._live)
 

@@ -93,7 +93,9 @@ def test_an_instance_without_weight_serves_where_there_is_no_other(
         (b'{"instance": "a:1", "weight": 1}', 404, "no instance 'a:1' is registered; known are: none"),
     ],
 )
-def test_a_mistake_is_one_sentence(make_router: MakeRouter, name: str, body: bytes, status: int, message: str) -> None:
+def test_a_mistake_in_an_order_is_one_sentence(
+    make_router: MakeRouter, name: str, body: bytes, status: int, message: str
+) -> None:
     answer = make_router().client.post(f"/admin/{name}", content=body)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]

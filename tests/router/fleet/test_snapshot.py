@@ -77,7 +77,7 @@ def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None
 
 def test_an_operators_orders_outlive_the_router(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
-    before.register(mixed(1), now=0.0).set_paused(True)
+    before.register(mixed(1), now=0.0).set_pause(True)
     before.register(mixed(2), now=0.0).set_share(0.25)
     snapshot(path, before).save()
     snapshot(path, after).restore(now=50.0)

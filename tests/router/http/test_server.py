@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.http.api_error import ApiError
 from router.http.server import HEAD_BYTES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
@@ -387,6 +388,23 @@ def test_a_head_without_end_is_not_read_without_end(router: RouterUnderTest, con
     client = connect(router)
     client.send(endless)
     assert client.error() == (431, "head_too_large")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (403, "permission_error"),
+        (408, "timeout"),
+        (414, "invalid_request_error"),
+        (431, "invalid_request_error"),
+        (499, "invalid_request_error"),
+        (500, "internal_error"),
+        (503, "service_unavailable"),
+    ],
+)
+def test_each_status_has_its_type(status: int, kind: str) -> None:
+    assert json.loads(ApiError(status, "message", "code").body())["error"]["type"] == kind
 
 
 def test_a_target_without_end_is_a_414_with_its_type(router: RouterUnderTest, connect: Connect) -> None:
