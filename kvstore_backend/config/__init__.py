@@ -3,7 +3,8 @@
 settings.py      the settings of each store and of the pool, field by field: variable, parser, default
 values.py        parsers of values: sizes, addresses, switches, folders; and defaults that depend on the machine
 dialects.py      other engines' files and our URLs, translated to our names
-sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins
+sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins,
+                 but for MOONCAKE_PROTOCOL, which comes before a file
 environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
 rdma.py          the RDMA devices of this machine
 hints.py         "did you mean ...?"
@@ -12,12 +13,14 @@ hints.py         "did you mean ...?"
 from kvstore_backend.config.environment import (
     fastdeploy_plugins,
     named_model,
+    named_protocol,
+    named_rdma_devices,
     set_native_cluster,
     set_native_defaults,
 )
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
 from kvstore_backend.config.settings import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
-from kvstore_backend.config.sources import load_config, read_config
+from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
 from kvstore_backend.config.values import parse_size
 
 __all__ = [
@@ -25,11 +28,15 @@ __all__ = [
     "MemorySettings",
     "MooncakeSettings",
     "PoolConfig",
+    "describe_override",
     "fastdeploy_plugins",
     "has_active_port",
     "list_rdma_devices",
     "load_config",
     "named_model",
+    "named_protocol",
+    "named_rdma_devices",
+    "names_protocol",
     "parse_size",
     "read_config",
     "set_native_cluster",

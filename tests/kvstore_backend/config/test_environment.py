@@ -8,6 +8,8 @@ from kvstore_backend.config import (
     MooncakeSettings,
     fastdeploy_plugins,
     named_model,
+    named_protocol,
+    named_rdma_devices,
     read_config,
     set_native_cluster,
     set_native_defaults,
@@ -39,3 +41,13 @@ def test_plugins_are_separated_by_commas() -> None:
 def test_the_model_is_named_by_a_variable() -> None:
     assert named_model({"KVSTORE_MODEL": "/models/m"}) == "/models/m"
     assert named_model({}) == ""
+
+
+def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
+    assert named_protocol({"MOONCAKE_PROTOCOL": " TCP "}) == "tcp"
+    assert named_protocol({}) == ""
+    environ = {"MOONCAKE_RDMA_DEVICES": "mlx5_1"}
+    mooncake = read_config("mooncake://h:1?protocol=tcp&rdma_devices=mlx5_0", environ=environ)
+    assert named_rdma_devices(mooncake, environ) == "mlx5_0"
+    assert named_rdma_devices(read_config("memory:", environ={}), environ) == "mlx5_1"
+    assert named_rdma_devices(None, environ) == "mlx5_1"
