@@ -17,7 +17,14 @@ from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
 from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import try_pool
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.config import (
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    describe_override,
+    read_config,
+)
 from kvstore_backend.integrations.mindie import is_server_config, read_server
 
 __all__ = ["add_arguments", "diagnose", "run"]
@@ -80,6 +87,8 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
         return
     yield ok("configuration", _describe_config(config))
+    if overridden := describe_override(arguments.config):
+        yield warn("configuration", overridden, "set the variable for every process here that joins the pool")
     if isinstance(config.fast, FileSettings):
         yield from checks.check_folder(config.fast)
     match config.store:

@@ -263,3 +263,18 @@ def test_only_the_sizing_is_told_where_only_that_is_asked() -> None:
     diagnosis = doctor("--cards", 128, "--memory-factor", 0.92)
     assert diagnosis.status == 0
     assert [each["subject"] for each in diagnosis.findings] == ["HCCL links", "memory factor"]
+
+
+def test_a_file_that_says_rdma_passes_with_the_variable_that_says_tcp(
+    mooncake_master: MooncakeMaster, tmp_path: Path
+) -> None:
+    path = tmp_path / "mooncake_config.json"
+    path.write_text(json.dumps(mooncake_master.settings(protocol="rdma")))
+    named = {"MOONCAKE_CONFIG_PATH": str(path)}
+    if not list_rdma_devices():
+        told(doctor(**named), "configuration", f"\"protocol\" in {path} is 'rdma'", "or set MOONCAKE_PROTOCOL=tcp")
+    for diagnosis in (doctor(**named, MOONCAKE_PROTOCOL="tcp"), doctor(path, MOONCAKE_PROTOCOL="tcp")):
+        assert diagnosis.status == 0, diagnosis.failures
+        assert f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma' in [
+            each["text"] for each in diagnosis.of("warn")
+        ]
