@@ -3,6 +3,7 @@
 __main__.py  python -m kvstore_backend.cli
 commands.py  the list of commands, and the exit status of their errors
 doctor.py    kvstore doctor: a diagnosis of a configuration, in the order in which to mend it
+ascend.py    the checks of a machine with Ascend cards
 checks.py    the checks that doctor makes without moving a block, one function a concern
 trial.py     the trial of a pool with one block
 sizing.py    sizes: KV of a model, device memory of HCCL links

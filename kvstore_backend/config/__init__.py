@@ -10,8 +10,11 @@ rdma.py          the RDMA devices of this machine
 hints.py         "did you mean ...?"
 """
 
+from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
+    ascend_buffer_pool,
     fastdeploy_plugins,
+    library_folders,
     named_model,
     named_protocol,
     named_rdma_devices,
@@ -28,15 +31,18 @@ __all__ = [
     "MemorySettings",
     "MooncakeSettings",
     "PoolConfig",
+    "ascend_buffer_pool",
     "describe_override",
     "fastdeploy_plugins",
     "has_active_port",
+    "library_folders",
     "list_rdma_devices",
     "load_config",
     "named_model",
     "named_protocol",
     "named_rdma_devices",
     "names_protocol",
+    "parse_mindie_pool",
     "parse_size",
     "read_config",
     "set_native_cluster",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
 __all__ = [
+    "ascend_buffer_pool",
     "fastdeploy_plugins",
+    "library_folders",
     "named_model",
     "named_protocol",
     "named_rdma_devices",
@@ -30,6 +33,17 @@ def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
 def named_model(environ: Mapping[str, str] | None = None) -> str:
     """The checkpoint's folder by ``KVSTORE_MODEL``, for processes of engines that are not told it; empty: not set."""
     return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
+
+
+def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
+    """``ASCEND_BUFFER_POOL``, the buffers that Mooncake's transfers on Ascend cards go through; empty: not set."""
+    return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
+
+
+def library_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """The folders of ``LD_LIBRARY_PATH``, in which the loader looks for shared libraries first."""
+    named = (os.environ if environ is None else environ).get("LD_LIBRARY_PATH", "")
+    return [Path(folder) for folder in named.split(":") if folder]
 
 
 def named_protocol(environ: Mapping[str, str] | None = None) -> str:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from kvstore_backend.config import (
     MooncakeSettings,
+    ascend_buffer_pool,
     fastdeploy_plugins,
+    library_folders,
     named_model,
     named_protocol,
     named_rdma_devices,
@@ -51,3 +54,10 @@ def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
     assert named_rdma_devices(mooncake, environ) == "mlx5_0"
     assert named_rdma_devices(read_config("memory:", environ={}), environ) == "mlx5_1"
     assert named_rdma_devices(None, environ) == "mlx5_1"
+
+
+def test_what_a_machine_with_ascend_cards_is_told_by_variables() -> None:
+    environ = {"ASCEND_BUFFER_POOL": " 4:8", "LD_LIBRARY_PATH": "/usr/local/lib::/opt/mooncake"}
+    assert ascend_buffer_pool(environ) == "4:8"
+    assert library_folders(environ) == [Path("/usr/local/lib"), Path("/opt/mooncake")]
+    assert (ascend_buffer_pool({}), library_folders({})) == ("", [])
