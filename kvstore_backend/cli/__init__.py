@@ -10,6 +10,7 @@ sizing.py    sizes: KV of a model, device memory of HCCL links
 bench.py     kvstore bench: throughput and latency of the bare store and of the full stack
 stats.py     kvstore stats: figures of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master
+native_flags.py  the flags of mooncake_master itself
 admin.py     a Mooncake master's HTTP side, and the masters that etcd knows
 report.py    findings, tables and JSON on standard output
 """

@@ -21,10 +21,11 @@ from kvstore_backend.config.environment import (
     set_native_cluster,
     set_native_defaults,
 )
+from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
 from kvstore_backend.config.settings import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
-from kvstore_backend.config.values import parse_size
+from kvstore_backend.config.values import parse_size, parse_switch
 
 __all__ = [
     "FileSettings",
@@ -33,6 +34,7 @@ __all__ = [
     "PoolConfig",
     "ascend_buffer_pool",
     "describe_override",
+    "did_you_mean",
     "fastdeploy_plugins",
     "has_active_port",
     "library_folders",
@@ -44,6 +46,7 @@ __all__ = [
     "names_protocol",
     "parse_mindie_pool",
     "parse_size",
+    "parse_switch",
     "read_config",
     "set_native_cluster",
     "set_native_defaults",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -93,6 +95,10 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench"], "no pool is configured"),
         (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
         (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
+        (
+            ["master", "--print", "--evction_ratio", "3"],
+            "--evction_ratio is no flag of kvstore master, nor of mooncake_",
+        ),
         (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
         (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a file of quotas"),
     ],
@@ -227,4 +233,75 @@ def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
 def test_a_command_that_is_not_known_is_refused() -> None:
     ended = kvstore("docter")
     assert ended.status == 2
-    assert "invalid choice: 'docter'" in ended.errors
+    assert "there is no command 'docter'; did you mean doctor?" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bench", "--bloks", "3"], "'--bloks' is not known; did you mean --blocks?"),
+        (["stats", "memory:", "memory:"], "'memory:' is not known; one CONFIG is enough"),
+    ],
+)
+def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[str], sentence: str) -> None:
+    ended = kvstore(*arguments)
+    assert ended.status == 2
+    assert ended.errors.endswith(f"error: {sentence}\n")
+
+
+def test_the_version_is_told_with_mooncakes() -> None:
+    ended = kvstore("--version")
+    assert ended.status == 0
+    assert re.match(r"kvstore \S.*; (mooncake-transfer-engine\S* \S+|no Mooncake)\n", ended.output)
+
+
+def test_fastdeploys_line_for_a_master_is_taken_as_it_is() -> None:
+    line = (
+        "--port=15001 --enable_http_metadata_server=true --http_metadata_server_host=0.0.0.0 "
+        "--http_metadata_server_port=15002 --metrics_port=15003"
+    )
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    started = shlex.split(lines[0].removeprefix("# "))[1:]
+    assert {"--rpc_port=15001", *line.split()[1:]} <= set(started)
+    assert lines[2] == "export MOONCAKE_METADATA_SERVER=http://127.0.0.1:15002/metadata"
+    assert "clients on other machines need --host 0.0.0.0" in lines[3]
+
+
+def test_mindies_line_for_a_master_is_taken_as_it_is() -> None:
+    line = "--port 12345 --eviction_high_watermark_ratio 0.8 --eviction_ratio 0.05 --rpc_thread_num 128"
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    wanted = {
+        "--rpc_port=12345",
+        "--eviction_high_watermark_ratio=0.8",
+        "--eviction_ratio=0.05",
+        "--rpc_thread_num=128",
+    }
+    assert wanted <= set(lines[0].split())
+    assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:12345"
+
+
+def test_a_master_may_have_no_metadata_server_in_mooncakes_words() -> None:
+    lines = kvstore("master", "--print", "--enable_http_metadata_server=false").output.splitlines()
+    assert "metadata_server" not in lines[0]
+    assert lines[2] == "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
+
+
+def test_other_masters_behind_etcd_are_named_in_mooncakes_words() -> None:
+    line = "--enable_ha=true --etcd_endpoints=http://h1:2379;http://h2:2379 --cluster_id=prod"
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    assert set(line.split()) <= set(shlex.split(lines[0].removeprefix("# ")))
+    assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR='etcd://h1:2379;h2:2379'"
+
+
+def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "master.log") as master:
+        pool = url(master, metadata_server="P2PHANDSHAKE")
+        arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "100000"]
+        command = [sys.executable, "-m", "kvstore_backend.cli", "bench", pool, *arguments]
+        with child(command, tmp_path / "log") as bench:
+            keys = master.metrics_url.replace("/metrics", "/get_all_keys")
+            bench.wait_for(lambda: bool(httpx.get(keys, trust_env=False).text.strip()), "storing")
+            master.process.signal(signal.SIGSTOP)
+            bench.signal(signal.SIGINT)
+            bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "saying so")
+            master.process.signal(signal.SIGCONT)
