@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import re
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +20,7 @@ import httpx
 import prometheus_client
 import pytest
 
+from kvstore_backend.cli import bench
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
@@ -24,6 +28,7 @@ from tests.kvstore_backend.cli.command import doctor, kvstore
 from tests.kvstore_backend.cli.test_doctor import url
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.peer import Peer
 from tests.support.ports import free_ports
 from tests.support.processes import child
 
@@ -92,6 +97,7 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench", "memory:", "--block-size", "100TB"], "more than this machine has room for"),
         (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
+        (["bench", "memory:", "--warm-up", "-1"], "--warm-up must not be negative"),
         (["bench"], "no pool is configured"),
         (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
         (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
@@ -158,7 +164,25 @@ def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> 
     assert {(row["operation"], row["through"]) for row in rows} == {
         (operation, through) for operation in ("put", "get", "exists") for through in ("bare store", "full stack")
     }
-    assert all(row["median_seconds"] > 0 for row in rows)
+    assert all(0 < row["min_seconds"] <= row["median_seconds"] <= row["worst_seconds"] for row in rows)
+    assert {row["batches"] for row in rows} == {2}
+
+
+def test_bench_does_not_count_the_batches_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = [100.0, 50.0, 1.0, 3.0, 2.0]
+    readings = itertools.chain.from_iterable((0.0, duration) for duration in durations)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    meter = bench._Meter(block_bytes=4096, blocks=1, batches=3, warm_up=2)
+    row = meter._time_batches("put", "bare store", 4096, len, [[b"block"]] * 5)
+    assert (row.batches, row.min_seconds, row.median_seconds, row.worst_seconds) == (3, 1.0, 2.0, 3.0)
+    assert row.bytes_per_second == 4096 * 3 / 6
+
+
+def test_bench_shows_its_spread(tmp_path: Path) -> None:
+    arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "3", "--warm-up", "0"]
+    lines = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments).output.splitlines()
+    assert lines[0] == "3 batches of 4 blocks of 4 KiB; times are a batch's"
+    assert lines[1].split()[:6] == ["operation", "through", "GB/s", "min", "median", "max"]
 
 
 def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path) -> None:
@@ -305,3 +329,29 @@ def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
             bench.signal(signal.SIGINT)
             bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "saying so")
             master.process.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("metadata_server", [None, "P2PHANDSHAKE"])
+def test_stats_do_not_count_a_client_that_crashed(tmp_path: Path, metadata_server: str | None) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        changes: dict[str, object] = {"metadata_server": metadata_server} if metadata_server else {}
+        opened = functools.partial(open_store, master.config(**changes))
+        arguments = ["stats", url(master, **changes), "--master-metrics", master.metrics_url.split("/")[2]]
+        with Peer(opened), Peer(opened) as doomed:
+            assert json.loads(kvstore(*arguments, "--json").output)["clients"] == 2
+            doomed.kill()
+            figures = json.loads(kvstore(*arguments, "--json").output)
+            people = kvstore(*arguments).output
+    assert figures["clients"] == 1
+    # The master lists it for ten seconds, which this machine may have taken.
+    assert figures["clients_gone"] == 1 or figures["capacity_bytes"] == 64 << 20
+    assert re.search("clients that give memory +1\n", people)
+
+
+def test_stats_do_not_count_a_client_that_took_its_leave(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        arguments = ["--json", url(master), "--master-metrics", master.metrics_url.split("/")[2]]
+        open_store(master.config()).close()
+        figures = json.loads(kvstore("stats", *arguments).output)
+    assert figures["clients"] == 0
+    assert figures["clients_gone"] in (0, 1)
