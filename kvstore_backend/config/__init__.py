@@ -5,10 +5,12 @@ values.py        parsers of values: sizes, addresses, switches, folders; and def
 dialects.py      other engines' files and our URLs, translated to our names
 sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins
 environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
+checkpoints.py   a model's name at a hub -> the folder of its download
 rdma.py          the RDMA devices of this machine
 hints.py         "did you mean ...?"
 """
 
+from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.environment import (
     fastdeploy_plugins,
     named_model,
@@ -26,7 +28,9 @@ __all__ = [
     "MooncakeSettings",
     "PoolConfig",
     "fastdeploy_plugins",
+    "find_checkpoint",
     "has_active_port",
+    "is_hub_name",
     "list_rdma_devices",
     "load_config",
     "named_model",
