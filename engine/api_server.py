@@ -52,7 +52,7 @@ from engine.protocol import (
 from engine.registration import host_ip_towards, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
-from kvstore_backend.config import named_protocol, named_rdma_devices
+from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
 
 __all__ = ["Instance", "create_app", "main"]
 
@@ -76,10 +76,11 @@ class Instance:
         self._connector = connector
         self.router = router_url(args.router) if args.router else None
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
-        config = load_model_config(args.model)
-        check_length(args.model, config, args.max_model_len)
+        folder = find_checkpoint(args.model)
+        config = load_model_config(folder)
+        check_length(folder, config, args.max_model_len)
         device = choose_device(args.device)
-        runner = ModelRunner(args.model, config, device, choose_dtype(args.dtype, config), args.block_size)
+        runner = ModelRunner(folder, config, device, choose_dtype(args.dtype, config), args.block_size)
         num_blocks = args.num_gpu_blocks_override or runner.default_num_blocks(args.gpu_memory_utilization)
         if num_blocks * args.block_size < args.max_model_len:
             raise ConfigError(
@@ -110,7 +111,7 @@ class Instance:
             else None,
             save_outputs=args.enable_output_caching,
         )
-        tokenizer = load_tokenizer(args.model)
+        tokenizer = load_tokenizer(folder)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
         self.generations = Generations(
@@ -123,6 +124,7 @@ class Instance:
             args.max_model_len,
             runner.vocab_size,
             runner.repetition_penalty,
+            runner.default_max_tokens,
         )
         self.summary = (
             f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "

@@ -44,6 +44,7 @@ class Completions:
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids of a client must lie below it.
         repetition_penalty: the engine applies it to everybody; a client may ask for no other.
+        default_max_tokens: of answers to clients that give no limit; None: as far as the context goes.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Completions:
         max_model_len: int,
         vocab_size: int,
         repetition_penalty: float = 1.0,
+        default_max_tokens: int | None = None,
     ) -> None:
         self._generations = generations
         self._tokenizer = tokenizer
@@ -61,6 +63,7 @@ class Completions:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._repetition_penalty = repetition_penalty
+        self._default_max_tokens = default_max_tokens
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
         # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
@@ -151,7 +154,7 @@ class Completions:
         request = Request(
             request_id=body.request_id or str(uuid.uuid4()),
             prompt_token_ids=tuple(tokens),
-            params=sampling_params(body, max_tokens=room),
+            params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
         )
         return self._generations.begin(request, body.disaggregate_info)

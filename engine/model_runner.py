@@ -135,7 +135,8 @@ class ModelRunner:
     ``allocate_kv`` must be called before ``run``.
 
     Raises:
-        ConfigError: the weights cannot be loaded, or the checkpoint's repetition_penalty is no positive number.
+        ConfigError: the weights cannot be loaded, or the checkpoint's repetition_penalty or max_new_tokens is no
+            positive number.
     """
 
     def __init__(self, folder: str, config: Any, device: str, dtype: torch.dtype, block_size: int) -> None:
@@ -168,6 +169,7 @@ class ModelRunner:
         )
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.repetition_penalty = _repetition_penalty(folder, self.model.generation_config)
+        self.default_max_tokens = _default_max_tokens(folder, self.model.generation_config)
         _warn_of_ignored_settings(folder, self.model.generation_config)
         self.kv = torch.empty(0)
         self.retrieval: Retrieval | None = None
@@ -296,6 +298,18 @@ def _repetition_penalty(folder: str, generation_config: Any) -> float:
             f"--model {folder!r}: repetition_penalty {penalty!r} in its generation_config.json is no positive number"
         )
     return float(penalty)
+
+
+def _default_max_tokens(folder: str, generation_config: Any) -> int | None:
+    """The tokens of an answer to a client that gives no limit; None: as many as the context holds."""
+    limit = getattr(generation_config, "max_new_tokens", None)
+    if limit is None:
+        return None
+    if not isinstance(limit, int) or limit < 1:
+        raise ConfigError(
+            f"--model {folder!r}: max_new_tokens {limit!r} in its generation_config.json is no positive number"
+        )
+    return limit
 
 
 def _warn_of_ignored_settings(folder: str, generation_config: Any) -> None:

@@ -236,11 +236,19 @@ def quote_short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def sampling_params(body: GenerationBody, *, max_tokens: int) -> SamplingParams:
-    """The engine's sampling parameters; ``max_tokens`` is the limit that the context leaves."""
+def sampling_params(body: GenerationBody, *, max_tokens: int, default_max_tokens: int | None = None) -> SamplingParams:
+    """The engine's sampling parameters.
+
+    Args:
+        body: the client's.
+        max_tokens: the limit that the context leaves.
+        default_max_tokens: the limit where the client gives none; tokens generated before a preemption count.
+    """
     wanted = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         wanted = body.max_completion_tokens
+    if wanted is None and default_max_tokens is not None:
+        wanted = max(1, default_max_tokens - len(body.completion_token_ids or []))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
         max_tokens=max_tokens if wanted is None else min(wanted, max_tokens),

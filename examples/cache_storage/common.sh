@@ -5,6 +5,8 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
 PYTHON=$ROOT/.venv/bin/python
 SMALL_MODEL=$ROOT/.cache/models/kvstore-tiny-qwen2
+FASTDEPLOY_PAGE=https://paddlepaddle.github.io/FastDeploy/get_started/installation/nvidia_gpu/
+FASTDEPLOY_INDEX=https://www.paddlepaddle.org.cn/packages/stable/cu126/
 
 MASTER_PORT=15001
 METADATA_PORT=15002
@@ -13,25 +15,33 @@ METRICS_PORT=15003
 START_DEADLINE=300 # seconds; a large model needs minutes to load
 STOP_DEADLINE=15   # seconds from TERM to KILL
 
-say() { printf '%s\n' "$*"; }
+DRY_RUN=no
+say() {
+    # What a dry run prints can be pasted into a shell.
+    if [ "$DRY_RUN" = no ]; then printf '%s\n' "$*"; elif [ -n "$*" ]; then printf '# %s\n' "$*"; fi
+}
 die() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
     exit 1
 }
 
-# Sets KEEP from the command line.
+# Sets KEEP and DRY_RUN from the command line.
 parse_arguments() {
     KEEP=no
     while [ $# -gt 0 ]; do
         case $1 in
             --keep) KEEP=yes ;;
+            --dry-run) DRY_RUN=yes ;;
             -h | --help)
-                say "usage: $(basename "$0") [--keep]    --keep: leave everything running until Ctrl-C"
-                say "environment: MODEL_NAME=/path/to/model ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
+                say "usage: $(basename "$0") [--keep] [--dry-run]"
+                say "  --keep      leave everything running until Ctrl-C"
+                say "  --dry-run   print the commands with their environment, and start nothing"
+                say "environment: MODEL_NAME=/path/to/model|ORGANISATION/NAME MAX_MODEL_LEN=tokens"
+                say "             ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
                 say "             MOONCAKE_PROTOCOL=tcp|rdma FD_DEBUG=1"
                 exit 0
                 ;;
-            *) die "unknown argument '$1'; the only one is --keep" ;;
+            *) die "unknown argument '$1'; there are --keep and --dry-run" ;;
         esac
         shift
     done
@@ -45,12 +55,16 @@ prepare() {
     cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
     choose_engine
     choose_model
-    "$ROOT/scripts/setup"
-    "$PYTHON" check_ports.py "$@" || exit
+    if [ "$DRY_RUN" = no ]; then
+        "$ROOT/scripts/setup"
+        "$PYTHON" check_ports.py "$@" || exit
+    else
+        printf 'cd %q\n\n' "$HERE"
+    fi
+    find_model # before the proxies are gone: FastDeploy may download it
     # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
     unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
-    rm -rf log_*
-    make_model
+    [ "$DRY_RUN" = yes ] || rm -rf log_*
     choose_transfer
     # Ours all stand on loopback; by itself Mooncake looks for another interface's address, and fails without one.
     if [ "$ENGINE" = kvstore ]; then
@@ -77,38 +91,91 @@ python_with() {
 
 # Sets INSTANCE and ROUTER_COMMAND: ours, unless FastDeploy can be imported or is asked for.
 choose_engine() {
-    local fastdeploy
-    fastdeploy=$(python_with fastdeploy) || fastdeploy=
-    : "${ENGINE:=$([ -n "$fastdeploy" ] && echo fastdeploy || echo kvstore)}"
+    FASTDEPLOY=$(python_with fastdeploy) || FASTDEPLOY=
+    : "${ENGINE:=$([ -n "$FASTDEPLOY" ] && echo fastdeploy || echo kvstore)}"
     : "${ROUTER:=kvstore}"
-    if [[ "$ENGINE $ROUTER" == *fastdeploy* && -z $fastdeploy ]]; then
-        die "ENGINE=$ENGINE ROUTER=$ROUTER: no python here can import fastdeploy; pip install fastdeploy-gpu first"
+    if [[ "$ENGINE $ROUTER" == *fastdeploy* && -z $FASTDEPLOY ]]; then
+        [ "$DRY_RUN" = yes ] || die "ENGINE=$ENGINE ROUTER=$ROUTER: no python here can import fastdeploy, which is not" \
+            "on PyPI: python -m pip install fastdeploy-gpu -i $FASTDEPLOY_INDEX; see $FASTDEPLOY_PAGE"
+        FASTDEPLOY=python
     fi
     case $ENGINE in
         # FastDeploy registers this machine's outside address, so what it starts must listen there, too.
-        kvstore) INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1) LISTEN=127.0.0.1 ;;
-        fastdeploy) INSTANCE=("$fastdeploy" -m fastdeploy.entrypoints.openai.api_server) LISTEN=0.0.0.0 ;;
+        kvstore) INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1) LISTEN=127.0.0.1 KEYS_PER_BLOCK=1 ;;
+        fastdeploy)
+            INSTANCE=("$FASTDEPLOY" -m fastdeploy.entrypoints.openai.api_server) LISTEN=0.0.0.0
+            KEYS_PER_BLOCK=2 # K and V
+            put_backend_under_fastdeploy
+            ;;
         *) die "ENGINE=$ENGINE is not known; use kvstore or fastdeploy" ;;
     esac
     case $ROUTER in
         kvstore) ROUTER_COMMAND=("$PYTHON" -m router.launch --host "$LISTEN") ;;
-        fastdeploy) ROUTER_COMMAND=("$fastdeploy" -m fastdeploy.router.launch) ;;
+        fastdeploy) ROUTER_COMMAND=("$FASTDEPLOY" -m fastdeploy.router.launch) ;;
         *) die "ROUTER=$ROUTER is not known; use kvstore or fastdeploy" ;;
     esac
 }
 
+# FastDeploy loads our plugin where FD_PLUGINS names it, and moves its blocks by our backend then.
+put_backend_under_fastdeploy() {
+    local look='import sys; from importlib.metadata import entry_points as e
+import kvstore_backend.integrations.fastdeploy
+sys.exit(not e(group="fastdeploy.tool_parser_plugins", name="kvstore"))'
+    if [ "$DRY_RUN" = no ] && ! "$FASTDEPLOY" -c "$look" 2>/dev/null; then
+        die "ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with:" \
+            "$FASTDEPLOY -m pip install '$ROOT[mooncake-cuda]'"
+    fi
+    case ,${FD_PLUGINS-}, in
+        *,kvstore,*) ;;
+        *) FD_PLUGINS=${FD_PLUGINS:+$FD_PLUGINS,}kvstore ;;
+    esac
+    export FD_PLUGINS
+}
+
 choose_model() {
+    if [[ -n ${MAX_MODEL_LEN-} && ! $MAX_MODEL_LEN =~ ^[1-9][0-9]*$ ]]; then
+        die "MAX_MODEL_LEN=$MAX_MODEL_LEN is no number of tokens, such as 8192"
+    fi
     if [ "$ENGINE" = fastdeploy ]; then
         : "${MODEL_NAME:=PaddlePaddle/ERNIE-4.5-0.3B-Paddle}"
     elif [ -z "${MODEL_NAME-}" ]; then
         MODEL_NAME=$SMALL_MODEL
-    elif [ ! -d "$MODEL_NAME" ]; then
-        die "MODEL_NAME=$MODEL_NAME: there is no such folder; give the folder of a checkpoint, or leave it unset"
+    fi
+    if [ "$MODEL_NAME" != "$SMALL_MODEL" ] && [ ! -d "$MODEL_NAME" ] && ! is_hub_name "$MODEL_NAME"; then
+        die "MODEL_NAME=$MODEL_NAME: there is no such folder; give the folder of a checkpoint, its name at a hub" \
+            "(ORGANISATION/NAME), or leave it unset"
+    fi
+}
+
+is_hub_name() { [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*$ ]]; }
+
+# Sets MODEL_NAME to the checkpoint's folder, which every process is told, and MAX_MODEL_LEN to the length it is made for.
+find_model() {
+    make_model
+    if is_hub_name "$MODEL_NAME" && [ ! -d "$MODEL_NAME" ]; then
+        MODEL_NAME=$(find_hub_model) || exit
+    fi
+    if [ -z "${MAX_MODEL_LEN-}" ] && [ -d "$MODEL_NAME" ] && [ -x "$PYTHON" ]; then
+        MAX_MODEL_LEN=$("$PYTHON" checkpoint.py length "$MODEL_NAME") || exit
+    fi
+}
+
+# Prints the folder of MODEL_NAME's checkpoint. Only FastDeploy downloads it, once and before its instances start.
+find_hub_model() {
+    if [ "$ENGINE" = kvstore ] && [ -x "$PYTHON" ]; then
+        "$PYTHON" checkpoint.py folder "$MODEL_NAME"
+    elif "$PYTHON" checkpoint.py folder "$MODEL_NAME" 2>/dev/null; then
+        return
+    elif [ "$DRY_RUN" = yes ]; then
+        echo "${FD_MODEL_CACHE:-$HOME}/${MODEL_NAME/#baidu\//PaddlePaddle/}" # where it will be
+    else
+        "$FASTDEPLOY" -c 'import sys; from fastdeploy.utils import retrive_model_from_server as find
+print(find(sys.argv[1]))' "$MODEL_NAME" | tail -n 1
     fi
 }
 
 make_model() {
-    [ "$MODEL_NAME" = "$SMALL_MODEL" ] || return 0
+    [ "$MODEL_NAME $DRY_RUN" = "$SMALL_MODEL no" ] || return 0
     say "MODEL_NAME is not set: taking a small model with random weights. Its compute is real, its words are not."
     "$PYTHON" -m engine.make_model --output "$SMALL_MODEL"
 }
@@ -156,9 +223,31 @@ stop_all() {
 start() {
     local name=$1
     shift
+    if [ "$DRY_RUN" = yes ]; then
+        FD_LOG_DIR=log_$name print_command "$@"
+        return
+    fi
     mkdir -p "log_$name"
     FD_LOG_DIR=log_$name setsid "$@" >"log_$name/nohup" 2>&1 </dev/null &
     pids[$name]=$!
+}
+
+# print_command COMMAND...: as a line for a shell, with the variables that its programs read.
+print_command() {
+    local name line
+    for name in $(compgen -e | grep -E '^(FD_|MOONCAKE_|MC_|KVSTORE_|CUDA_VISIBLE_DEVICES$)'); do
+        printf '%s=%q ' "$name" "${!name}"
+    done
+    line=$(printf '%q ' "$@")
+    printf '%s\n\n' "${line% }"
+}
+
+# print_pool_settings: what clients of the pool need of this environment, as lines for a shell.
+print_pool_settings() {
+    local name
+    for name in $(compgen -e | grep -E '^(MOONCAKE_|MC_)'); do
+        printf '  export %s=%q\n' "$name" "${!name}"
+    done
 }
 
 alive() { kill -0 "${pids[$1]}" 2>/dev/null; }
@@ -166,6 +255,7 @@ alive() { kill -0 "${pids[$1]}" 2>/dev/null; }
 # stop NAME...: TERM to each; at the deadline KILL to the group of whatever is still there.
 stop() {
     local name deadline=$((SECONDS + STOP_DEADLINE))
+    [ "$DRY_RUN" = no ] || return 0
     for name in "$@"; do
         kill -TERM "${pids[$name]}" 2>/dev/null || true
     done
@@ -197,6 +287,7 @@ check_alive() {
 
 # wait_for NAME URL [PATTERN]: until URL answers 200 and its answer matches PATTERN.
 wait_for() {
+    [ "$DRY_RUN" = no ] || return 0
     local name=$1 url=$2 pattern=${3-} answer deadline=$((SECONDS + START_DEADLINE))
     # From a port that none of ours may be waiting to listen on: see check_ports.py.
     until answer=$(curl -sf --max-time 2 --local-port 61000-65535 "$url") && [[ $answer =~ $pattern ]]; do
@@ -208,6 +299,10 @@ wait_for() {
 
 # watched COMMAND...: in the foreground, but it ends with Ctrl-C at once, and when a started process dies.
 watched() {
+    if [ "$DRY_RUN" = yes ]; then
+        print_command "$@"
+        return
+    fi
     setsid "$@" & # with what it starts itself, it can then be ended as a group
     WATCHED=$!
     while kill -0 "$WATCHED" 2>/dev/null; do
@@ -237,17 +332,31 @@ start_instance() {
     fi
     say "starting $name (port $port)"
     start "$name" env "${device[@]}" "${INSTANCE[@]}" --model "$MODEL_NAME" --port "$port" \
-        --max-model-len 32768 --max-num-seqs 32 "$@"
+        --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 32 "$@"
 }
 
-# keep PORT: shows how to go on by hand, and waits for Ctrl-C.
+# keep PORT OTHER INSTANCES_PORTS...: shows how to go on by hand, and waits for Ctrl-C. What is asked at PORT is read from
+# the pool when it is asked at OTHER afterwards.
 keep() {
-    local name
+    local name port instances=()
+    [ "$DRY_RUN" = no ] || return 0
     trap 'exit 0' INT
+    for port in "${@:3}"; do
+        instances+=("127.0.0.1:$port")
+    done
     say ""
-    say "Everything is left running; logs are in $HERE/log_*. Try:"
-    say "  curl http://127.0.0.1:$1/v1/chat/completions -H 'Content-Type: application/json' \\"
-    say "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Tell me a story.\"}], \"max_tokens\": 30}'"
+    say "Everything is left running. From another terminal, ask the same here and there:"
+    for port in "$1" "$2"; do
+        say "  curl http://127.0.0.1:$port/v1/chat/completions -H 'Content-Type: application/json' -d @$HERE/question.json"
+    done
+    say "The second answer's prompt comes from the pool, as its usage and the instances' logs say:"
+    say "  grep storage_cache_token_num $HERE/log_*/api_server.log"
+    say "To look at the pool:"
+    say "  . $ROOT/.venv/bin/activate"
+    print_pool_settings
+    say "  kvstore doctor"
+    say "  kvstore stats --instances ${instances[*]}"
+    say "  kvstore bench"
     say "Processes:$(for name in "${!pids[@]}"; do printf ' %s=%s' "$name" "${pids[$name]}"; done)"
     say "Ctrl-C stops everything."
     while [ ${#pids[@]} -gt 0 ]; do

@@ -25,8 +25,9 @@ wait_for instance_0 "http://127.0.0.1:$PORT_0/health"
 wait_for instance_1 "http://127.0.0.1:$PORT_1/health"
 
 watched "$PYTHON" verify.py sharing --ports "$PORT_0" "$PORT_1" --master-metrics "$METRICS_PORT" \
+    --keys-per-block "$KEYS_PER_BLOCK" \
     --logs log_instance_0/api_server.log log_instance_1/api_server.log
 
 if [ "$KEEP" = yes ]; then
-    keep "$PORT_0"
+    keep "$PORT_0" "$PORT_1" "$PORT_0" "$PORT_1"
 fi

@@ -20,7 +20,7 @@ CLUSTER_ID=mooncake_cluster
 find_etcd() {
     local folder=$ROOT/.cache/etcd
     ETCD=$(command -v etcd || echo "$folder/usr/bin/etcd")
-    [ ! -x "$ETCD" ] || return 0
+    [ ! -x "$ETCD" ] && [ "$DRY_RUN" = no ] || return 0
     say "fetching etcd (Debian's etcd-server) into $folder"
     mkdir -p "$folder"
     (
@@ -33,7 +33,7 @@ find_etcd() {
 
 start_etcd() {
     say "starting etcd (port $ETCD_PORT)"
-    mkdir -p log_etcd
+    [ "$DRY_RUN" = yes ] || mkdir -p log_etcd
     start etcd "$ETCD" --name kvstore --data-dir log_etcd/data \
         --listen-client-urls "http://127.0.0.1:$ETCD_PORT" --advertise-client-urls "http://127.0.0.1:$ETCD_PORT" \
         --listen-peer-urls "http://127.0.0.1:$ETCD_PEER_PORT" \
@@ -52,7 +52,7 @@ start_masters() {
             --rpc_address=127.0.0.1 --rpc_port="${RPC_PORTS[i]}" \
             --metrics_host=127.0.0.1 --metrics_port="${METRICS_PORTS[i]}"
         EXPENDABLE+=" master_$((i + 1))"
-        disown "${pids[master_$((i + 1))]}" # one will be killed, and bash would announce that
+        [ "$DRY_RUN" = yes ] || disown "${pids[master_$((i + 1))]}" # one will be killed, and bash would announce that
     done
     for i in 0 1 2; do
         wait_for "master_$((i + 1))" "http://127.0.0.1:${METRICS_PORTS[i]}/health" '"leader_address":"'
@@ -82,9 +82,9 @@ wait_for instance_1 "http://127.0.0.1:$PORT_1/health"
 
 watched "$PYTHON" verify_ha.py --ports "$PORT_0" "$PORT_1" \
     --logs log_instance_0/api_server.log log_instance_1/api_server.log \
-    --masters "${METRICS_PORTS[0]}:${pids[master_1]}" "${METRICS_PORTS[1]}:${pids[master_2]}" \
-    "${METRICS_PORTS[2]}:${pids[master_3]}"
+    --masters "${METRICS_PORTS[0]}:${pids[master_1]-PID}" "${METRICS_PORTS[1]}:${pids[master_2]-PID}" \
+    "${METRICS_PORTS[2]}:${pids[master_3]-PID}" --keys-per-block "$KEYS_PER_BLOCK"
 
 if [ "$KEEP" = yes ]; then
-    keep "$PORT_0"
+    keep "$PORT_0" "$PORT_1" "$PORT_0" "$PORT_1"
 fi

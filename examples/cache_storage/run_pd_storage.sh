@@ -44,8 +44,9 @@ wait_for decode "http://127.0.0.1:$D_PORT/health"
 wait_for router "http://127.0.0.1:$ROUTER_PORT/registered_number" '"prefill": *1,.*"decode": *1[,}]'
 
 watched "$PYTHON" verify.py conversation --port "$ROUTER_PORT" --answers log_reference/answers.json \
-    --prefill-log log_prefill/api_server.log --instances "$P_PORT" "$D_PORT" --master-metrics "$METRICS_PORT"
+    --prefill-log log_prefill/api_server.log --instances "$P_PORT" "$D_PORT" --master-metrics "$METRICS_PORT" \
+    --keys-per-block "$KEYS_PER_BLOCK"
 
 if [ "$KEEP" = yes ]; then
-    keep "$ROUTER_PORT"
+    keep "$D_PORT" "$ROUTER_PORT" "$P_PORT" "$D_PORT"
 fi

@@ -43,6 +43,7 @@ MAX_TOKENS, MIN_TOKENS = 200, 130
 PROMPT_TOKENS = 2000
 SAMPLES = 3
 SPEEDUP = 5.0
+NAMESPACED = "kv1-"  # the beginning of our backend's keys
 
 Message = dict[str, str]
 Seen = TypeVar("Seen")
@@ -149,6 +150,18 @@ def pool_keys(master_metrics: int) -> int:
     return int(metric(master_metrics, "master_key_count") or 0)
 
 
+def check_keys_are_ours(master_metrics: int) -> None:
+    """Every block in the pool must be our backend's, whose keys have a namespace; Mooncake's own client adds none."""
+    url = f"http://127.0.0.1:{master_metrics}/get_all_keys"
+    page = subprocess.run(["curl", "-sS", "--max-time", "30", url], capture_output=True, text=True, check=False)
+    keys = page.stdout.split()
+    foreign = [key for key in keys if not key.startswith(NAMESPACED)]
+    if foreign or not keys:
+        found = f"{len(foreign)} keys such as {foreign[0]}" if foreign else "no key"
+        fail(f"the pool has {found} where all should begin with {NAMESPACED}: our backend did not write them")
+    print(f"          All {len(keys)} keys in the pool are our backend's ({keys[0][:12]}...).")
+
+
 def wait_until_saved(master_metrics: int, keys: int, instances: Iterable[int]) -> None:
     """Saving does not hold an answer back. Wait until the pool has ``keys`` keys and no instance is still saving."""
 
@@ -207,13 +220,20 @@ def reference(port: int, answers: Path) -> None:
     answers.write_text(json.dumps([asdict(answer) for answer in given]))
 
 
-def conversation(port: int, expected: Path, prefill_log: Path, instances: list[int], master_metrics: int) -> None:
+def conversation(
+    port: int,
+    expected: Path,
+    prefill_log: Path,
+    instances: list[int],
+    master_metrics: int,
+    keys_per_block: int,
+) -> None:
     """Hold the conversation through the router; what a turn generated must come from the pool in the next."""
 
     def saved(answer: Answer) -> None:
         # The last token was never fed to the model, so it has no KV.
         blocks = (answer.prompt_tokens + answer.completion_tokens - 1) // BLOCK
-        wait_until_saved(master_metrics, blocks, instances)
+        wait_until_saved(master_metrics, blocks * keys_per_block, instances)
 
     answers = hold_conversation(port, saved)
     cached = [logged(prefill_log, answer) for answer in answers]
@@ -240,6 +260,7 @@ def conversation(port: int, expected: Path, prefill_log: Path, instances: list[i
         _check_equal(f"turn {number} with the pool", answer.text, cold.text)
     print("verified: prefill read from the pool what decode had generated in the turn before, in every turn after")
     print("          the first; all answers equal those given without pool and cache.")
+    check_keys_are_ours(master_metrics)
 
 
 def _check_pool_was_read(number: int, before: Answer, found: Cached) -> None:
@@ -261,7 +282,7 @@ def _check_equal(what: str, text: str, expected: str) -> None:
         )
 
 
-def sharing(ports: list[int], logs: list[Path], master_metrics: int) -> None:
+def sharing(ports: list[int], logs: list[Path], master_metrics: int, keys_per_block: int) -> None:
     """Instance 1 must read from the pool what instance 0 computed, and be much quicker for it."""
     rows: list[Sequence[object]] = []
 
@@ -288,7 +309,7 @@ def sharing(ports: list[int], logs: list[Path], master_metrics: int) -> None:
         keys = pool_keys(master_metrics)
         first, found = timed(0, f"prompt {seed - 99}", seed)
         _check_nothing_cached(found)
-        wait_until_saved(master_metrics, keys + first.prompt_tokens // BLOCK, ports)
+        wait_until_saved(master_metrics, keys + first.prompt_tokens // BLOCK * keys_per_block, ports)
         second, found = timed(1, f"prompt {seed - 99}", seed)
         # At least one token must be computed, to have logits to choose the first word by.
         expected = (second.prompt_tokens - 1) // BLOCK * BLOCK
@@ -305,6 +326,7 @@ def sharing(ports: list[int], logs: list[Path], master_metrics: int) -> None:
         f"verified: instance 1 read from the pool what instance 0 had computed; its first token came {times:.1f} times"
     )
     print("          sooner than for a new prompt (medians), and its answers equal instance 0's, which computed them.")
+    check_keys_are_ours(master_metrics)
 
 
 def prompt(seed: int) -> str:
@@ -335,13 +357,17 @@ def main() -> None:
     three.add_argument("--ports", type=int, nargs=2, required=True)
     three.add_argument("--logs", type=Path, nargs=2, required=True)
     three.add_argument("--master-metrics", type=int, required=True)
+    for each in (two, three):
+        each.add_argument("--keys-per-block", type=int, default=1, help="2 where K and V are apart")
     args = parser.parse_args()
     if args.command == "reference":
         reference(args.port, args.answers)
     elif args.command == "conversation":
-        conversation(args.port, args.answers, args.prefill_log, args.instances, args.master_metrics)
+        conversation(
+            args.port, args.answers, args.prefill_log, args.instances, args.master_metrics, args.keys_per_block
+        )
     else:
-        sharing(args.ports, args.logs, args.master_metrics)
+        sharing(args.ports, args.logs, args.master_metrics, args.keys_per_block)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from verify import (
     Cached,
     Message,
     ask,
+    check_keys_are_ours,
     fail,
     logged,
     pool_keys,
@@ -58,9 +59,10 @@ class Master(NamedTuple):
 class Check:
     """The two instances under check, and the table of what they were asked."""
 
-    def __init__(self, ports: Sequence[int], logs: Sequence[Path]) -> None:
+    def __init__(self, ports: Sequence[int], logs: Sequence[Path], keys_per_block: int) -> None:
         self._ports = ports
         self._logs = logs
+        self._keys_per_block = keys_per_block
         self.rows: list[Sequence[object]] = []
 
     def ask(self, instance: int, what: str, messages: list[Message], **limits: int) -> tuple[Answer, Cached]:
@@ -81,7 +83,7 @@ class Check:
         first, _ = self.ask(0, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         blocks = (first.prompt_tokens - 1) // BLOCK
         give_up = time.monotonic() + seconds
-        while pool_keys(leader.metrics_port) < keys + blocks:
+        while pool_keys(leader.metrics_port) < keys + blocks * self._keys_per_block:
             if time.monotonic() > give_up:
                 return False
             time.sleep(0.05)
@@ -134,6 +136,7 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
     print_table(HEADS, check.rows)
     print("verified: every turn was answered though the leading master was killed during one; afterwards a brand-new")
     print("          prompt that instance 0 computed was read from the pool by instance 1, through the new leader.")
+    check_keys_are_ours(new.metrics_port)
 
 
 HEADS = ("request", "prompt tokens", "own cache", "pool", "computed", "first token")
@@ -145,9 +148,10 @@ def main() -> None:
     parser.add_argument("--ports", type=int, nargs=2, required=True)
     parser.add_argument("--logs", type=Path, nargs=2, required=True)
     parser.add_argument("--masters", nargs="+", required=True, help="each as METRICS_PORT:PID")
+    parser.add_argument("--keys-per-block", type=int, default=1, help="2 where K and V are apart")
     args = parser.parse_args()
     masters = [Master(*map(int, each.split(":"))) for each in args.masters]
-    failover(Check(args.ports, args.logs), masters)
+    failover(Check(args.ports, args.logs, args.keys_per_block), masters)
 
 
 if __name__ == "__main__":

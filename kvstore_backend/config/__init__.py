@@ -6,10 +6,12 @@ dialects.py      other engines' files and our URLs, translated to our names
 sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins,
                  but for MOONCAKE_PROTOCOL, which comes before a file
 environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
+checkpoints.py   a model's name at a hub -> the folder of its download
 rdma.py          the RDMA devices of this machine
 hints.py         "did you mean ...?"
 """
 
+from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
@@ -36,7 +38,9 @@ __all__ = [
     "describe_override",
     "did_you_mean",
     "fastdeploy_plugins",
+    "find_checkpoint",
     "has_active_port",
+    "is_hub_name",
     "library_folders",
     "list_rdma_devices",
     "load_config",

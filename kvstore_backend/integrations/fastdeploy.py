@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
-from kvstore_backend.config import fastdeploy_plugins, named_model
+from kvstore_backend.config import fastdeploy_plugins, find_checkpoint, named_model
 from kvstore_backend.integrations.mooncake_client import PooledClient
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.stores.mooncake import replace_client
@@ -78,6 +78,10 @@ def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = N
             "this version of FastDeploy does not tell its transfer process which model it serves, and without that "
             "models would read each other's blocks: set KVSTORE_MODEL to the model's folder"
         )
+    try:
+        model = find_checkpoint(model, environ)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
     if not Path(model).is_dir():
         raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
     fingerprint = fingerprint_model(model)

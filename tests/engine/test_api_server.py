@@ -468,6 +468,23 @@ class TestStarting:
         said = self.sentence(capsys, "--model", "/no/such/folder")
         assert "--model '/no/such/folder': there is no such folder" in said
 
+    def test_a_hubs_name_that_was_not_downloaded_is_told_where_it_was_looked_for(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        said = self.sentence(capsys, "--model", "Nobody/Has-This-0.5B")
+        assert "model 'Nobody/Has-This-0.5B' is no folder here and was not found among downloaded models" in said
+        assert f"{tmp_path}/hub/models--Nobody--Has-This-0.5B" in said
+
+    def test_a_hubs_name_stands_for_the_folder_it_was_downloaded_to(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FD_MODEL_CACHE", str(tmp_path))
+        (tmp_path / "Some" / "Model").mkdir(parents=True)
+        (tmp_path / "Some" / "Model" / "config.json").write_text("{}")
+        said = self.sentence(capsys, "--model", "Some/Model")
+        assert f"--model '{tmp_path}/Some/Model' is not a checkpoint" in said
+
     def test_a_folder_without_a_checkpoint_is_told(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         said = self.sentence(capsys, "--model", str(tmp_path))
         assert "is not a checkpoint that transformers can load" in said

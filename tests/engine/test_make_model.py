@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.make_model import STAMP, WORDS, main, make_model
+from engine.make_model import MAX_NEW_TOKENS, STAMP, WORDS, main, make_model
 
 # Of the tensors alone, so that another version of the file format would not look like other weights.
 WEIGHTS_SHA256 = "e3ae6e67a90ce1960ea898bfe00c52c01577c2c239e2925fe2e4c78f0ffa2248"
@@ -83,6 +84,10 @@ def test_the_weights_are_those_of_this_version(folder: Path) -> None:
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         digest.update(name.encode() + tensor.tobytes())
     assert digest.hexdigest() == WEIGHTS_SHA256
+
+
+def test_an_answer_that_nobody_limits_ends_soon(folder: Path) -> None:
+    assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == MAX_NEW_TOKENS
 
 
 def test_a_second_run_leaves_the_folder_as_it_is(folder: Path) -> None:

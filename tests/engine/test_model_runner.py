@@ -114,6 +114,18 @@ def test_a_repetition_penalty_must_be_a_positive_number(tiny_checkpoint: Path, t
         runner_of(with_generation_config(tiny_checkpoint, tmp_path, {"repetition_penalty": penalty}))
 
 
+def test_an_answers_length_has_the_checkpoints_default(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert runner_of(tiny_checkpoint).default_max_tokens is None
+    limited = with_generation_config(tiny_checkpoint, tmp_path, {"max_new_tokens": 48})
+    assert runner_of(limited).default_max_tokens == 48
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5])
+def test_a_default_length_must_be_a_positive_number(tiny_checkpoint: Path, tmp_path: Path, limit: object) -> None:
+    with pytest.raises(ConfigError, match=r"max_new_tokens"):
+        runner_of(with_generation_config(tiny_checkpoint, tmp_path, {"max_new_tokens": limit}))
+
+
 def with_generation_config(checkpoint: Path, folder: Path, generation_config: dict[str, Any]) -> Path:
     """A copy of the checkpoint."""
     shutil.copytree(checkpoint, folder, dirs_exist_ok=True)

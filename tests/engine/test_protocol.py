@@ -257,6 +257,25 @@ def test_a_repetition_penalty_may_be_the_checkpoints_only(word_tokenizer: Any) -
         start(completions, "text", {"prompt": "a", "repetition_penalty": 1})
 
 
+@pytest.mark.parametrize(
+    ("fields", "max_tokens"),
+    [
+        ({}, 20),
+        ({"max_tokens": 50}, 50),
+        ({"completion_token_ids": [1, 2, 3]}, 17),
+        ({"completion_token_ids": [1] * 30}, 1),
+    ],
+    ids=["no limit", "the client's limit", "preempted", "preempted beyond it"],
+)
+def test_a_client_that_gives_no_limit_gets_the_checkpoints(
+    word_tokenizer: Any, fields: dict[str, Any], max_tokens: int
+) -> None:
+    generations = Generations(None, word_tokenizer, "mixed", 16, None)  # type: ignore[arg-type]
+    completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, default_max_tokens=20)
+    request = start(completions, "text", {"prompt": "a", **fields}).request
+    assert request.params.max_tokens == max_tokens
+
+
 def test_unknown_fields_are_let_through() -> None:
     body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, "metadata": {"a": 1}, "store": True}).encode())
     assert body.messages == MESSAGES

@@ -14,7 +14,17 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "cache_storage"
-CHOICES = ("ENGINE", "ROUTER", "MODEL_NAME", "MOONCAKE_PROTOCOL", "MOONCAKE_CONFIG_PATH", "FD_DEBUG")
+CHOICES = (
+    "ENGINE",
+    "ROUTER",
+    "MODEL_NAME",
+    "MAX_MODEL_LEN",
+    "MOONCAKE_PROTOCOL",
+    "MOONCAKE_CONFIG_PATH",
+    "FD_DEBUG",
+    "FD_MODEL_CACHE",
+    "FD_PLUGINS",
+)
 
 
 def script_environment(**variables: str) -> dict[str, str]:

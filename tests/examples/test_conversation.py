@@ -16,8 +16,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from engine.make_model import MAX_NEW_TOKENS
 from tests.examples.readme import readme_blocks
-from tests.examples.script import Script, running
+from tests.examples.script import EXAMPLES, ROOT, Script, running
+from tests.support.waiting import wait_until
 
 ROUTER = "http://127.0.0.1:52700"
 DECODE = "http://127.0.0.1:52500"
@@ -41,6 +43,7 @@ def client(url: str) -> openai.OpenAI:
 def test_the_conversation_is_verified_and_ends_with_a_table(kept: Script) -> None:
     assert "verified: prefill read from the pool what decode had generated" in kept.output
     assert re.search(r"^request +prompt tokens +own cache +pool +computed +first token", kept.output, re.MULTILINE)
+    assert re.search(r"All \d+ keys in the pool are our backend's \(kv1-", kept.output)
 
 
 def test_the_last_turn_read_at_least_a_block_from_the_pool(kept: Script) -> None:
@@ -80,9 +83,61 @@ def test_the_openai_client_gets_one_answer_streaming_and_not(kept: Script, url: 
 
 
 def test_the_curl_command_of_the_readme_gets_an_answer(kept: Script) -> None:
-    (command,) = [block for block in readme_blocks("bash") if block.startswith("curl ")]
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert json.loads(ended.stdout)["usage"]["completion_tokens"] == 30, ended
+    command, _ = readme_curls()
+    assert answer_of(command)["usage"]["completion_tokens"] == 30
+
+
+def test_an_answer_that_nobody_limits_ends_by_itself(kept: Script) -> None:
+    answer = httpx.post(f"{ROUTER}/v1/chat/completions", json={"messages": [QUESTION]}, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == MAX_NEW_TOKENS
+
+
+def test_the_question_of_the_readme_is_read_from_the_pool_at_the_other_port(kept: Script) -> None:
+    _, questions = readme_curls()
+    first, second = questions.splitlines()
+    assert question_lines(kept) == [line.replace("@examples", f"@{ROOT}/examples") for line in (first, second)]
+    blocks = pool_keys()
+    saved = answer_of(first)["usage"]["prompt_tokens"] // 64
+    wait_until(lambda: pool_keys() >= blocks + saved, "the prompt to be in the pool")
+    assert answer_of(second)["usage"]["prompt_tokens_details"]["pool_cached_tokens"] >= 64
+
+
+@pytest.mark.parametrize("command", ["doctor", "stats", "bench"])
+def test_the_pool_is_looked_at_with_what_keep_prints(kept: Script, command: str) -> None:
+    lines = [line.strip() for line in kept.output.partition("To look at the pool:")[2].splitlines()]
+    settings = [line for line in lines if line.startswith((". ", "export "))]
+    (asked,) = [line for line in lines if line.startswith(f"kvstore {command}")]
+    if command == "stats":
+        assert asked in (ROOT / "docs" / "operations.md").read_text()
+    script = "\n".join(["set -e", *settings, asked])
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended
+
+
+def test_the_logs_that_the_pages_name_are_written(kept: Script) -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = set(re.findall(r"\blog_(?:\*|prefill|decode|router|master)/[\w.]+", pages))
+    assert named >= {"log_*/api_server.log", "log_router/nohup"}
+    assert [name for name in named if not list(EXAMPLES.glob(name))] == []
+
+
+def readme_curls() -> list[str]:
+    return [block for block in readme_blocks("bash") if block.startswith("curl ")]
+
+
+def question_lines(kept: Script) -> list[str]:
+    return [line.strip() for line in kept.output.splitlines() if line.startswith("  curl ")]
+
+
+def answer_of(command: str) -> Any:
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return json.loads(ended.stdout)
+
+
+def pool_keys() -> int:
+    found = re.search(r"^master_key_count (\d+)", httpx.get("http://127.0.0.1:15003/metrics").text, re.MULTILINE)
+    assert found
+    return int(found[1])
 
 
 def test_the_python_program_of_the_readme_prints_a_story(kept: Script) -> None:

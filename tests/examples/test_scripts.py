@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
+import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from engine.args import parse_args
 from tests.examples.script import EXAMPLES, loopback_only, running, script_environment
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("free_ports")]
+pytestmark = pytest.mark.timeout(600)
+needs_ports = pytest.mark.usefixtures("free_ports")
+SCRIPTS = ("run.sh", "run_pd_storage.sh", "run_03b_pd_storage.sh", "run_ha.sh")
 
 
+@needs_ports
 def test_two_instances_share_the_pool_with_no_interface_but_loopback(free_ports: None) -> None:
     with running("run.sh", under=loopback_only()) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
+    assert re.search(r"All \d+ keys in the pool are our backend's \(kv1-", script.output)
     assert script.left_behind() == []
 
 
+@needs_ports
 def test_ctrl_c_while_starting_leaves_nothing_behind() -> None:
     with running("run.sh") as script:
         script.wait_for("starting instance_1", deadline=60)
@@ -28,6 +40,7 @@ def test_ctrl_c_while_starting_leaves_nothing_behind() -> None:
     assert script.left_behind() == []
 
 
+@needs_ports
 def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with running("run.sh", MODEL_NAME=str(tmp_path)) as script:
         assert script.end(60) == 1
@@ -50,15 +63,18 @@ def complaint(name: str, *arguments: str, **environment: str) -> str:
     return ended.stderr
 
 
+@needs_ports
 def test_a_busy_port_is_named_with_what_it_was_for() -> None:
     with socket.create_server(("127.0.0.1", 52500)):
         said = complaint("run_pd_storage.sh")
     assert said == "port 52500, wanted for decode, is in use; ss -tanp shows by what\n"
 
 
+@needs_ports
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
+        ({"MAX_MODEL_LEN": "8K"}, "MAX_MODEL_LEN=8K is no number of tokens, such as 8192"),
         ({"MODEL_NAME": "/no/such/model"}, "MODEL_NAME=/no/such/model: there is no such folder; give "),
         ({"ENGINE": "fastdeply"}, "ENGINE=fastdeply is not known; use kvstore or fastdeploy"),
         ({"ROUTER": "nginx"}, "ROUTER=nginx is not known; use kvstore or fastdeploy"),
@@ -70,6 +86,7 @@ def test_a_wrong_choice_is_said_in_one_sentence(environment: dict[str, str], sen
     assert said.count("\n") == 1
 
 
+@needs_ports
 def test_what_costs_nothing_to_check_is_checked_before_the_ports() -> None:
     with socket.create_server(("127.0.0.1", 52500)):
         said = complaint("run_pd_storage.sh", MODEL_NAME="/no/such/model")
@@ -77,4 +94,172 @@ def test_what_costs_nothing_to_check_is_checked_before_the_ports() -> None:
 
 
 def test_a_wrong_argument_is_said_in_one_sentence() -> None:
-    assert complaint("run.sh", "--kep") == "run.sh: unknown argument '--kep'; the only one is --keep\n"
+    assert complaint("run.sh", "--kep") == "run.sh: unknown argument '--kep'; there are --keep and --dry-run\n"
+
+
+# What would be started.
+
+
+class Line:
+    """A command of a dry run, with the variables before it."""
+
+    def __init__(self, line: str) -> None:
+        self.words = shlex.split(line)
+        self.environment = {}
+        while "=" in self.words[0]:
+            name, _, self.environment[name] = self.words.pop(0).partition("=")
+        if self.words[0] == "env":
+            del self.words[0]
+            while "=" in self.words[0]:
+                name, _, self.environment[name] = self.words.pop(0).partition("=")
+
+    @property
+    def flags(self) -> list[str]:
+        """What comes behind ``python -m MODULE``."""
+        return self.words[self.words.index("-m") + 2 :]
+
+
+def dry_run(script: str | Path, **environment: str) -> list[Line]:
+    ended = subprocess.run(
+        ["bash", EXAMPLES / script, "--dry-run"],
+        env=script_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line and not line.startswith("#")]
+    assert lines.pop(0).startswith("cd ")
+    return [Line(line) for line in lines]
+
+
+def instances(lines: list[Line], module: str) -> list[Line]:
+    return [line for line in lines if module in line.words]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> None:
+    lines = dry_run(script, ENGINE="kvstore")
+    started = instances(lines, "engine.api_server")
+    assert len(started) == (3 if "pd" in script else 2)
+    for line in started:
+        args = parse_args(line.flags, line.environment)
+        assert args.kvcache_storage_backend == (None if args.port == 52600 else "mooncake")
+        assert str(args.log_dir).startswith("log_")
+    assert any("mooncake_master" in line.words[0] for line in lines)
+    assert any("FD_PLUGINS" in line.environment for line in lines) is False
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_with_fastdeploy_puts_our_backend_under_it(script: str, tmp_path: Path) -> None:
+    lines = dry_run(script, ENGINE="fastdeploy", FD_MODEL_CACHE=str(tmp_path))
+    started = instances(lines, "fastdeploy.entrypoints.openai.api_server")
+    assert len(started) == (3 if "pd" in script else 2)
+    for line in started:
+        assert line.environment["FD_PLUGINS"] == "kvstore"
+        folder = line.flags[line.flags.index("--model") + 1]
+        assert folder == f"{tmp_path}/PaddlePaddle/ERNIE-4.5-0.3B-Paddle"
+    assert all("engine.api_server" not in line.words for line in lines)
+
+
+def test_plugins_of_the_users_own_stay() -> None:
+    lines = dry_run("run.sh", ENGINE="fastdeploy", FD_PLUGINS="mine")
+    assert {line.environment["FD_PLUGINS"] for line in lines} == {"mine,kvstore"}
+
+
+@pytest.mark.parametrize("engine", ["kvstore", "fastdeploy"])
+def test_a_dry_run_needs_neither_a_set_up_nor_a_free_port_and_leaves_nothing(engine: str, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "examples" / "cache_storage", ignore=shutil.ignore_patterns("log_*"))
+    before = sorted(tmp_path.rglob("*"))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 15001))
+        for script in SCRIPTS:
+            assert dry_run(tmp_path / "examples" / "cache_storage" / script, ENGINE=engine)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def with_fake_fastdeploy(folder: Path) -> dict[str, str]:
+    """A machine where some ``fastdeploy`` can be imported, but nothing of ours beside it."""
+    (folder / "fastdeploy").mkdir()
+    (folder / "fastdeploy" / "__init__.py").touch()
+    return {"PYTHONPATH": str(folder)}
+
+
+def has_no_fastdeploy() -> bool:
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('fastdeploy') is not None)"
+    return all(
+        subprocess.run([python, "-c", look], check=False).returncode == 0 for python in ("python3", sys.executable)
+    )
+
+
+@pytest.mark.skipif(not has_no_fastdeploy(), reason="FastDeploy is installed here")
+def test_where_fastdeploy_is_missing_one_sentence_says_where_it_is_to_be_had() -> None:
+    said = complaint("run_pd_storage.sh", ENGINE="fastdeploy")
+    assert said.count("\n") == 1
+    assert "no python here can import fastdeploy, which is not on PyPI" in said
+    assert "pip install fastdeploy-gpu -i https://www.paddlepaddle.org.cn/packages/stable/" in said
+
+
+def test_a_fastdeploy_without_our_backend_is_told_how_to_get_it(tmp_path: Path) -> None:
+    said = complaint(
+        "run.sh", ENGINE="fastdeploy", PATH=f"/usr/bin:{os.environ['PATH']}", **with_fake_fastdeploy(tmp_path)
+    )
+    assert said.startswith("run.sh: ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with: ")
+    assert said.count("\n") == 1
+
+
+# Which model, and how long.
+
+
+def checkpoint(folder: Path, **config: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def told(lines: list[Line], flag: str) -> set[str]:
+    return {line.flags[line.flags.index(flag) + 1] for line in instances(lines, "engine.api_server")}
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 4096}, "4096"),
+        ({"max_position_embeddings": 131072}, "32768"),
+        ({"text_config": {"max_position_embeddings": 8192}}, "8192"),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope"},
+            },
+            "4096",
+        ),
+        ({}, "32768"),
+    ],
+    ids=["shorter", "longer", "with a vision part", "longrope", "not said"],
+)
+def test_the_length_is_the_checkpoints(config: dict[str, object], length: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", **config)
+    assert told(dry_run("run.sh", ENGINE="kvstore", MODEL_NAME=str(folder)), "--max-model-len") == {length}
+
+
+def test_the_length_can_be_chosen(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", max_position_embeddings=131072)
+    lines = dry_run("run_ha.sh", ENGINE="kvstore", MODEL_NAME=str(folder), MAX_MODEL_LEN="65536")
+    assert told(lines, "--max-model-len") == {"65536"}
+
+
+def test_the_processes_are_told_the_folder_of_a_hubs_model(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "Qwen" / "Small", max_position_embeddings=4096)
+    lines = dry_run("run.sh", ENGINE="kvstore", MODEL_NAME="Qwen/Small", FD_MODEL_CACHE=str(tmp_path))
+    assert told(lines, "--model") == {str(folder)}
+    assert told(lines, "--max-model-len") == {"4096"}
+
+
+def test_a_hubs_model_that_was_not_downloaded_is_said_in_one_sentence() -> None:
+    said = complaint("run.sh", "--dry-run", ENGINE="kvstore", MODEL_NAME="Nobody/Has-This-0.5B")
+    assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is no folder here")
+    assert said.count("\n") == 1

@@ -75,6 +75,65 @@ def test_a_python_without_venv_is_said_where_it_cannot_be_installed(bare_checkou
     assert ended.stderr.count("\n") == 1
 
 
+def somebody_elses_venv(folder: Path) -> Path:
+    """As `uv venv` makes one: without pip, and without a stamp of the set-up's."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "pyvenv.cfg").write_text("uv = 0.9\n")
+    return folder
+
+
+def listing(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_a_venv_that_somebody_else_made_is_left_as_it_is(bare_checkout: Path) -> None:
+    venv = somebody_elses_venv(bare_checkout / ".venv")
+    before = listing(venv)
+    ended = set_up(bare_checkout)
+    assert listing(venv) == before
+    assert ended.returncode == 1
+    assert f"{venv} is not made by scripts/setup and is left as it is: move it away" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_venv_that_is_a_link_is_left_as_it_is(bare_checkout: Path) -> None:
+    venv = somebody_elses_venv(bare_checkout.parent / "elsewhere")
+    (venv / ".setup-stamp").write_text("of another checkout")
+    (bare_checkout / ".venv").symlink_to(venv)
+    before = listing(venv)
+    ended = set_up(bare_checkout)
+    assert listing(venv) == before
+    assert ended.returncode == 1
+    assert f"{bare_checkout}/.venv is a symbolic link and is left as it is: move it away" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_venv_that_was_left_half_made_is_made_anew(bare_checkout: Path) -> None:
+    venv = bare_checkout / ".venv"
+    venv.mkdir()
+    (venv / ".setup-stamp").touch()
+    (venv / "half").touch()
+    python = bare_checkout.parent / "bin" / "python3"
+    made = bare_checkout.parent / "made"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in "-m venv "*) ls -A {venv} >{made}; exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    ended = set_up(bare_checkout, PATH=f"{bare_checkout.parent / 'bin'}:{os.environ['PATH']}")
+    assert "failed: making .venv" in ended.stderr
+    assert made.read_text() == ".setup-stamp\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("name", [".venv", ".venv/bin/python"])
+def test_git_ignores_a_venv_even_if_it_is_a_link(name: str) -> None:
+    ended = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)
+    if ended.returncode == 128:
+        pytest.skip("this is no clone")
+    assert ended.returncode == 0
+
+
 def test_what_is_installed_is_what_the_constraints_name() -> None:
     differing = []
     for constraint in constraints():

@@ -13,7 +13,7 @@ from tests.support.ports import free_ports
 from tests.support.processes import Child, child
 from tests.support.waiting import port_answers
 
-__all__ = ["MooncakeMaster", "mooncake_master"]
+__all__ = ["MooncakeMaster", "find_master", "mooncake_master"]
 
 
 class MooncakeMaster:
@@ -51,7 +51,7 @@ def mooncake_master(log: Path, *flags: str) -> Iterator[MooncakeMaster]:
     """A master that answers; ``flags`` are added to its command line (``--default_kv_lease_ttl=200``)."""
     rpc_port, metadata_port, metrics_port = free_ports(3)
     argv = [
-        _program(),
+        find_master(),
         "--rpc_address=127.0.0.1",
         f"--rpc_port={rpc_port}",
         "--enable_http_metadata_server=true",
@@ -66,7 +66,7 @@ def mooncake_master(log: Path, *flags: str) -> Iterator[MooncakeMaster]:
         yield MooncakeMaster(process, rpc_port, metadata_port, metrics_port)
 
 
-def _program() -> str:
+def find_master() -> str:
     """Where ``mooncake_master`` is: beside this Python, where its wheel puts it, or on the PATH."""
     beside = Path(sys.executable).with_name("mooncake_master")
     found = str(beside) if beside.exists() else shutil.which("mooncake_master")

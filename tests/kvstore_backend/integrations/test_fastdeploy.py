@@ -325,6 +325,13 @@ def test_a_process_that_is_not_told_the_model_takes_the_one_named_beside(models:
     assert process_namespace(untold, {"KVSTORE_MODEL": str(models[0])}) == process_namespace(argv(models[0]))
 
 
+def test_a_hubs_name_is_the_folder_that_fastdeploy_downloads_it_to(models: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "PaddlePaddle").mkdir()
+    (tmp_path / "PaddlePaddle" / "ERNIE").symlink_to(models[0])
+    named = process_namespace(argv(models[0], model_path="PaddlePaddle/ERNIE"), {"FD_MODEL_CACHE": str(tmp_path)})
+    assert named == process_namespace(argv(models[0]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# FastDeploy's name for it.
+exec "$(dirname "${BASH_SOURCE[0]}")/run_pd_storage.sh" "$@"

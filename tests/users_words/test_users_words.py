@@ -1,0 +1,541 @@
+"""Each line of the guides that our users come with works here, or is answered with the sentence that helps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.args import parse_args
+from engine.make_model import make_model
+from kvstore_backend import ConfigError
+from kvstore_backend.config import PoolConfig, load_config, rdma, read_config
+from router.settings import load_settings
+from tests.examples.script import EXAMPLES, ROOT
+from tests.support.mooncake import find_master
+from tests.support.ports import free_ports
+from tests.support.processes import Child, child
+from tests.support.waiting import port_answers, wait_until
+from tests.users_words.words import COMMANDS, MINDIE_FILE, MOONCAKE_FILE, SNIPPETS, command, translate
+
+PAGE = (ROOT / "docs" / "migrate.md").read_text().replace("\\|", "|")
+MODEL = "PaddlePaddle/ERNIE-4.5-0.3B-Paddle"
+QUESTION = EXAMPLES / "question.json"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def waits_for(helper: str, what: str) -> pytest.MarkDecorator:
+    """Turns loud as soon as the other part of the work is there: then the mark goes."""
+    return pytest.mark.xfail(strict=True, reason=f"{helper}: {what}")
+
+
+# The page.
+
+
+@pytest.mark.parametrize("snippet", [each for each in SNIPPETS if each not in ('""', "retrieval")])
+def test_each_word_stands_in_the_migration_page(snippet: str) -> None:
+    if snippet.startswith("{"):
+        assert all(name in PAGE for name in ("`metadata_server`", "`protocol`", "`use_ascend_direct`"))
+    elif snippet.startswith("mooncake_master --port 12345"):
+        assert snippet in PAGE
+    else:
+        assert snippet in PAGE or f"/{snippet}" in PAGE
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_each_command_stands_in_the_migration_page_as_it_is_written_here(line: str) -> None:
+    if line.startswith("curl"):
+        assert line.split(" -d ")[0] in PAGE or 'curl ... "http://0.0.0.0:52700/v1/chat/completions"' in PAGE
+        return
+    if line.startswith("python"):
+        line = line.replace("fastdeploy.entrypoints.openai.api_server", "engine.api_server")
+        line = line.replace("fastdeploy.router.launch", "router.launch")
+    assert line in PAGE
+
+
+@pytest.mark.parametrize("script", [each for each in SNIPPETS if each.endswith(".sh")])
+def test_their_scripts_are_here(script: str) -> None:
+    ended = subprocess.run([EXAMPLES / script, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert "--dry-run" in ended.stdout
+
+
+# Flags.
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "api_server" in line])
+def test_an_instances_flags_are_ours(line: str) -> None:
+    words = translate(line, {}, MODEL)
+    args = parse_args(words[words.index("engine.api_server") + 1 :], {})
+    assert args.port in (52700, 52800, 52400, 52500)
+    assert (args.model, args.max_model_len, args.max_num_seqs) == (MODEL, 32768, 32)
+    assert args.kvcache_storage_backend == "mooncake"
+    assert args.enable_output_caching == (args.splitwise_role == "decode")
+
+
+def test_the_routers_flags_are_ours() -> None:
+    words = translate(command("router.launch", "--splitwise"), {}, MODEL)
+    settings = load_settings(words[words.index("router.launch") + 1 :], {})
+    assert (settings.port, settings.splitwise) == (52700, True)
+
+
+def test_fd_debug_turns_debug_logs_on() -> None:
+    name, _, value = command("FD_DEBUG").removeprefix("export ").partition("=")
+    assert parse_args(["--model", MODEL], {name: value}).debug
+
+
+def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_MODEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    ended = run_module("engine.api_server", "--model", MODEL, "--host", "127.0.0.1", "--port", str(free_ports(1)[0]))
+    assert ended.returncode == 2
+    assert f"model '{MODEL}' is no folder here and was not found among downloaded models" in ended.stderr
+    assert str(tmp_path / MODEL) in ended.stderr
+
+
+# The pool's file and variables.
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the machine's RDMA devices; none at first."""
+    folder = tmp_path / "infiniband"
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", folder)
+    return folder
+
+
+def with_their_file(folder: Path, **changes: object) -> dict[str, str]:
+    """The environment of their guide."""
+    file = folder / "mooncake_config.json"
+    file.write_text(json.dumps({**MOONCAKE_FILE, **changes}))
+    return {"MOONCAKE_CONFIG_PATH": str(file)}
+
+
+def mooncake_settings(environ: dict[str, str]) -> dict[str, Any]:
+    return asdict(load_config("mooncake", environ=environ).store)
+
+
+def test_their_file_is_read_where_there_is_rdma(tmp_path: Path, devices: Path) -> None:
+    (devices / "mlx5_0").mkdir(parents=True)
+    found = mooncake_settings(with_their_file(tmp_path))
+    assert {name: found[name] for name in MOONCAKE_FILE} == MOONCAKE_FILE
+
+
+def test_their_file_without_rdma_is_answered_with_file_word_and_remedy(tmp_path: Path, devices: Path) -> None:
+    with pytest.raises(ConfigError, match=r'"protocol" in .*mooncake_config.json is .rdma.; .*no RDMA device: say tcp'):
+        mooncake_settings(with_their_file(tmp_path))
+
+
+@waits_for("b", "MOONCAKE_PROTOCOL=tcp beside a file that says rdma")
+def test_their_remedy_without_rdma_works(tmp_path: Path, devices: Path) -> None:
+    name, _, value = command("MOONCAKE_PROTOCOL=tcp").partition("=")
+    assert mooncake_settings({**with_their_file(tmp_path), name: value})["protocol"] == "tcp"
+
+
+def test_the_defaults_are_theirs(devices: Path) -> None:
+    found = mooncake_settings({"MOONCAKE_MASTER_SERVER_ADDR": "h:1", "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE"})
+    assert found["global_segment_size"] == 1 << 30
+    assert found["local_buffer_size"] == MOONCAKE_FILE["local_buffer_size"] == 128 << 20
+
+
+def without(name: str, folder: Path) -> dict[str, str]:
+    environ = with_their_file(folder, protocol="tcp")
+    file = Path(environ["MOONCAKE_CONFIG_PATH"])
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != name}))
+    return environ
+
+
+def test_the_masters_address_is_required(tmp_path: Path, devices: Path) -> None:
+    with pytest.raises(ConfigError, match="master_server_addr"):
+        mooncake_settings(without("master_server_addr", tmp_path))
+
+
+def test_a_metadata_server_that_is_left_out_is_said(
+    tmp_path: Path, devices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert mooncake_settings(without("metadata_server", tmp_path))["metadata_server"] == "P2PHANDSHAKE"
+    assert "P2PHANDSHAKE" in caplog.text
+
+
+@pytest.mark.parametrize("variable", [each for each in SNIPPETS if re.fullmatch(r"MOONCAKE_\w+", each)])
+def test_each_of_their_variables_is_read(variable: str, tmp_path: Path, devices: Path) -> None:
+    (devices / "mlx5_7").mkdir(parents=True)
+    if variable == "MOONCAKE_CONFIG_PATH":
+        assert mooncake_settings(with_their_file(tmp_path))["master_server_addr"] == "0.0.0.0:15001"
+        return
+    name = variable.removeprefix("MOONCAKE_").lower()
+    text = {"protocol": "tcp", "rdma_devices": "mlx5_7", "metadata_server": "P2PHANDSHAKE"}.get(name, "123456789")
+    value = "10.0.0.9:15001" if name == "master_server_addr" else text
+    plain = {"MOONCAKE_MASTER_SERVER_ADDR": "h:1", "MOONCAKE_METADATA_SERVER": "http://h:2/metadata"}
+    assert str(mooncake_settings({**plain, variable: value})[name]) == value
+
+
+# The master.
+
+
+@contextlib.contextmanager
+def their_master(line: str, ports: dict[int, int], log: Path) -> Iterator[Child]:
+    """A real master by their command line; kept on loopback as far as Mooncake lets itself be."""
+    program, *flags = translate(line, ports, MODEL)
+    assert program == "mooncake_master"
+    rpc_port = next(iter(ports.values()))
+    with child([find_master(), *flags, "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"], log) as running:
+        running.wait_for(lambda: port_answers(rpc_port), "answering")
+        yield running
+
+
+def test_mindies_master_starts(tmp_path: Path) -> None:
+    (port, metrics_port) = free_ports(2)
+    line = command("mooncake_master", "12345") + f" --metrics_port={metrics_port}"
+    with their_master(line, {12345: port}, tmp_path / "log") as master:
+        assert master.exit_code is None
+
+
+@waits_for("b", "kvstore master takes Mooncake's own flag names")
+def test_mindies_flags_are_taken_by_our_command() -> None:
+    _, *flags = command("mooncake_master", "12345").split()
+    ended = run_module("kvstore_backend.cli", "master", "--print", *flags)
+    assert ended.returncode == 0, ended.stderr
+    for flag in ("--eviction_high_watermark_ratio=0.8", "--eviction_ratio=0.05", "--rpc_thread_num=128"):
+        assert flag in ended.stdout
+
+
+# The guides, followed.
+
+
+@dataclass
+class Guide:
+    """A guide's processes, started by its own lines in one folder."""
+
+    folder: Path
+    ports: dict[int, int]
+    processes: ExitStack
+    environ: dict[str, str]
+    model: str
+
+    def start(self, line: str, name: str) -> Child:
+        """``line`` in the background, its log where the guide looks for it."""
+        words = translate(line, self.ports, self.model)
+        assert words[0] == "python"
+        environ = {"FD_LOG_DIR": str(self.folder / f"log_{name}"), **self.environ}
+        return self.processes.enter_context(child([sys.executable, *words[1:]], self.folder / name, environ))
+
+    def wait_for(self, process: Child, port: int) -> None:
+        """Until what should listen at the guide's ``port`` does, and is healthy."""
+        process.wait_for(lambda: is_healthy(self.ports[port]), "healthy", 120)
+
+    def shell(self, line: str) -> str:
+        """What a line of the guide prints in that folder."""
+        for port, free in self.ports.items():
+            line = line.replace(str(port), str(free))
+        ended = subprocess.run(
+            ["bash", "-c", line], cwd=self.folder, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert ended.returncode == 0, ended
+        return ended.stdout
+
+    def ask(self, line: str) -> Any:
+        """The answer to a curl of the guide."""
+        answer = json.loads(self.shell(line))
+        assert answer["choices"][0]["message"]["content"], answer
+        return answer
+
+    def ask_question(self, port: int) -> int:
+        """Tokens from the pool of our own question's prompt at the guide's ``port``."""
+        head = command("curl", "Hello, world!").partition(" -d ")[0].replace("52700", str(port))
+        answer = self.ask(f"{head} -d @{QUESTION}")
+        return int(answer["usage"]["prompt_tokens_details"]["pool_cached_tokens"])
+
+
+def is_healthy(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def saved_keys(guide: Guide) -> int:
+    page = httpx.get(f"http://127.0.0.1:{guide.ports[15003]}/metrics", trust_env=False).text
+    found = re.search(r"^master_key_count (\d+)", page, re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "small"
+    make_model(folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def following(folder: Path, model: str, *ports: int) -> Iterator[Guide]:
+    """A guide with its master running."""
+    mapped = dict(zip((15001, 15002, 15003, *ports), free_ports(3 + len(ports)), strict=True))
+    with ExitStack() as processes:
+        processes.enter_context(their_master(command("mooncake_master", "15001"), mapped, folder / "master"))
+        yield Guide(folder, mapped, processes, {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}, model)
+
+
+@pytest.fixture(scope="module")
+def two_instances(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Guide]:
+    folder = tmp_path_factory.mktemp("two")
+    with following(folder, model, 52700, 52800) as guide:
+        content = json.dumps({**MOONCAKE_FILE, "protocol": "tcp"})
+        for port in (15001, 15002):
+            content = content.replace(str(port), str(guide.ports[port]))
+        (folder / "mooncake_config.json").write_text(content)
+        guide.environ["MOONCAKE_CONFIG_PATH"] = str(folder / "mooncake_config.json")
+        lines = [line for line in COMMANDS if "api_server" in line and "--splitwise-role" not in line]
+        started = [guide.start(line, str(number)) for number, line in enumerate(lines)]
+        for process, port in zip(started, (52700, 52800), strict=True):
+            guide.wait_for(process, port)
+        yield guide
+
+
+def test_what_one_instance_computed_is_read_by_the_other(two_instances: Guide) -> None:
+    assert two_instances.ask_question(52700) == 0
+    wait_until(lambda: saved_keys(two_instances) >= 6, "the prompt to be in the pool")
+    assert two_instances.ask_question(52800) >= 64
+
+
+def test_the_guides_grep_finds_the_hit(two_instances: Guide) -> None:
+    two_instances.ask_question(52800)
+    found = two_instances.shell(command("grep -E", "storage_cache_token_num"))
+    assert re.search(r"^log_1/api_server.log:.*storage_cache_token_num=\d+", found, re.MULTILINE)
+
+
+def test_the_guides_curl_is_answered_at_both_ports(two_instances: Guide) -> None:
+    line = command("curl", "Hello, world!")
+    for port in ("52700", "52800"):
+        answer = two_instances.ask(line.replace("52700", port))
+        assert answer["usage"]["prompt_tokens_details"]["pool_cached_tokens"] == 0
+
+
+@waits_for("c", "storage_cache_token_num of 0 says why")
+def test_the_guides_own_prompt_is_told_why_it_does_not_hit(two_instances: Guide) -> None:
+    line = command("curl", "Hello, world!").replace("52700", "52800")
+    request_id = two_instances.ask(line)["id"].removeprefix("chatcmpl-")
+    log = (two_instances.folder / "log_1" / "api_server.log").read_text()
+    (logged,) = [each for each in log.splitlines() if request_id in each and "storage_cache_token_num" in each]
+    assert "block" in logged
+
+
+def test_the_metadata_server_says_that_it_is_alive_by_a_400(two_instances: Guide) -> None:
+    url = command("curl http://localhost:15002").split()[1].replace("15002", str(two_instances.ports[15002]))
+    answer = httpx.get(url.replace("localhost", "127.0.0.1"), trust_env=False)
+    assert (answer.status_code, "Missing key parameter" in answer.text) == (400, True)
+    assert "400" in PAGE
+    assert "Missing key parameter" in PAGE
+
+
+def test_the_master_has_metrics(two_instances: Guide) -> None:
+    line = command("curl http://localhost:15003").replace("localhost", "127.0.0.1")
+    assert "master_key_count" in two_instances.shell(f"{line} -s")
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="ss is not installed")
+def test_ss_finds_the_master(two_instances: Guide) -> None:
+    assert str(two_instances.ports[15001]) in two_instances.shell(command("ss -ltn"))
+
+
+@pytest.mark.skipif(shutil.which("lsof") is None, reason="lsof is not installed")
+def test_the_pages_lsof_names_the_master_alone_where_theirs_names_the_instances_too(two_instances: Guide) -> None:
+    ours = re.search(r"`kill \$\((lsof [^)]*)\)`", PAGE)
+    assert ours
+    (listening,) = two_instances.shell(ours[1]).split()
+    theirs = command("lsof").partition("$(")[2].rstrip(")")
+    assert {listening} < set(two_instances.shell(theirs).split())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Guide]:
+    with following(tmp_path_factory.mktemp("pair"), model, 52700, 52400, 52500) as guide:
+        guide.environ |= {
+            "MOONCAKE_MASTER_SERVER_ADDR": f"127.0.0.1:{guide.ports[15001]}",
+            "MOONCAKE_METADATA_SERVER": f"http://127.0.0.1:{guide.ports[15002]}/metadata",
+            "MOONCAKE_PROTOCOL": "tcp",
+        }
+        router = guide.start(command("router.launch", "--splitwise"), "router")
+        prefill = guide.start(command("--splitwise-role prefill"), "prefill")
+        decode = guide.start(command("--splitwise-role decode"), "decode")
+        guide.wait_for(prefill, 52400)
+        guide.wait_for(decode, 52500)
+        counts = f"http://127.0.0.1:{guide.ports[52700]}/registered_number"
+
+        def are_both_registered() -> bool:
+            found = httpx.get(counts, trust_env=False).json()
+            return bool(found["prefill"] and found["decode"])
+
+        router.wait_for(lambda: port_answers(guide.ports[52700]) and are_both_registered(), "paired", 60)
+        yield guide
+
+
+def test_a_pair_answers_the_guides_curl(pair: Guide) -> None:
+    pair.ask(command("curl", "Hello!"))
+
+
+def test_prefill_reads_what_decode_saved_and_the_guides_grep_finds_it(pair: Guide) -> None:
+    pair.ask_question(52500)
+    wait_until(lambda: saved_keys(pair) >= 6, "the prompt to be in the pool")
+    assert pair.ask_question(52700) >= 64
+    found = pair.shell(f'grep -E "storage_cache_token_num" {command("log_prefill/api_server.log")}')
+    assert re.search(r"storage_cache_token_num=[1-9]", found)
+
+
+# MindIE.
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write_mindie(tmp_path: Path) -> Write:
+    """Writes MindIE's two files as the guide has them; the first one's path."""
+
+    def write(pool: object = None, **changes: object) -> Path:
+        file = tmp_path / "mooncake.json"
+        file.write_text(json.dumps({**MINDIE_FILE, **changes}))
+        their_pool = json.loads("{" + command('"kvPoolConfig"') + "}")["kvPoolConfig"] | {"configPath": str(file)}
+        plugin = json.loads("{" + command('"plugin_params"') + "}")
+        server = {
+            "BackendConfig": {
+                "modelInstanceNumber": 1,
+                "npuDeviceIds": [[0]],
+                "multiNodesInferEnabled": False,
+                "interNodeTLSEnabled": False,
+                "kv_trans_timeout": 10,
+                "kv_link_timeout": 1080,
+                "kvPoolConfig": pool(their_pool) if callable(pool) else their_pool,
+                "ModelDeployConfig": {
+                    "maxSeqLen": 2560,
+                    "ModelConfig": [
+                        {"dp": -1, "sp": -1, "tp": -1, "moe_ep": -1, "moe_tp": -1, "cpuMemSize": 5, "npuMemSize": -1}
+                        | plugin
+                    ],
+                },
+            }
+        }
+        (tmp_path / "config.json").write_text(json.dumps(server))
+        return tmp_path / "config.json"
+
+    return write
+
+
+def pool_of(file: Path) -> PoolConfig | None:
+    return read_config(str(file))
+
+
+def test_mindies_files_are_read_with_all_that_is_not_ours(write_mindie: Write) -> None:
+    config = pool_of(write_mindie())
+    assert config is not None
+    found = asdict(config.store)
+    assert (found["protocol"], found["metadata_server"]) == ("ascend", "P2PHANDSHAKE")
+    assert (found["master_server_addr"], found["global_segment_size"]) == ("ip:50051", 268435456)
+
+
+def test_mindies_empty_backend_is_no_pool(write_mindie: Write) -> None:
+    assert pool_of(write_mindie(lambda pool: {**pool, "backend": ""})) is None
+
+
+@waits_for("b", "kvPoolConfig written as a string")
+def test_mindies_pool_may_be_written_as_a_string(write_mindie: Write) -> None:
+    assert pool_of(write_mindie(json.dumps)) == pool_of(write_mindie())
+
+
+def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_module("kvstore_backend.cli", "doctor", *map(str, arguments))
+
+
+@waits_for("b", "kvstore doctor checks what MindIE's guides demand of the machine")
+def test_doctor_names_what_an_ascend_machine_lacks(write_mindie: Write) -> None:
+    file = write_mindie(master_server_address="127.0.0.1:1")
+    for needed in ("LD_LIBRARY_PATH", "ASCEND_BUFFER_POOL=4:8", "/etc/hccn.conf", "mooncake-transfer-engine-npu"):
+        assert needed in doctor(file).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("metadata_server", "http://127.0.0.1:1/metadata"), ("use_ascend_direct", False)]
+)
+@waits_for("b", "kvstore doctor checks MindIE's special keys")
+def test_doctor_names_a_special_key_that_is_not_as_required(name: str, value: object, write_mindie: Write) -> None:
+    file = write_mindie(master_server_address="127.0.0.1:1", **{name: value})
+    fault = re.search(rf'^fail +MindIE .*"{name}"', doctor(file).stdout, re.MULTILINE)
+    assert fault
+
+
+def test_doctor_names_a_protocol_that_is_not_mindies(write_mindie: Write) -> None:
+    file = write_mindie(master_server_address="127.0.0.1:1", protocol="tcp")
+    assert re.search(r"^fail +MindIE .*ascend", doctor(file).stdout, re.MULTILINE)
+
+
+def test_the_links_memory_is_worked_out() -> None:
+    found = doctor("--cards", 128, "--memory-factor", 0.92).stdout
+    assert "127 x 4 MB = 508 MB" in found
+    assert "0.91, which frees 600 MB; to 0.88 if cards may be added" in found
+
+
+# Look-up instead of compute.
+
+THEIR_DEFAULTS = {
+    "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "1024",
+    "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "7192",
+    "VLLM_RETRIEVAL_TOPK_PERCENT": "0.2",
+    "VLLM_RETRIEVAL_DENSE_BOUNDARY": "32K",
+    "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "64K",
+}
+LONG = ["--model", MODEL, "--max-model-len", "131072", "--block-size", "128"]
+
+
+def test_their_variables_are_those_of_the_guide() -> None:
+    assert list(THEIR_DEFAULTS) == [each for each in SNIPPETS if each.startswith("VLLM_RETRIEVAL_")]
+
+
+def test_their_defaults_are_ours() -> None:
+    plain = parse_args([*LONG, "--enable-retrieval"], {}).retrieval
+    assert plain is not None
+    assert parse_args([*LONG, "--enable-retrieval"], THEIR_DEFAULTS).retrieval == plain
+
+
+@pytest.mark.parametrize("variable", THEIR_DEFAULTS)
+def test_each_of_their_retrieval_variables_is_read(variable: str) -> None:
+    value = "0.1" if "PERCENT" in variable else "96K" if "OFFLOAD" in variable else "16K"
+    changed = parse_args([*LONG, "--enable-retrieval"], {variable: value}).retrieval
+    assert changed != parse_args([*LONG, "--enable-retrieval"], {}).retrieval
+
+
+@waits_for("c", "VLLM_PLUGINS that names retrieval turns it on")
+def test_their_plugin_list_turns_it_on() -> None:
+    name, _, value = command("VLLM_PLUGINS").removeprefix("export ").partition("=")
+    assert parse_args(LONG, {name: value}).retrieval is not None
+
+
+def test_without_retrieval_in_the_list_it_is_off() -> None:
+    assert parse_args(LONG, {"VLLM_PLUGINS": "ascend_enhanced_model,ascend"}).retrieval is None
+
+
+@waits_for("c", "VLLM_RETRIEVAL_* set while retrieval is off is said")
+def test_their_sizes_without_the_plugin_are_not_passed_over(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    parse_args(LONG, {"VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512"})
+    assert "VLLM_RETRIEVAL_INIT_TOKENS_NUM" in capsys.readouterr().err + caplog.text
+
+
+def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
