@@ -355,6 +355,19 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     assert list(scheduler.waiting) == [young, last]
 
 
+def test_a_sequence_that_preempts_itself_leaves_its_token_of_the_budget_to_others() -> None:
+    scheduler = scheduler_of(6, budget=8)
+    old, young = sequence_of([1] * 20, 1), sequence_of([2] * BLOCK, 5)
+    reservation = scheduler.reserve_blocks(young.hashes(), BLOCK)
+    assert reservation is not None
+    scheduler.add_sequence(old)
+    scheduler.admit_waiting()
+    scheduler.adopt_reservation(young, reservation)
+    young.token_ids.append(9)
+    assert run(scheduler) == [(old, 8)]
+    assert young.state is State.WAITING
+
+
 def test_loads_begin_while_all_places_are_taken() -> None:
     scheduler = scheduler_of(40, max_num_seqs=1, pool=True)
     running, ahead, later = sequence_of([1], 5), sequence_of([2] * 9, 5), sequence_of([3] * 9, 5)
@@ -402,6 +415,18 @@ def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() 
     scheduler.finish_sequence(first)
     scheduler.admit_waiting()
     assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
+
+
+def test_blocks_exchanged_for_a_place_are_there_for_those_who_wait_at_once() -> None:
+    scheduler = scheduler_of(9, max_num_seqs=2, budget=100, pool=True)
+    first, same, other = sequence_of([1] * 9, 5), sequence_of([1] * 9, 5), sequence_of([2] * 9, 5)
+    for sequence in (first, same, other):
+        scheduler.add_sequence(sequence)
+    assert scheduler.admit_waiting() == [first, same]
+    scheduler.on_load_end(first, 0)
+    run(scheduler)
+    scheduler.on_load_end(same, 0)
+    assert scheduler.admit_waiting() == [other]
 
 
 def test_a_place_brings_more_blocks_to_a_sequence_that_has_loaded_some() -> None:

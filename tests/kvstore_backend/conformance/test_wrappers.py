@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
+from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.kvstore_backend.conformance.suite import PATIENT, StorageBackendContract
 
@@ -69,3 +71,9 @@ class TestTieredBack(WrapperContract):
 class TestAllTogether(WrapperContract):
     def wrap(self, store: StorageBackend) -> StorageBackend:
         return WriteBehindBackend(MeteredBackend(guarded(CheckedBackend(store)), CollectorRegistry()))
+
+
+@pytest.mark.parametrize("wrap", [as_stack, guarded])
+def test_a_stack_that_writes_at_once_has_nothing_to_flush(wrap: Callable[[StorageBackend], Stack]) -> None:
+    with contextlib.closing(wrap(MemoryStore(1))) as stack:
+        assert stack.flush_writes(0)

@@ -190,6 +190,13 @@ class TestFailures:
         assert guard.wait_ready(30)
         assert store.calls == ["exists"] * 7
 
+    def test_a_probe_that_hangs_is_told_from_one_that_fails(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [*[Fault.FAILED] * 3, Fault.HANGS]
+        for _ in range(3):
+            guard.exists(["a"])
+        wait_until(lambda: "probe" in guard.health().detail, "the reason")
+        assert "a probe took more than 0.2 s" in guard.health().detail
+
 
 class TestOpening:
     def test_until_the_store_can_be_opened_everything_is_a_failure_that_asks_nobody(self) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore_backend.backend import HEADROOM_BYTES, Status, StorageBackend, Value
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers import write_behind as module
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
@@ -181,6 +182,15 @@ class TestSingleFlight:
         assert behind.flush_writes(30)
         assert store.calls == ["exists"]
 
+    def test_the_next_block_after_one_that_is_in_the_pool_is_sent(
+        self, behind: WriteBehindBackend, sound: MemoryStore
+    ) -> None:
+        put(sound, "a")
+        for key in "ab":
+            put(behind, key)
+            assert behind.flush_writes(30)
+        assert read(sound, "b") == content_of("b")
+
 
 class TestDropping:
     def test_a_full_arena_drops_and_counts(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
@@ -228,7 +238,10 @@ class TestDropping:
             assert put(behind, "a") == [FAILED]
             assert behind.dropped == Counter({"pool away": 1})
 
-    def test_memory_that_a_late_write_may_still_read_is_not_written_to(self, store: FaultInjector) -> None:
+    def test_memory_that_a_late_write_may_still_read_is_not_written_to(
+        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_LATE_CALL_WAIT_SECONDS", 0.01)
         guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=30, transfer_seconds=0.05))
         assert guard.wait_ready(30)
         behind = WriteBehindBackend(guard, arena_bytes=ROOM, flush_seconds=0.1)
@@ -274,12 +287,42 @@ class TestClosing:
         assert behind.dropped == Counter({"closed": 2})
         assert put(behind, "a") == behind.exists(["a"]) == behind.remove(["a"]) == [FAILED]
 
+    def test_close_does_not_wait_for_the_end_of_a_pause_between_tries(
+        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 60.0)
+        before = set(threading.enumerate())
+        behind = WriteBehindBackend(store, arena_bytes=ROOM, retry_seconds=1000, flush_seconds=0.1)
+        (sender,) = {each for each in threading.enumerate() if each.name == "pool-write-behind"} - before
+        store.faults = [Fault.NOTHING, Fault.FAILED] * 100
+        put(behind, "a")
+        wait_until(lambda: "put" in store.calls, "a first try")
+        behind.close()
+        wait_until(lambda: not sender.is_alive(), "the end of the sender")
+        assert store.calls == ["exists", "put"]
+        assert behind.dropped == Counter({"closed": 1})
+
+    def test_the_arena_is_known_to_the_store_with_its_headroom_until_close(self) -> None:
+        known: dict[int, tuple[int, bool]] = {}
+
+        class Registering(MemoryStore):
+            def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+                known[address] = (nbytes, headroom)
+
+            def unregister(self, address: int, nbytes: int) -> None:
+                assert known.pop(address) == (nbytes, True)
+
+        behind = WriteBehindBackend(Registering(1 << 20), arena_bytes=ROOM)
+        assert list(known.values()) == [(ROOM, True)]
+        behind.close()
+        assert not known
+
     def test_a_flush_that_takes_too_long_says_so(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
         hang(store, behind)
         assert not behind.flush_writes(0.01)
 
 
-@pytest.mark.parametrize("sizes", [{"arena_bytes": 0}, {"batch_bytes": -1}])
+@pytest.mark.parametrize("sizes", [{"arena_bytes": 0}, {"batch_bytes": 0}, {"batch_bytes": -1}])
 def test_sizes_must_be_positive(sound: MemoryStore, sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="both must be positive"):
         WriteBehindBackend(sound, **sizes)
