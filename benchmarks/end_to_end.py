@@ -229,7 +229,7 @@ def until(condition: Callable[[], bool], what: str, deadline: float = 120.0) -> 
         time.sleep(0.02)
 
 
-def settle(ports: Sequence[int]) -> None:
+def wait_until_idle(ports: Sequence[int]) -> None:
     """Until nothing is on its way to the pool: people read an answer before they ask on."""
     for port in ports:
         until(lambda port=port: metric(port, "kvstore_pending_save_blocks") == 0, "saves to be out")  # type: ignore[misc]
@@ -264,7 +264,7 @@ def converse(way: Way, at_once: int, about: str) -> Talk:
     ttfts: list[list[float]] = []
     seconds = 0.0
     for turn in range(TURNS):
-        settle(way.ports)
+        wait_until_idle(way.ports)
 
         start = time.perf_counter()
         answers = asyncio.run(
@@ -314,7 +314,7 @@ def pool_hit(one: int, other: int, rounds: int) -> Bar:
     for i in range(rounds + 1):
         prompt = words(LONG, f"pool {i}")
         first = ask_one(one, prompt)
-        settle([one])
+        wait_until_idle([one])
         before = metric(other, "kvstore_pool_cached_tokens_total")
         second = ask_one(other, prompt)
         got = metric(other, "kvstore_pool_cached_tokens_total") - before
@@ -363,7 +363,7 @@ def undisturbed(one: int, other: int, rounds: int) -> Bar:
     prompts = [words(LONG + 1, f"load {i}") for i in range(rounds)]
     for prompt in prompts:
         ask_one(one, prompt)
-        settle([one])
+        wait_until_idle([one])
     calm: list[float] = []
     loading: list[float] = []
 

@@ -25,9 +25,9 @@ class NoFreeBlocks(Exception):
 class BlockManager:
     """Hands out ``num_blocks`` blocks.
 
-    Ownership: ``allocate`` and ``take_cached`` give the caller one reference for each block; ``hold`` gives one
-    more; every reference is given back by exactly one ``release``. A published block's contents must not be
-    written any more.
+    Ownership: ``allocate_blocks`` and ``take_cached_blocks`` give the caller one reference for each block;
+    ``hold_blocks`` gives one more; every reference is given back by exactly one ``release_blocks``. A published block's
+    contents must not be written any more.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,15 +40,19 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """How many blocks ``allocate`` could give now."""
+        """How many blocks ``allocate_blocks`` could give now."""
         return len(self._unused)
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """How many blocks are published."""
         return len(self._block_of)
 
-    def match(self, hashes: Sequence[bytes]) -> int:
+    def num_references(self, block: int) -> int:
+        """How many sequences, loads, saves and reservations hold ``block``."""
+        return self._references[block]
+
+    def match_prefix(self, hashes: Sequence[bytes]) -> int:
         """How many leading hashes are published here."""
         for count, block_hash in enumerate(hashes):
             if block_hash not in self._block_of:
@@ -59,13 +63,13 @@ class BlockManager:
         """How many of these published hashes' blocks nobody holds: taking them up makes them unavailable."""
         return sum(self._references[self._block_of[block_hash]] == 0 for block_hash in hashes)
 
-    def take_cached(self, hashes: Sequence[bytes]) -> list[int]:
+    def take_cached_blocks(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks published under ``hashes`` (each must be), with a reference on each."""
         blocks = [self._block_of[block_hash] for block_hash in hashes]
-        self.hold(blocks)
+        self.hold_blocks(blocks)
         return blocks
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """``count`` blocks with undefined contents and one reference each; the oldest idle ones lose theirs.
 
         Raises:
@@ -81,14 +85,14 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def hold_blocks(self, blocks: Sequence[int]) -> None:
         """One more reference on each block."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._unused[block]
             self._references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release_blocks(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each block, in a sequence's order.
 
         The last block goes to the front of the reuse order: a prefix is worth nothing to those who come later
@@ -103,7 +107,7 @@ class BlockManager:
                 if self._hash_of[block] is None:
                     self._unused.move_to_end(block, last=False)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
+    def publish_block(self, block: int, block_hash: bytes) -> None:
         """Offer a held, completely written block under its hash; the first block under a hash stays the one."""
         if self._references[block] <= 0:
             raise ValueError(f"block {block} is published but held by nobody")
@@ -119,4 +123,4 @@ class BlockManager:
 
     def __repr__(self) -> str:
         held = self.num_blocks - len(self._unused)
-        return f"<BlockManager {self.num_blocks} blocks: {held} held, {self.num_cached} cached>"
+        return f"<BlockManager {self.num_blocks} blocks: {held} held, {self.num_cached_blocks} cached>"

@@ -1,7 +1,7 @@
 """The loop: admit -> schedule -> run -> sample -> emit, on one thread that owns all bookkeeping.
 
-Everything from outside (a new request, an abort, a load or save that ended) arrives as a callable in a mailbox and
-runs on this thread between steps, so that scheduler and block manager need no lock.
+Everything from outside (a new request, an abort, a load or save that ended) arrives as a command, a
+callable that runs on this thread between steps, so that scheduler and block manager need no lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Listener:
     ``on_output`` gets every token, and last an output with a ``finish_reason``. ``on_saved`` is called once, after
     that, when nothing of the sequence is on its way to the pool any more. ``on_computed`` gets the blocks of the
     prompt as their KV becomes final, the partly filled last one too: the index of the first, and the blocks, with a
-    reference on each that the listener gives back by ``EngineCore.release``.
+    reference on each that the listener gives back by ``EngineCore.release_blocks``.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -49,7 +49,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What another instance made of a prompt: its KV, in reserved blocks, and the first token of the answer."""
+    """A prompt that another instance computed: its KV, in reserved blocks, and the first token of the answer."""
 
     reservation: Reservation
     token: int
@@ -79,28 +79,40 @@ class EngineCore:
         self.scheduler = scheduler
         self.metrics = metrics
         self._runner = runner
-        self._save_outputs = save_outputs
         self._listeners: dict[Sequence, Listener] = {}
-        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self._turned_at = math.inf
-        self._connector = PoolConnector(runner, pool, self._mailbox.put, scheduler.longest_blocks) if pool else None
-        self._thread = threading.Thread(target=self._loop, name="engine-core", daemon=True)
-        self._watch()
+        self._connector = (
+            PoolConnector(
+                runner,
+                scheduler,
+                metrics,
+                pool,
+                self._commands.put,
+                on_saved=self._report_saves,
+                ending_on_error=self._ending_on_error,
+                save_outputs=save_outputs,
+            )
+            if pool
+            else None
+        )
+        self._thread = threading.Thread(target=self._run_loop, name="engine-core", daemon=True)
+        self._watch_gauges()
 
     def start(self) -> None:
         """Begin the loop."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End every sequence (finish reason ``abort``), flush what can be flushed, and end the loop."""
+        """End every sequence (finish reason ``abort``), give running saves a moment, and end the loop."""
 
         def end() -> None:
             for sequence in list(self._listeners):
-                self._end(sequence, "abort")
+                self._end_sequence(sequence, "abort")
             self._stopped = True
 
-        self._mailbox.put(end)
+        self._commands.put(end)
         self._thread.join(timeout=30)
         if self._connector:
             self._connector.close()
@@ -119,7 +131,7 @@ class EngineCore:
         """Queue ``sequence``; its fate is told to ``listener``. From any thread.
 
         Args:
-            prefilled: taken over, whatever becomes of the sequence; it goes on from there.
+            prefilled: taken over, also where the sequence fails; it goes on from there.
 
         Raises:
             ValueError: the sequence can never run to its end in this engine's KV memory.
@@ -127,29 +139,32 @@ class EngineCore:
         wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         if wanted > self.scheduler.capacity_tokens:
             if prefilled:
-                self.cancel(prefilled.reservation, clear=False)
+                self.cancel_reservation(prefilled.reservation, clear=False)
             raise ValueError(f"{wanted} tokens do not fit in KV memory for {self.scheduler.capacity_tokens}")
-        # What ends with the first token never decodes: a prefill instance's requests.
+        # A request that ends with its first token never decodes: such are a prefill instance's.
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
         def add() -> None:
             self._listeners[sequence] = listener
             if prefilled is None:
-                self.scheduler.add(sequence)
+                self.scheduler.add_sequence(sequence)
                 return
-            with self._its_end_if_this_fails(sequence):
-                self.scheduler.adopt(sequence, prefilled.reservation)
-                sequence.num_saved = len(sequence.hashes())  # whoever computed the prompt saves it
-                self._append(sequence, prefilled.token, prefilled.logprobs)
+            with self._ending_on_error(sequence):
+                self.scheduler.adopt_reservation(sequence, prefilled.reservation)
+                if self._connector:
+                    self._connector.skip_prompt(sequence)
+                self._append_token(sequence, prefilled.token, prefilled.logprobs)
 
-        self._mailbox.put(add)
+        self._commands.put(add)
 
-    def reserve(self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]) -> None:
+    def reserve_blocks(
+        self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]
+    ) -> None:
         """Ask for blocks for a prompt; ``answer`` is called on the engine's thread. From any thread."""
-        self._mailbox.put(lambda: answer(self.scheduler.reserve(hashes, num_tokens)))
+        self._commands.put(lambda: answer(self.scheduler.reserve_blocks(hashes, num_tokens)))
 
-    def cancel(self, reservation: Reservation, *, clear: bool) -> None:
+    def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give a reservation back, when nobody writes to its blocks any more. From any thread.
 
         ``clear`` where something may have been written: masked positions still meet it, times zero, so half a number
@@ -159,104 +174,109 @@ class EngineCore:
         def run() -> None:
             if clear:
                 self._runner.kv[reservation.missing] = 0
-            self.scheduler.cancel(reservation)
+            self.scheduler.cancel_reservation(reservation)
 
-        self._mailbox.put(run)
+        self._commands.put(run)
 
-    def release(self, blocks: SequenceOf[int]) -> None:
+    def release_blocks(self, blocks: SequenceOf[int]) -> None:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
-        self._mailbox.put(lambda: self.scheduler.blocks.release(blocks))
+        self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
-    def when_drained(self, callback: Callable[[], None]) -> None:
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
 
         It comes after some seconds at the latest, and at once where the pool writes before it answers.
         """
         if self._connector:
-            self._connector.when_drained(callback)
+            self._connector.call_after_flush(callback)
         else:
             callback()
 
-    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+    def abort_sequence(self, sequence: Sequence, reason: str = "abort") -> None:
         """End ``sequence`` with this finish reason; nothing happens if it has ended. From any thread."""
-        self._mailbox.put(lambda: self._end(sequence, reason))
+        self._commands.put(lambda: self._end_sequence(sequence, reason))
 
-    def _loop(self) -> None:
+    def _run_loop(self) -> None:
         idle = True
         while not self._stopped:
             try:
-                self._read_mailbox(wait=idle)
-                for sequence in self.scheduler.admit():
-                    self._load(sequence)
+                self._run_commands(wait=idle)
+                self._admit_sequences()
                 preempted = self.scheduler.num_preemptions
-                chunks = self.scheduler.schedule()
+                chunks = self.scheduler.schedule_step()
                 self.metrics.preemptions.inc(self.scheduler.num_preemptions - preempted)
                 if self._runner.retrieval:
                     self._runner.retrieval.forget_all_but(self.scheduler.running)
-                # With nothing to compute, whatever lets work begin (a request, a load that ended, blocks that a
-                # save gives back) comes by mail.
+                # With nothing to compute, the next work (a request, a load that ended, blocks that a save
+                # gives back) comes by a command.
                 idle = not chunks
                 if chunks:
-                    self._step(chunks)
+                    self._run_step(chunks)
             except Exception:
                 # One bad step must not end the instance: those in it fail, the others go on.
                 log.exception("A step failed; its requests end with an error")
                 failed = list(self.scheduler.running)
                 for sequence in failed:
-                    self._end(sequence, "error")
-                idle = not failed  # their blocks may be what others wait for
+                    self._end_sequence(sequence, "error")
+                idle = not failed  # others may wait for their blocks
 
-    def _read_mailbox(self, *, wait: bool) -> None:
-        """Run what lies in the mailbox; ``wait`` for the first piece if it is empty."""
+    def _admit_sequences(self) -> None:
+        """Let waiting sequences in; those that lack blocks the pool may have load them first."""
+        for sequence in self.scheduler.admit_waiting():
+            assert self._connector is not None
+            self._connector.start_load(sequence)
+
+    def _run_commands(self, *, wait: bool) -> None:
+        """Run the commands that came; ``wait`` for the first if there is none."""
         self._turned_at = math.inf if wait else time.monotonic()
         while True:
             try:
-                letter = self._mailbox.get(block=wait)
+                command = self._commands.get(block=wait)
             except queue.Empty:
                 return
             self._turned_at = time.monotonic()
             wait = False
             try:
-                letter()
+                command()
             except Exception:
-                log.exception("A piece of mail failed; what runs goes on")
+                log.exception("A command failed; the running sequences go on")
 
     @contextlib.contextmanager
-    def _its_end_if_this_fails(self, sequence: Sequence) -> Iterator[None]:
-        """What fails in here ends ``sequence`` with an error, and nobody else."""
+    def _ending_on_error(self, sequence: Sequence) -> Iterator[None]:
+        """An exception in this context ends ``sequence`` with an error, and no other."""
         try:
             yield
         except Exception:
             log.exception("%s failed", sequence.request.request_id)
-            self._end(sequence, "error")
+            self._end_sequence(sequence, "error")
 
-    def _step(self, chunks: list[Chunk]) -> None:
+    def _run_step(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            self._absorb(chunk.sequence)
+            self._index_blocks(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        choices = self._timed_run(chunks)
+        choices = self._run_chunks(chunks)
         for chunk in chunks:
-            self.scheduler.computed(chunk)
-            self._export(chunk.sequence)
+            self.scheduler.advance_sequence(chunk)
+            self._export_blocks(chunk.sequence)
         for sequence, choice in zip(sampling, choices, strict=True):
             if choice is None:
-                self._end(sequence, "error")
+                self._end_sequence(sequence, "error")
             else:
-                self._append(sequence, *choice)
+                self._append_token(sequence, *choice)
         for chunk in chunks:
-            if chunk.sequence.state is State.RUNNING:
-                self._save(chunk.sequence)
+            if self._connector and chunk.sequence.state is State.RUNNING:
+                self._connector.start_save(chunk.sequence)
 
-    def _timed_run(self, chunks: list[Chunk]) -> list[Choice]:
+    def _run_chunks(self, chunks: list[Chunk]) -> list[Choice]:
         prefills = any(chunk.sequence.is_prefilling for chunk in chunks)
         start = time.monotonic()
         choices = self._runner.run(chunks)
         if prefills and self._connector:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self._connector.load_or_compute.record_step(num_tokens, time.monotonic() - start)
+            self._connector.record_step(num_tokens, time.monotonic() - start)
         return choices
 
-    def _absorb(self, sequence: Sequence) -> None:
+    def _index_blocks(self, sequence: Sequence) -> None:
         """Take computed blocks of a sequence that looks blocks up into the index; offload them once it decodes."""
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
@@ -264,13 +284,11 @@ class EngineCore:
         # Prompts are computed exactly, for which all of their blocks are needed.
         if sequence.regime is Regime.OFFLOADED and sequence.is_decoding:
             num_full = sequence.num_computed // sequence.block_size
-            unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
-            if self._connector and unsaved > 0:  # the pool would not take them; they are not kept for it
-                self.metrics.unsaved_blocks.inc(unsaved)
-                sequence.num_saved += unsaved
-            self.scheduler.offload(sequence, num_full)
+            if self._connector:
+                self._connector.drop_unsaved_blocks(sequence)
+            self.scheduler.offload_blocks(sequence, num_full)
 
-    def _export(self, sequence: Sequence) -> None:
+    def _export_blocks(self, sequence: Sequence) -> None:
         """Give a listener that wants them the blocks of the prompt that became final."""
         listener = self._listeners[sequence]
         if listener.on_computed is None:
@@ -281,11 +299,11 @@ class EngineCore:
         if first >= last:
             return
         blocks = sequence.block_table[first:last]
-        self.scheduler.blocks.hold(blocks)
+        self.scheduler.blocks.hold_blocks(blocks)
         sequence.num_exported = last
         listener.on_computed(first, blocks)
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _append_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take a new token into the sequence, tell its listener, and end the sequence if it was the last."""
         now = time.monotonic()
         if sequence.first_token_at is None:
@@ -301,25 +319,25 @@ class EngineCore:
         elif sequence.num_output_tokens >= params.max_tokens:
             reason = "length"
         if reason:
-            self._end(sequence, reason, token, logprobs)
+            self._end_sequence(sequence, reason, token, logprobs)
         else:
             self._listeners[sequence].on_output(TokenOutput(token, None, logprobs))
 
-    def _end(
+    def _end_sequence(
         self, sequence: Sequence, reason: str, token: int | None = None, logprobs: TokenLogprobs | None = None
     ) -> None:
         listener = self._listeners.get(sequence)
         if listener is None or sequence.finish_reason:
             return
-        if sequence.state is State.RUNNING and reason != "error":
-            self.metrics.unsaved_blocks.inc(self._save(sequence))
+        if self._connector and sequence.state is State.RUNNING and reason != "error":
+            self._connector.start_save(sequence, is_last=True)
         sequence.finish_reason = reason
-        self.scheduler.finish(sequence)
-        self._count(sequence, reason)
+        self.scheduler.finish_sequence(sequence)
+        self._count_end(sequence, reason)
         listener.on_output(TokenOutput(token, reason, logprobs))
-        self._forget_if_saved(sequence)
+        self._report_saves(sequence)
 
-    def _count(self, sequence: Sequence, reason: str) -> None:
+    def _count_end(self, sequence: Sequence, reason: str) -> None:
         metrics, now = self.metrics, time.monotonic()
         metrics.finished.labels(reason).inc()
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
@@ -329,75 +347,11 @@ class EngineCore:
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 
-    def _load(self, sequence: Sequence) -> None:
-        """Start reading the full blocks that ``sequence`` lacks; it runs when that is over, however it went."""
-        assert self._connector is not None
-        first = sequence.num_computed // sequence.block_size
-        # The last token is always computed, so a block that ends with it is of no use.
-        last = (len(sequence.token_ids) - 1) // sequence.block_size
-
-        def done(num_blocks: int, seconds: float, unsettled: SequenceOf[int]) -> None:
-            if not sequence.num_preemptions:
-                sequence.pool_cached_tokens = num_blocks * sequence.block_size
-                sequence.pool_load_seconds = seconds
-            with self._its_end_if_this_fails(sequence):
-                self._keep_until_settled(unsettled, clear=True)
-                self.scheduler.loaded(sequence, num_blocks, usable=not unsettled)
-
-        others = len(self.scheduler.running)
-        self._connector.start_load(sequence.hashes()[first:last], sequence.block_table[first:last], others, done)
-
-    def _save(self, sequence: Sequence) -> int:
-        """Start saving the blocks of ``sequence`` that became full, holding them until they are out.
-
-        Returns:
-            How many blocks are to be saved, but not now: none, or all of them.
-        """
-        if self._connector is None:
-            return 0
-        tokens = sequence.num_exact
-        if not self._save_outputs:
-            tokens = min(tokens, sequence.num_prompt_tokens)
-        first, last = sequence.num_saved, tokens // sequence.block_size
-        if first >= last:
-            return 0
-        blocks = sequence.block_table[first:last]
-
-        def done(num_saved: int, unsettled: SequenceOf[int]) -> None:
-            self._keep_until_settled(unsettled, clear=False)
-            self.scheduler.blocks.release(blocks)
-            sequence.pending_saves -= 1
-            self.metrics.saved_blocks.inc(num_saved)
-            self.metrics.unsaved_blocks.inc(len(blocks) - num_saved)
-            self._forget_if_saved(sequence)
-
-        if not self._connector.start_save(sequence.hashes()[first:last], blocks, done):
-            return len(blocks)
-        self.scheduler.blocks.hold(blocks)
-        sequence.pending_saves += 1
-        sequence.num_saved = last
-        return 0
-
-    def _keep_until_settled(self, blocks: SequenceOf[int], *, clear: bool) -> None:
-        """Keep ``blocks`` from everybody while a call that was given up may touch them; then ``clear`` them or not."""
-        if not blocks:
-            return
-        assert self._connector is not None
-        connector = self._connector
-        self.scheduler.blocks.hold(blocks)
-
-        def settled() -> None:
-            if clear:
-                connector.clear(blocks)
-            self.scheduler.blocks.release(blocks)
-
-        connector.when_settled(settled)
-
-    def _forget_if_saved(self, sequence: Sequence) -> None:
+    def _report_saves(self, sequence: Sequence) -> None:
         if sequence.finish_reason and not sequence.pending_saves:
             self._listeners.pop(sequence).on_saved()
 
-    def _watch(self) -> None:
+    def _watch_gauges(self) -> None:
         """Let the gauges read the engine's state whenever they are scraped."""
         metrics, scheduler, blocks = self.metrics, self.scheduler, self.scheduler.blocks
         metrics.running.set_function(lambda: len(scheduler.running))

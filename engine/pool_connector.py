@@ -1,44 +1,48 @@
-"""Between the engine's blocks and the pool: loads and saves on threads of their own, never on the engine's.
+"""The engine's traffic with the pool: which blocks a sequence loads before it runs, and which it saves.
 
-Ownership: from ``start_load`` / ``start_save`` until their callback has been called, native code may write to or
-read from the blocks' memory. Whoever starts one keeps a reference on the blocks until then; and on those that the
-callback names as unsettled (the pool gave up on a call that is still running) until ``when_settled``. However long that
-is, memory must do without them: where they would leave no room for the longest sequence, blocks are staged, which are
-never unsettled.
+Bytes move on threads of ``kvstore_backend.transfers``, never on the engine's. A transfer holds a reference on each of
+its blocks from its start until it releases them. However long that is, memory must do without them: where they would
+leave no room for the longest sequence, blocks are staged, and a transfer releases its blocks when it ends.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
+from functools import partial
 
 from engine.background import yield_to_compute
 from engine.load_or_compute import LoadOrCompute
+from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
-from engine.staging import Staging
-from kvstore_backend import BlockPool, Value
+from engine.request import Sequence
+from engine.scheduler import Scheduler
+from engine.staging import StagedMemory
+from kvstore_backend import BlockPool
+from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
 
-log = logging.getLogger(__name__)
-
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves are dropped, not queued.
 _SAVE_SHARE = 0.25
-_SETTLE_SECONDS = 60.0
-_DRAIN_SECONDS = 5.0
 
 
 class PoolConnector:
-    """Loads and saves KV blocks of one ``ModelRunner``. While the pool is not ready, every load is a miss at once.
+    """Loads and saves of one engine's sequences. While the pool is not ready, every load is a miss at once.
+
+    All methods but ``call_after_flush`` are for the engine's thread, and so are all callbacks.
 
     Args:
         runner: owns the KV memory; ``allocate_kv`` has been called.
+        scheduler: hears of loads that ended; its block manager holds the blocks of transfers.
+        metrics: counted into.
         pool: closed by ``close``.
-        post: runs a callable on the engine's thread, soon. All callbacks go through it.
-        longest_blocks: of the longest sequence.
+        post: runs a callable on the engine's thread, soon.
+        on_saved: called with a sequence when a save of it has ended.
+        ending_on_error: a context in which an exception ends the sequence, and nobody else.
+        save_outputs: save full blocks of generated text too, not only of prompts.
         staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
             has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
             one to run.
@@ -47,196 +51,134 @@ class PoolConnector:
     def __init__(
         self,
         runner: ModelRunner,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
         pool: BlockPool,
         post: Callable[[Callable[[], None]], None],
-        longest_blocks: int,
         *,
+        on_saved: Callable[[Sequence], None],
+        ending_on_error: Callable[[Sequence], AbstractContextManager[None]],
+        save_outputs: bool = False,
         staged: bool | None = None,
     ) -> None:
-        self._runner = runner
+        self._scheduler = scheduler
+        self._metrics = metrics
         self._pool = pool
-        self._post = post
-        if staged is None:
-            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * longest_blocks
-        self._staged = staged
-        self._loads = ThreadPoolExecutor(1, "pool-load", yield_to_compute)
-        self._saves = ThreadPoolExecutor(1, "pool-save", yield_to_compute)
+        self._on_saved = on_saved
+        self._ending_on_error = ending_on_error
+        self._save_outputs = save_outputs
+        self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
-        self.load_or_compute = LoadOrCompute(runner.shape.block_size)
-        """Told of loads here; to be told of steps by whoever runs them."""
-        self.pending_save_blocks = 0
-        """Blocks handed to ``start_save`` whose callback has not been posted yet; engine thread only."""
-        if self._staged:
-            self._incoming, self._outgoing = self._new_staging(), self._new_staging()
-        else:
-            pool.register(runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size())
+        self._pending_save_blocks = 0
+        if staged is None:
+            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
+        memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
+        self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
 
     @property
     def is_open(self) -> bool:
         """Whether the pool is in use now."""
         return self._pool.is_ready
 
-    def start_load(
-        self,
-        hashes: Sequence[bytes],
-        blocks: Sequence[int],
-        num_running: int,
-        done: Callable[[int, float, Sequence[int]], None],
-    ) -> None:
-        """Read as many leading blocks as the pool has, or none where computing them is quicker.
+    @property
+    def pending_save_blocks(self) -> int:
+        """Blocks of saves that have not ended."""
+        return self._pending_save_blocks
 
-        Computing them would delay ``num_running`` other sequences.
-        ``done(number, seconds, unsettled)`` is posted at the end; ``unsettled`` are blocks that a call which was
-        given up may still write to.
+    def start_load(self, sequence: Sequence) -> None:
+        """Begin to read the full blocks that ``sequence`` lacks; it runs when that is over, however it went.
+
+        As many leading blocks as the pool has are read, or none where computing them is quicker.
         """
+        first = sequence.num_computed // sequence.block_size
+        # The last token is always computed, so a block that ends with it is of no use.
+        last = (len(sequence.token_ids) - 1) // sequence.block_size
+        hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
+        num_running = len(self._scheduler.running)  # whom computing the blocks would delay
 
-        def job() -> None:
+        def decide(read_leading: ReadLeading) -> int:
+            present = self._pool.lookup(hashes)
+            if not present or not self._load_or_compute.should_load(present, num_running):
+                return 0
             start = time.monotonic()
-            present = count = 0
-            try:
-                present = self._pool.lookup(hashes)
-                if present and self.load_or_compute.should_load(present, num_running):
-                    count = self._timed_load(hashes[:present], blocks[:present])
-            except Exception:
-                log.exception("Loading %d blocks failed; they will be computed", len(blocks))
-            seconds = time.monotonic() - start
-            unsettled = self._unsettled(blocks[count:present])
-            self._post(lambda: done(count, seconds, unsettled))
+            count = read_leading(present)
+            self._load_or_compute.record_load(count, time.monotonic() - start)
+            return count
 
-        self._submit(self._loads, job)
+        def on_end(outcome: Outcome) -> None:
+            if not sequence.num_preemptions:
+                sequence.pool_cached_tokens = outcome.count * sequence.block_size
+                sequence.pool_load_seconds = outcome.seconds
+            with self._ending_on_error(sequence):
+                self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
 
-    def start_save(
-        self, hashes: Sequence[bytes], blocks: Sequence[int], done: Callable[[int, Sequence[int]], None]
-    ) -> bool:
-        """Write the blocks out.
+        self._scheduler.blocks.hold_blocks(blocks)
+        release = partial(self._scheduler.blocks.release_blocks, blocks)
+        self._transfers.load(hashes, blocks, on_end, release, decide=decide)
 
-        ``done(number now in the pool, unsettled)`` is posted at the end; ``unsettled`` are blocks that a call which
-        was given up may still read.
+    def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
+        """Begin to save the blocks of ``sequence`` that became full.
 
-        Returns:
-            False when too much is waiting already, or the pool is not ready: nothing was started.
+        Nothing is begun where the pool is not ready, or too many blocks wait for it already: they are tried again with
+        the next ones, and where there will be none (``is_last``) counted as unsaved.
         """
-        if not self._pool.is_ready:
-            return False
-        if self.pending_save_blocks + len(blocks) > self._max_pending and self.pending_save_blocks:
-            return False
-        self.pending_save_blocks += len(blocks)
+        tokens = sequence.num_exact
+        if not self._save_outputs:
+            tokens = min(tokens, sequence.num_prompt_tokens)
+        first, last = sequence.num_saved, tokens // sequence.block_size
+        if first >= last:
+            return
+        blocks = sequence.block_table[first:last]
+        pending = self._pending_save_blocks
+        if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
+            if is_last:
+                self._metrics.unsaved_blocks.inc(len(blocks))
+            return
 
-        def finish(count: int, unsettled: Sequence[int]) -> None:
-            self.pending_save_blocks -= len(blocks)
-            done(count, unsettled)
+        def on_end(outcome: Outcome) -> None:
+            self._pending_save_blocks -= len(blocks)
+            sequence.pending_saves -= 1
+            self._metrics.saved_blocks.inc(outcome.count)
+            self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
+            self._on_saved(sequence)
 
-        def job() -> None:
-            count = 0
-            try:
-                count = self._save(hashes, blocks)
-            except Exception:
-                log.exception("Saving %d blocks failed", len(blocks))
-            unsettled = self._unsettled(blocks) if count < len(blocks) else []
-            self._post(lambda: finish(count, unsettled))
+        self._scheduler.blocks.hold_blocks(blocks)
+        self._pending_save_blocks += len(blocks)
+        sequence.pending_saves += 1
+        sequence.num_saved = last
+        hashes = sequence.hashes()[first:last]
+        self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
 
-        self._submit(self._saves, job)
-        return True
+    def skip_prompt(self, sequence: Sequence) -> None:
+        """Save nothing of the prompt: the instance that computed it does."""
+        sequence.num_saved = len(sequence.hashes())
 
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Post ``callback`` once no call that was given up touches blocks any more."""
+    def drop_unsaved_blocks(self, sequence: Sequence) -> None:
+        """Give up saving full blocks that the pool did not take so far: they are not kept for it."""
+        unsaved = sequence.num_exact // sequence.block_size - sequence.num_saved
+        if unsaved > 0:
+            self._metrics.unsaved_blocks.inc(unsaved)
+            sequence.num_saved += unsaved
 
-        def wait() -> None:
-            while not self._pool.settle(_SETTLE_SECONDS):
-                log.warning("A call to the pool has been running for over %g s", _SETTLE_SECONDS)
-            self._post(callback)
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Hear how long a step with chunks of prompts took: loads are weighed against it."""
+        self._load_or_compute.record_step(num_tokens, seconds)
 
-        threading.Thread(target=wait, name="pool-settle", daemon=True).start()
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread."""
+        self._transfers.call_after_flush(callback)
 
-    def when_drained(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on a thread of its own once other instances can read what was saved so far.
+    def close(self) -> None:
+        """Give running saves a moment, drop the rest, and leave the pool."""
+        self._transfers.close()
 
-        Or once that has been given up, or after some seconds: whoever waits finds out what there is.
-        """
 
-        def wait() -> None:
-            self._pool.drain(_DRAIN_SECONDS)
-            callback()
+def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:
+    """The runner's KV memory, registered with the pool."""
+    kv = runner.kv
+    pool.register(kv.data_ptr(), kv.numel() * kv.element_size())
 
-        threading.Thread(target=wait, name="pool-drain", daemon=True).start()
+    def clear(blocks: SequenceOf[int]) -> None:
+        kv[list(blocks)] = 0
 
-    def close(self, flush_seconds: float = 2.0) -> None:
-        """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
-        drained = threading.Event()
-        self._submit(self._saves, drained.set)
-        drained.wait(flush_seconds)
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        self._saves.shutdown(wait=False, cancel_futures=True)
-        # A native client takes its time to leave; leaving is not worth more than a moment.
-        leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
-        leaving.start()
-        leaving.join(flush_seconds)
-
-    @staticmethod
-    def _submit(executor: ThreadPoolExecutor, job: Callable[[], None]) -> None:
-        try:
-            executor.submit(job)
-        except RuntimeError:
-            log.debug("The pool connector is closed; a transfer was dropped")
-
-    def _timed_load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
-        start = time.monotonic()
-        loaded = self._load(hashes, blocks)
-        self.load_or_compute.record_load(loaded, time.monotonic() - start)
-        return loaded
-
-    def _load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
-        if not self._staged:
-            loaded = 0
-            try:
-                loaded = self._pool.load(hashes, self._values(blocks))
-            finally:
-                self.clear(blocks[loaded:])
-            return loaded
-        loaded = 0
-        while loaded < len(blocks):
-            staging = self._incoming
-            part = slice(loaded, loaded + staging.capacity)
-            wanted = blocks[part]
-            count = self._pool.load(hashes[part], staging.values(len(wanted)))
-            staging.deliver(wanted[:count])
-            loaded += count
-            if count < len(wanted):
-                self._incoming = self._usable(staging)
-                break
-        return loaded
-
-    def _save(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
-        if not self._staged:
-            return sum(map(bool, self._pool.save(hashes, self._values(blocks))))
-        saved = 0
-        for start in range(0, len(blocks), self._outgoing.capacity):
-            staging = self._outgoing
-            part = slice(start, start + staging.capacity)
-            staging.fetch(blocks[part])
-            saved += sum(map(bool, self._pool.save(hashes[part], staging.values(len(blocks[part])))))
-            self._outgoing = self._usable(staging)
-        return saved
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Make what a failed read left behind finite: masked positions still meet it, times zero."""
-        self._runner.kv[list(blocks)] = 0
-
-    def _unsettled(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Which of ``blocks``, concerned by a call that failed just now, native code may still touch: all or none."""
-        return [] if self._staged or not blocks or self._pool.settle(0) else blocks
-
-    def _usable(self, staging: Staging) -> Staging:
-        """This staging, or another if a call that was given up may still touch it."""
-        if self._pool.settle(0):
-            return staging
-        self.when_settled(lambda: self._pool.unregister(*staging.span))
-        return self._new_staging()
-
-    def _new_staging(self) -> Staging:
-        staging = Staging(self._runner.kv)
-        self._pool.register(*staging.span)
-        return staging
-
-    def _values(self, blocks: Sequence[int]) -> list[Value]:
-        return [(self._runner.span(block),) for block in blocks]
+    return DirectMemory(lambda blocks: [(runner.span(block),) for block in blocks], clear)

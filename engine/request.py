@@ -1,4 +1,4 @@
-"""What is asked of the engine (``Request``) and how far it has got (``Sequence``)."""
+"""A prompt to be continued (``Request``), and how far that has got (``Sequence``)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Sequence:
     """Leading blocks that were given back; their places in ``block_table`` mean nothing any more."""
     regime: Regime = Regime.DENSE
     blocks_read: int = 0
-    """What looking blocks up spared: blocks that steps read, summed over steps and layers ..."""
+    """How much sparse attention spared: blocks that steps read, summed over steps and layers ..."""
     blocks_passed: int = 0
     """... and blocks that dense attention would have read."""
     blocks_copied: int = 0
@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def num_exact(self) -> int:
-        """Leading tokens whose KV is exact, so that others may have it: what sparse steps compute is only like it."""
+        """Leading tokens whose KV is exact, so that others may have it: sparse steps compute only something like it."""
         return self.num_computed if self.regime is Regime.DENSE else min(self.num_computed, self.num_prompt_tokens)
 
     @property

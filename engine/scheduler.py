@@ -7,12 +7,12 @@ A sequence's way::
               └──────────────── preempted ◄──────────┼─┴─────────────┘
     reserve ─► adopt (another instance computed the prompt)
 
-A step first gives every decoding sequence its one token, then fills what is left of the token budget with chunks
+A step first gives every decoding sequence its one token, then fills the rest of the token budget with chunks
 of prompts: long prompts never hold up running decodes for more than one budget. With a pool, as many sequences as
 may run are let in ahead of that, so that their loads run while others compute.
 
 Everywhere the oldest go first, by arrival, so that each becomes the oldest in time and ends. When blocks run out, the
-youngest is preempted, of those that do not run yet if there are any: its blocks go back (what was published stays
+youngest is preempted, of those that do not run yet if there are any: its blocks go back (published ones stay
 findable), and it is computed anew later.
 """
 
@@ -46,8 +46,9 @@ class Chunk:
 class Reservation:
     """Blocks for a whole prompt that another instance computes.
 
-    The first ``num_cached`` hold their KV already and are shared; into the others it is to be written. Whoever
-    reserved them lets a sequence ``adopt`` them or gives them back by ``cancel``, when nobody writes any more.
+    The first ``num_cached`` hold their KV already and are shared; into the others it is to be written. Their owner
+    lets a sequence have them by ``adopt_reservation``, or gives them back by ``cancel_reservation`` when nobody writes
+    any more.
     """
 
     blocks: list[int]
@@ -103,17 +104,17 @@ class Scheduler:
         """The longest sequence that fits at all."""
         return self.blocks.num_blocks * self.block_size
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         """Queue a new sequence, whose prompt and ``max_tokens`` together fit in ``capacity_tokens``."""
-        bisect.insort(self.waiting, sequence, key=_age)
+        bisect.insort(self.waiting, sequence, key=_arrival_of)
 
-    def admit(self) -> list[Sequence]:
+    def admit_waiting(self) -> list[Sequence]:
         """Move waiting sequences, oldest first, to where they hold blocks; return those that need a load."""
         to_load = []
         self._fill_places()
         while self.waiting and self._num_holding < self._max_holding and self._give_blocks(self.waiting[0]):
             sequence = self.waiting.popleft()
-            if self.pool and self._loadable(sequence) > 0:
+            if self.pool and self._count_loadable(sequence) > 0:
                 sequence.state = State.LOADING
                 self.loading.append(sequence)
                 to_load.append(sequence)
@@ -122,13 +123,13 @@ class Scheduler:
         self._fill_places()
         return to_load
 
-    def reserve(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
+    def reserve_blocks(self, hashes: SequenceOf[bytes], num_tokens: int) -> Reservation | None:
         """Take blocks for a prompt of ``num_tokens`` whose full blocks have these hashes; None: there is no room now.
 
-        Nobody who waits for blocks is overtaken. As another instance that hangs keeps what it was lent, the longest
-        sequence fits beside all that is reserved.
+        Nobody who waits for blocks is overtaken. As another instance that hangs keeps its blocks, the longest sequence
+        fits beside all that is reserved.
         """
-        num_cached = self.blocks.match(hashes) if self.prefix_caching else 0
+        num_cached = self.blocks.match_prefix(hashes) if self.prefix_caching else 0
         cached = hashes[:num_cached]
         num_blocks = -(-num_tokens // self.block_size)
         lent = len({block for held in self.reservations for block in held.blocks})
@@ -137,11 +138,12 @@ class Scheduler:
         needed = num_blocks - num_cached
         if self.waiting or not self._has_room(needed, cached):
             return None
-        reservation = Reservation(self.blocks.take_cached(cached) + self.blocks.allocate(needed), num_cached)
+        blocks = self.blocks.take_cached_blocks(cached) + self.blocks.allocate_blocks(needed)
+        reservation = Reservation(blocks, num_cached)
         self.reservations.add(reservation)
         return reservation
 
-    def adopt(self, sequence: Sequence, reservation: Reservation) -> None:
+    def adopt_reservation(self, sequence: Sequence, reservation: Reservation) -> None:
         """Let a new sequence go on from its prompt's KV, all of which lies in the blocks of ``reservation`` now."""
         self.reservations.remove(reservation)
         sequence.block_table = reservation.blocks
@@ -149,31 +151,31 @@ class Scheduler:
         sequence.num_published = reservation.num_cached
         sequence.own_cached_tokens = reservation.num_cached * self.block_size
         self._get_ready(sequence)
-        self.publish(sequence)
+        self.publish_blocks(sequence)
 
-    def cancel(self, reservation: Reservation) -> None:
+    def cancel_reservation(self, reservation: Reservation) -> None:
         """Give the blocks of ``reservation`` back."""
         self.reservations.remove(reservation)
-        self.blocks.release(reservation.blocks)
+        self.blocks.release_blocks(reservation.blocks)
 
-    def loaded(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
+    def on_load_end(self, sequence: Sequence, num_blocks: int, *, usable: bool = True) -> None:
         """The load of ``sequence`` ended with ``num_blocks`` more leading blocks in place; it is ready to run.
 
         Not ``usable``: its other blocks must not be written yet. It gives them up and waits for different ones.
         """
         self.loading.remove(sequence)
         if sequence.aborted:
-            self._free(sequence)
+            self._free_blocks(sequence)
             sequence.state = State.FINISHED
             return
         sequence.num_computed += num_blocks * self.block_size
-        self.publish(sequence)
+        self.publish_blocks(sequence)
         if usable:
             self._get_ready(sequence)
         else:
             self._wait_anew(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule_step(self) -> list[Chunk]:
         """The next step's chunks; every one has its blocks. Empty when nothing can run."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -181,7 +183,7 @@ class Scheduler:
             if budget == 0:
                 break
             # A sequence that an earlier turn of this loop preempted is no longer running.
-            if sequence.state is State.RUNNING and not sequence.is_prefilling and self._grow(sequence):
+            if sequence.state is State.RUNNING and not sequence.is_prefilling and self._grow_sequence(sequence):
                 chunks.append(Chunk(sequence, 1))
                 budget -= 1
         for sequence in self.running:
@@ -193,28 +195,28 @@ class Scheduler:
                 budget -= chunk.num_tokens
         return [chunk for chunk in chunks if chunk.sequence.state is State.RUNNING]
 
-    def computed(self, chunk: Chunk) -> None:
+    def advance_sequence(self, chunk: Chunk) -> None:
         """The KV of ``chunk`` is written: account for it and publish the blocks that became full."""
         chunk.sequence.num_computed += chunk.num_tokens
-        self.publish(chunk.sequence)
+        self.publish_blocks(chunk.sequence)
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish_blocks(self, sequence: Sequence) -> None:
         """Offer every newly full and exactly computed block of ``sequence`` to later sequences."""
         num_full = sequence.num_exact // self.block_size
         if not self.prefix_caching or num_full <= sequence.num_published:
             return
         hashes = sequence.hashes()
         for i in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence.block_table[i], hashes[i])
+            self.blocks.publish_block(sequence.block_table[i], hashes[i])
         sequence.num_published = num_full
 
-    def offload(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give the leading ``num_blocks`` of a running sequence back: it has what it needs of them elsewhere."""
+    def offload_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give the leading ``num_blocks`` of a running sequence back: it has copied the parts it needs of them."""
         if num_blocks > sequence.num_offloaded:
-            self.blocks.release(sequence.block_table[sequence.num_offloaded : num_blocks])
+            self.blocks.release_blocks(sequence.block_table[sequence.num_offloaded : num_blocks])
             sequence.num_offloaded = num_blocks
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish_sequence(self, sequence: Sequence) -> None:
         """End ``sequence`` wherever it stands; blocks under a running load are freed when that load ends."""
         if sequence.state is State.LOADING:
             sequence.aborted = True
@@ -223,15 +225,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence.state is State.READY:
             self.ready.remove(sequence)
-            self._free(sequence)
+            self._free_blocks(sequence)
         elif sequence.state is State.RUNNING:
             self.running.remove(sequence)
-            self._free(sequence)
+            self._free_blocks(sequence)
         sequence.state = State.FINISHED
 
     @property
     def _max_holding(self) -> int:
-        # Holding blocks ahead of a place is of use only for what is loaded into them meanwhile.
+        # Holding blocks ahead of a place is of use only where they are loaded meanwhile.
         return 2 * self.max_num_seqs if self.pool else self.max_num_seqs
 
     @property
@@ -247,23 +249,23 @@ class Scheduler:
 
     def _get_ready(self, sequence: Sequence) -> None:
         sequence.state = State.READY
-        bisect.insort(self.ready, sequence, key=_age)
+        bisect.insort(self.ready, sequence, key=_arrival_of)
 
     def _fill_places(self) -> None:
         while self.ready and len(self.running) < self.max_num_seqs:
             sequence = self.ready.pop(0)
             self._take_up_more(sequence)
             sequence.state = State.RUNNING
-            bisect.insort(self.running, sequence, key=_age)
+            bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:
         """Exchange blocks still to be computed for those that others published since ``sequence`` got its own."""
-        first, hashes = sequence.num_computed // self.block_size, self._cacheable(sequence)
-        last = self.blocks.match(hashes)
+        first, hashes = sequence.num_computed // self.block_size, self._list_cacheable(sequence)
+        last = self.blocks.match_prefix(hashes)
         if last <= first:
             return
-        cached = self.blocks.take_cached(hashes[first:last])
-        self.blocks.release(sequence.block_table[first:last])
+        cached = self.blocks.take_cached_blocks(hashes[first:last])
+        self.blocks.release_blocks(sequence.block_table[first:last])
         sequence.block_table[first:last] = cached
         sequence.num_computed = last * self.block_size
         sequence.num_published = last
@@ -272,58 +274,58 @@ class Scheduler:
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
-        hashes = self._cacheable(sequence)
-        num_cached = self.blocks.match(hashes)
+        hashes = self._list_cacheable(sequence)
+        num_cached = self.blocks.match_prefix(hashes)
         needed = -(-len(sequence.token_ids) // self.block_size) - num_cached
         if not self._has_room(needed, hashes[:num_cached]):
             return False
-        cached = self.blocks.take_cached(hashes[:num_cached])
-        sequence.block_table = cached + self.blocks.allocate(needed)
+        cached = self.blocks.take_cached_blocks(hashes[:num_cached])
+        sequence.block_table = cached + self.blocks.allocate_blocks(needed)
         sequence.num_computed = num_cached * self.block_size
         sequence.num_published = num_cached
         if not sequence.num_preemptions:
             sequence.own_cached_tokens = sequence.num_computed
         return True
 
-    def _cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
+    def _list_cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
         """The hashes of those blocks that may be taken up from the prefix cache."""
-        # The last token is always computed: its logits are what comes next.
+        # The last token is always computed: the next token comes of its logits.
         usable = (len(sequence.token_ids) - 1) // self.block_size if self.prefix_caching else 0
         return sequence.hashes()[:usable]
 
-    def _loadable(self, sequence: Sequence) -> int:
+    def _count_loadable(self, sequence: Sequence) -> int:
         """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
         return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow_sequence(self, sequence: Sequence) -> bool:
         """Make room for one more token's KV, preempting the youngest if need be; False if that was itself."""
         if sequence.num_computed < len(sequence.block_table) * self.block_size:
             return True
         while True:
             try:
-                sequence.block_table += self.blocks.allocate(1)
+                sequence.block_table += self.blocks.allocate_blocks(1)
                 return True
             except NoFreeBlocks:
                 victim = self.ready[-1] if self.ready else self.running[-1]
-                self._preempt(victim)
+                self._preempt_sequence(victim)
                 if victim is sequence:
                     return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt_sequence(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
         self._wait_anew(sequence)
         self.num_preemptions += 1
 
     def _wait_anew(self, sequence: Sequence) -> None:
         """Give all blocks back, and wait for others."""
-        self._free(sequence)
+        self._free_blocks(sequence)
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1
         sequence.state = State.WAITING
-        bisect.insort(self.waiting, sequence, key=_age)
+        bisect.insort(self.waiting, sequence, key=_arrival_of)
 
-    def _free(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table[sequence.num_offloaded :])
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self.blocks.release_blocks(sequence.block_table[sequence.num_offloaded :])
         sequence.block_table = []
         sequence.num_offloaded = 0
 
@@ -334,5 +336,5 @@ class Scheduler:
         )
 
 
-def _age(sequence: Sequence) -> float:
+def _arrival_of(sequence: Sequence) -> float:
     return sequence.arrival

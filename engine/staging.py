@@ -1,4 +1,4 @@
-"""Host memory through which KV blocks pass on their way between a GPU and the pool."""
+"""Host memory through which KV blocks pass on their way between a GPU, or memory that is short, and the pool."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvstore_backend import Span, Value
+from kvstore_backend import BlockPool, Span, Value
+from kvstore_backend.transfers import Window
 
-__all__ = ["Staging"]
+__all__ = ["StagedMemory", "Staging"]
 
 _BUFFER_BYTES = 64 << 20
 
@@ -38,24 +39,29 @@ class Staging:
         """Where the buffer lies."""
         return Span(self._buffer.data_ptr(), self.capacity * self._block_bytes)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU can copy to and from it directly."""
+        return self._buffer.is_pinned()
+
     def values(self, count: int) -> list[Value]:
         """Where its first ``count`` blocks lie, for the pool."""
         address = self._buffer.data_ptr()
         return [(Span(address + i * self._block_bytes, self._block_bytes),) for i in range(count)]
 
-    def fetch(self, blocks: Sequence[int]) -> None:
+    def fetch_blocks(self, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` (at most ``capacity``) of the KV memory to the beginning of the buffer."""
         with self._beside_the_engine():
             self._buffer[: len(blocks)].copy_(self._kv[list(blocks)], non_blocking=True)
 
-    def deliver(self, blocks: Sequence[int]) -> None:
+    def deliver_blocks(self, blocks: Sequence[int]) -> None:
         """Copy as many blocks from the beginning of the buffer to ``blocks`` of the KV memory."""
         with self._beside_the_engine():
             self._kv[list(blocks)] = self._buffer[: len(blocks)].to(self._kv.device, non_blocking=True)
 
     @contextlib.contextmanager
     def _beside_the_engine(self) -> Iterator[None]:
-        """Run what is within on the side stream, and wait for it; the engine's thread does not."""
+        """Run the ``with`` block on the side stream, and wait for it; the engine's thread does not."""
         if self._stream is None:
             yield
             return
@@ -63,3 +69,68 @@ class Staging:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
+
+
+class StagedMemory:
+    """KV memory as ``Transfers`` reach it by way of two buffers, one for loads and one for saves.
+
+    The pool touches buffers only, so blocks are the engine's again as soon as a transfer has ended. A buffer that is
+    set aside is replaced.
+
+    Args:
+        kv: the KV memory, ``[block, ...]``.
+        pool: told of every buffer.
+    """
+
+    def __init__(self, kv: torch.Tensor, pool: BlockPool) -> None:
+        self._incoming = _Lane(kv, pool)
+        self._outgoing = _Lane(kv, pool)
+
+    def open_incoming(self, blocks: Sequence[int]) -> Window:
+        return _StagedWindow(self._incoming, blocks)
+
+    def open_outgoing(self, blocks: Sequence[int]) -> Window:
+        window = _StagedWindow(self._outgoing, blocks)
+        window.fetch()
+        return window
+
+
+class _Lane:
+    """One direction's buffer, registered with the pool."""
+
+    def __init__(self, kv: torch.Tensor, pool: BlockPool) -> None:
+        self._kv = kv
+        self._pool = pool
+        self.renew()
+
+    def renew(self) -> None:
+        """Go on with another buffer."""
+        self.staging = Staging(self._kv)
+        self._pool.register(*self.staging.span)
+
+    def unregister(self, staging: Staging) -> None:
+        """Tell the pool of the end of a buffer that was replaced."""
+        self._pool.unregister(*staging.span)
+
+
+class _StagedWindow:
+    """The part of a lane's buffer that holds leading ones of ``blocks``."""
+
+    def __init__(self, lane: _Lane, blocks: Sequence[int]) -> None:
+        self._lane = lane
+        self._staging = lane.staging
+        self._blocks = blocks[: self._staging.capacity]
+        self.values = self._staging.values(len(self._blocks))
+
+    def fetch(self) -> None:
+        self._staging.fetch_blocks(self._blocks)
+
+    def deliver(self, count: int) -> None:
+        self._staging.deliver_blocks(self._blocks[:count])
+
+    def set_aside(self) -> bool:
+        self._lane.renew()
+        return False
+
+    def take_back(self) -> None:
+        self._lane.unregister(self._staging)

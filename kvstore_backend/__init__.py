@@ -12,7 +12,7 @@ pool.py        BlockPool: the engine's view, block hashes in and block bytes out
 block_hash.py  token ids -> chained block hashes
 namespace.py   Namespace: everything that makes blocks interchangeable; a key is built and parsed here alone
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
-spans.py       spans as Python memory
+transfers.py   loads and saves on their way, for engines that do not wait for the pool
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig

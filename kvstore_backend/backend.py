@@ -1,4 +1,4 @@
-"""The one interface every store and every layer implements, and the answers it may give.
+"""The one interface that every store implements, and the answers it may give; ``Stack`` (wrappers) adds to it.
 
 Exceptions that leave this package::
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import ctypes
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ __all__ = [
     "Value",
     "check_keys",
     "check_values",
+    "memory_views",
 ]
 
 HEADROOM_BYTES = 128
-"""What memory registered with ``headroom`` leaves free before each value; keeps what follows aligned."""
+"""Bytes that memory registered with ``headroom`` leaves free before each value, which stays aligned by that."""
 
 
 class KVStoreError(Exception):
@@ -43,11 +45,11 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError, ValueError):
-    """A configuration that cannot be used: one sentence, naming the key, the value and what would be right."""
+    """A configuration that cannot be used: one sentence, naming the key, the value and a right one."""
 
 
 class PoolUnavailable(KVStoreError):
-    """The store could not be opened: one sentence, naming what was tried and what would help.
+    """The store could not be opened: one sentence, naming the address or folder and a remedy.
 
     Attributes:
         pause_seconds: opening it stopped the whole process for a while; it should not be tried again before.
@@ -84,7 +86,7 @@ Value = Sequence[Span]
 
 
 class Health(NamedTuple):
-    """What the store says of itself: ``ok`` and one sentence of detail for an operator."""
+    """The state of a store as it sees it: ``ok`` and one sentence of detail for an operator."""
 
     ok: bool
     detail: str
@@ -94,7 +96,7 @@ class Health(NamedTuple):
 class StoreStats:
     """Figures a store knows of itself; ``None`` where it cannot know.
 
-    ``keys`` and ``used_bytes`` count what this store holds (for Mooncake: the whole cluster, as its master
+    ``keys`` and ``used_bytes`` count the values in this store (for Mooncake: the whole cluster, as its master
     reports it); ``capacity_bytes`` is the limit it evicts at.
     """
 
@@ -107,19 +109,24 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
+    Callers call ``put``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand them to
+    ``_put``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and trust their
+    arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at the door it
+    came in by.
+
     Rules that every implementation keeps, and ``tests/kvstore_backend/conformance`` checks:
 
     - All calls are batches, answered by one ``Status`` per key in the order asked. An empty batch answers ``[]``.
     - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.
     - ``get`` fills *all* of the target's bytes or does not answer ``OK``. A stored value of any other size than the
       target's is ``FAILED``. After an answer other than ``OK`` the target's contents are unspecified.
-    - Memory is the caller's: spans are read (put) or written (get) only while the call runs.
+    - Memory is the caller's: spans are read (put) or written (get) only while the call runs. (A ``Stack`` that gives
+      calls up is the exception, and says when they have ended.)
     - ``register`` announces memory that spans will point into; stores that need no registration ignore it.
     - Calls may come from several threads at once.
     - After ``close`` every call answers ``FAILED`` for each key, and a second ``close`` does nothing.
     """
 
-    @abc.abstractmethod
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         """Store ``values[i]`` under ``keys[i]``; ``OK`` means it is readable now.
 
@@ -129,28 +136,27 @@ class StorageBackend(abc.ABC):
         Raises:
             ValueError: lengths differ, an empty key, an empty value or a negative size.
         """
+        check_values(keys, values)
+        return self._put(keys, values)
 
-    @abc.abstractmethod
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         """Read ``keys[i]`` into the memory of ``targets[i]``.
 
         Raises:
             ValueError: as ``put``.
         """
+        check_values(keys, targets)
+        return self._get(keys, targets)
 
-    @abc.abstractmethod
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        """Say which keys are present now; what is present may still be evicted before it is read.
+        """Say which keys are present now; a present one may still be evicted before it is read.
 
         Raises:
             ValueError: an empty key.
         """
+        check_keys(keys)
+        return self._exists(keys)
 
-    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        """``exists`` as another instance would be answered: without what only this one has, near to it."""
-        return self.exists(keys)
-
-    @abc.abstractmethod
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys; ``ABSENT`` where there was nothing to remove.
 
@@ -159,6 +165,8 @@ class StorageBackend(abc.ABC):
         Raises:
             ValueError: an empty key.
         """
+        check_keys(keys)
+        return self._remove(keys, force=force)
 
     def clear(self, prefix: str) -> Status:
         """Remove every key that begins with ``prefix``, also those that somebody may be reading now.
@@ -170,7 +178,7 @@ class StorageBackend(abc.ABC):
             ValueError: ``prefix`` is empty, which would be everybody's keys.
         """
         check_keys([prefix])
-        return Status.FAILED
+        return self._clear(prefix)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
         """Announce ``nbytes`` bytes at ``address`` that later spans lie in (RDMA needs it).
@@ -186,32 +194,6 @@ class StorageBackend(abc.ABC):
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
         """Take back a ``register`` of the same memory, before that memory is freed."""
 
-    @property
-    def is_ready(self) -> bool:
-        """False while calls are answered ``FAILED`` without being made, so that callers may spare themselves."""
-        return True
-
-    def settle(self, seconds: float) -> bool:
-        """Wait until no call that was given up touches callers' memory any more.
-
-        After a put or get answered ``FAILED``, its memory may be used for something else once this is true. Only
-        backends that give up on calls (``layers/guarded.py``) ever have to wait.
-
-        Returns:
-            False if some call still runs after ``seconds``.
-        """
-        return True
-
-    def drain(self, seconds: float) -> bool:
-        """Wait until other clients of the pool can read what was put so far, or it has been given up.
-
-        Only backends that write later (``layers/write_behind.py``) ever have to wait.
-
-        Returns:
-            False if ``seconds`` were not enough.
-        """
-        return True
-
     @abc.abstractmethod
     def health(self) -> Health:
         """Whether the store works now, as far as it can tell without moving data."""
@@ -222,7 +204,27 @@ class StorageBackend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what was taken (connections, threads, memory)."""
+        """Give back the connections, threads and memory that were taken."""
+
+    @abc.abstractmethod
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        """``put``, of arguments that were checked."""
+
+    @abc.abstractmethod
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        """``get``, of arguments that were checked."""
+
+    @abc.abstractmethod
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        """``exists``, of keys that were checked."""
+
+    @abc.abstractmethod
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        """``remove``, of keys that were checked."""
+
+    def _clear(self, prefix: str) -> Status:
+        """``clear``, of a prefix that was checked; ``FAILED`` for a store that cannot list its keys."""
+        return Status.FAILED
 
 
 def check_keys(keys: Sequence[str]) -> None:
@@ -251,3 +253,8 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
             total += nbytes
         if total == 0:
             raise ValueError(f"values[{i}] is empty; a value has at least one byte")
+
+
+def memory_views(value: Value) -> list[memoryview]:
+    """One writable view of bytes per non-empty span. Valid only as long as the caller's memory is."""
+    return [memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") for address, nbytes in value if nbytes]

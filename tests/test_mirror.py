@@ -32,7 +32,6 @@ TESTED_IN = {
     "router/serving/retry.py": "tests/router/serving/test_attempt.py",
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
-    "kvstore_backend/spans.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
     # The file store, from several processes.
     "kvstore_backend/stores/file/folder.py": "tests/kvstore_backend/stores/test_file.py",
@@ -52,7 +51,7 @@ TESTED_IN = {
     "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/scheduler.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/transfers.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
+    "kvstore_backend/integrations/vllm/messages.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/worker.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     # Attention, beside transformers' own.
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",

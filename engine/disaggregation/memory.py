@@ -83,7 +83,7 @@ class BlockMemory:
         def on_reserved(reservation: Reservation | None) -> None:
             loop.call_soon_threadsafe(set_answer, reservation)
 
-        self._core.reserve(prompt.hashes, prompt.num_tokens, on_reserved)
+        self._core.reserve_blocks(prompt.hashes, prompt.num_tokens, on_reserved)
         try:
             return await answered
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class BlockMemory:
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
-        self._core.cancel(reservation, clear=clear)
+        self._core.cancel_reservation(reservation, clear=clear)
 
     def locate_target(self, reservation: Reservation) -> Target:
         """Where the missing blocks of ``reservation`` are to be written."""
@@ -132,13 +132,13 @@ class BlockMemory:
                 self._count_bytes(len(missing))
                 return digests
             finally:
-                self._core.release(blocks)
+                self._core.release_blocks(blocks)
 
         return self._writers.submit(write_and_release)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
         """Give back references on blocks that are not to be written after all."""
-        self._core.release(blocks)
+        self._core.release_blocks(blocks)
 
     def digest_blocks(self, blocks: Sequence[int]) -> list[str]:
         """The XXH3-64 of each block's bytes, in hexadecimal."""

@@ -83,7 +83,7 @@ class Generation(ABC):
     def abort(self) -> None:
         """End it, wherever it stands, with finish reason ``abort``."""
         self._is_aborted = True
-        self._core.abort(self.sequence)
+        self._core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
         """Token counts, and where the prompt's KV came from."""
@@ -134,7 +134,7 @@ class Generation(ABC):
         finally:
             if reason is None:
                 reason = "abort"
-                self._core.abort(self.sequence)
+                self._core.abort_sequence(self.sequence)
             self._log_end(reason)
 
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
@@ -149,7 +149,7 @@ class Generation(ABC):
             text += detokenizer.flush_text()
         if detokenizer.stopped and reason in (None, "length"):
             reason = "stop"
-            self._core.abort(self.sequence, reason)
+            self._core.abort_sequence(self.sequence, reason)
         return Piece(text, output.token_id, reason, output.logprobs)
 
     def _log_end(self, reason: str) -> None:

@@ -47,7 +47,7 @@ class DecodeGeneration(Generation):
                 yield piece
         finally:
             if self._prefilled is not None:
-                self._core.cancel(self._prefilled.reservation, clear=False)
+                self._core.cancel_reservation(self._prefilled.reservation, clear=False)
 
     async def _wait_for_prompt(self) -> None:
         receiver, prompt = self._parts.receiver, Prompt.of_sequence(self.sequence)

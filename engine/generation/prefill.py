@@ -49,6 +49,6 @@ class PrefillGeneration(Generation):
         """Wait until the decode instance can read the prompt's KV from the pool, and tell it so."""
         await self._is_saved.wait()
         is_drained = asyncio.Event()
-        self._core.when_drained(call_in_loop(is_drained.set))
+        self._core.call_after_flush(call_in_loop(is_drained.set))
         await is_drained.wait()
         sender.report_save(*self._cached_tokens())

@@ -1,10 +1,10 @@
-"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``StorageBackend``.
+"""A client with the calls and codes of ``mooncake.store.MooncakeDistributedStore``, over our ``BlockPool``.
 
-Engines that use Mooncake by its own client get what that lacks: a look-up whose answer is not known says 0, *not
+Engines that use Mooncake by its own client get more than that: a look-up whose answer is not known says 0, *not
 there*, where Mooncake says -900, which is true; calls end by a deadline; bytes are checked; keys belong to a namespace.
 
 The codes are Mooncake's: 0 stored, removed or done; 1 and 0 of a look-up; of a read the number of bytes; -704 not
-there, -800 anything else. Keys are any text: what is stored under ``key`` here is the block of hash SHA-256(key) in
+there, -800 anything else. Keys are any text: the value of ``key`` here is the block of hash SHA-256(key) in
 the namespace.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.config import load_config
 from kvstore_backend.namespace import Namespace
-from kvstore_backend.pool import open_backend
+from kvstore_backend.pool import BlockPool, open_pool
 
 __all__ = ["PooledClient"]
 
@@ -32,7 +32,6 @@ _CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
 _SIZE = struct.Struct("<Q")
 # Where a value of bytes that nobody knows the size of keeps its size.
 _SIZE_SUFFIX = "\0size"
-_SETTLE_SECONDS = 30.0
 
 
 class PooledClient:
@@ -42,11 +41,10 @@ class PooledClient:
     """
 
     def __init__(self) -> None:
-        self._backend: StorageBackend | None = None
-        self._prefix = ""
+        self._pool: BlockPool | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._backend!r}, {self._prefix or 'not set up'})"
+        return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
 
     def namespace(self) -> Namespace:
         """Whose blocks the keys of this process name; asked once, by ``setup``.
@@ -69,12 +67,12 @@ class PooledClient:
         enable_ssd_offload: bool = False,
         ssd_offload_path: str = "",
     ) -> int:
-        """Join the pool, as the arguments say; what they do not say (asynchronous writes, a fast tier) as configured.
+        """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
         ``engine`` is a transfer engine that the native client would share; ours takes none.
 
         Returns:
-            0; what keeps it from joining is raised, as a code would not tell it.
+            0; the reason why it could not join is raised, as a code would not tell it.
 
         Raises:
             ConfigError: an argument makes no sense, or whose blocks these are cannot be told.
@@ -96,27 +94,26 @@ class PooledClient:
             },
         )
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
-        self._backend = open_backend(config, CollectorRegistry(), background=False)
-        self._prefix = namespace.prefix
+        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
 
     def close(self) -> int:
         """Leave the pool; a second call does nothing."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
         return _DONE
 
     def health_check(self) -> int:
         """0 if the pool is in use now, else 1."""
-        return int(self._backend is None or not self._backend.health().ok)
+        return int(self._pool is None or not self._pool.health().ok)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Announce memory that blocks will be put from and read into."""
-        if self._backend is None:
+        if self._pool is None:
             return _FAILED
-        self._backend.register(buffer_ptr, size)
+        self._pool.register(buffer_ptr, size)
         return _DONE
 
     def is_exist(self, key: str) -> int:
@@ -125,9 +122,9 @@ class PooledClient:
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
-        if self._backend is None:
+        if self._pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in self._backend.exists(self._keys(keys))]
+        return [int(status is Status.OK) for status in self._pool.exists(_hash_keys(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
@@ -139,7 +136,7 @@ class PooledClient:
         Raises:
             ValueError: lengths differ, or a size is not positive.
         """
-        return self._put(keys, _one_span_each(buffer_ptrs, sizes))
+        return self._put_values(keys, _one_span_each(buffer_ptrs, sizes))
 
     def batch_put_from_multi_buffers(
         self,
@@ -149,7 +146,7 @@ class PooledClient:
         config: object = None,
     ) -> list[int]:
         """The same with several pieces of memory to each key."""
-        return self._put(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+        return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read exactly ``sizes[i]`` bytes to ``buffer_ptrs[i]``; their number, or a negative code.
@@ -159,7 +156,7 @@ class PooledClient:
         Raises:
             ValueError: lengths differ, or a size is not positive.
         """
-        return self._get(keys, _one_span_each(buffer_ptrs, sizes))
+        return self._get_values(keys, _one_span_each(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
         self,
@@ -169,7 +166,7 @@ class PooledClient:
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """The same with several pieces of memory to each key."""
-        return self._get(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
+        return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
         """``batch_put_from`` of one key."""
@@ -185,12 +182,14 @@ class PooledClient:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
         buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
-        return min(self._put(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers]))
+        return min(
+            self._put_values(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers])
+        )
 
     def get(self, key: str) -> bytes:
-        """What ``put`` stored under ``key``; nothing where it is not there whole."""
-        size = self._read(key + _SIZE_SUFFIX, _SIZE.size)
-        return self._read(key, _SIZE.unpack(size)[0]) if size else b""
+        """The bytes that ``put`` stored under ``key``; none where they are not there whole."""
+        size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
+        return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
     def remove(self, key: str, force: bool = False) -> int:
         """Remove one key; -704 where it is not there."""
@@ -198,10 +197,10 @@ class PooledClient:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """Remove keys, and the sizes of those that ``put`` stored."""
-        if self._backend is None:
+        if self._pool is None:
             return [_FAILED] * len(keys)
-        names = self._keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
-        return [_CODES[status] for status in self._backend.remove(names, force=force)[: len(keys)]]
+        hashes = _hash_keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
+        return [_CODES[status] for status in self._pool.remove_blocks(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
         """Remove everything of this namespace, read or not; others' blocks stay.
@@ -209,37 +208,31 @@ class PooledClient:
         Returns:
             0, where Mooncake tells how many there were; negative if it failed.
         """
-        return _FAILED if self._backend is None else _CODES[self._backend.clear(self._prefix)]
+        return _FAILED if self._pool is None else _CODES[self._pool.clear()]
 
-    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        backend = self._backend
-        if backend is None:
+    def _put_values(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
+        pool = self._pool
+        if pool is None:
             return [_FAILED] * len(keys)
-        return [_CODES[status] for status in _ended(backend, backend.put(self._keys(keys), values))]
+        return [_CODES[status] for status in pool.put_blocks(_hash_keys(keys), values)]
 
-    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
-        backend = self._backend
-        if backend is None:
+    def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
+        pool = self._pool
+        if pool is None:
             return [_FAILED] * len(keys)
-        statuses = _ended(backend, backend.get(self._keys(keys), targets))
+        statuses = pool.get_blocks(_hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
         ]
 
-    def _read(self, key: str, nbytes: int) -> bytes:
+    def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)
-        return buffer.raw if self._get([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
-
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest() for key in keys]
+        return buffer.raw if self._get_values([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
 
 
-def _ended(backend: StorageBackend, statuses: list[Status]) -> list[Status]:
-    """The statuses of a put or a get, once it has ended even if it was given up: the caller reuses its memory."""
-    while Status.FAILED in statuses and not backend.settle(_SETTLE_SECONDS):
-        logger.warning("A call that was given up has not come back; its memory cannot be given back yet")
-    return statuses
+def _hash_keys(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode(errors="surrogatepass")).digest() for key in keys]
 
 
 def _one_span_each(addresses: Sequence[int], sizes: Sequence[int]) -> list[Value]:

@@ -7,7 +7,7 @@ Its configuration names this class::
         "pool": "mooncake://127.0.0.1:15001"}'
 
 ``pool`` is a URL or a configuration file; without it the environment decides (``MOONCAKE_CONFIG_PATH`` and so on).
-``interface_v1`` asks SGLang to hand over addresses instead of copies, which is what makes this quick; without it
+``interface_v1`` asks SGLang to hand over addresses instead of copies, which makes this quick; without it
 pages come as flat tensors. The model's folder is SGLang's own, or ``model_path`` here where that is a name.
 ``weights_version``, any text, sets instances apart whose KV differs for one folder: SGLang does not tell a storage
 class of ``--json-model-override-args``, ``--quantization``, ``--load-format`` or weights updated in place.
@@ -40,15 +40,13 @@ __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 30.0
-
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
-    """The pool as one rank of SGLang sees it. A page that cannot be had is a miss, whatever the pool does.
+    """The pool as one rank of SGLang sees it. A page that cannot be had is a miss, and never an error.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``: ranks, the model, the extra configuration.
-        options: what else its factory passes; nothing today.
+        options: further arguments of its factory; none today.
     """
 
     def __init__(self, storage_config: Any, options: Any = None) -> None:
@@ -74,6 +72,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def __repr__(self) -> str:
         return f"KvstoreHiCache({', '.join(map(repr, self._pools.values())) or 'no host memory registered'})"
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether host memory was registered, and every pool for it is in use now."""
+        return bool(self._pools) and all(pool.is_ready for pool in self._pools.values())
+
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the host memory that pages lie in, and open the pool in the background.
 
@@ -85,7 +88,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         if getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError("this model's KV pool is only logical in SGLang, which this backend does not serve")
         is_shared = bool(self._storage_config.is_mla_model)
-        self._open(mem_pool_host, is_shared=is_shared)
+        self._open_pool(mem_pool_host, is_shared=is_shared)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -104,17 +107,17 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages the pool has."""
-        return self._pool_of("kv").lookup(self._hashes("kv", keys))
+        return self._pool_of("kv").lookup(self._hash_keys("kv", keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Read pages to where ``host_indices`` say; from the first that is missing on, none."""
-        return self._loaded("kv", keys, self._spans("kv", keys, host_indices))
+        return self._load_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store the pages that the pool lacks."""
-        return self._saved("kv", keys, self._spans("kv", keys, host_indices))
+        return self._save_pages("kv", keys, self._locate_pages("kv", keys, host_indices))
 
-    # Pages by address, of whatever state a model keeps: version 2.
+    # Pages by address, of any state that a model keeps: version 2.
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
@@ -129,7 +132,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
                 continue  # block groups are a second form of the pages; they never gate a hit, and are not stored here
             name = str(transfer.name)
-            present = [status is Status.OK for status in self._pool_of(name).exists(self._hashes(name, keys[:leading]))]
+            present = [
+                status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys[:leading]))
+            ]
             needed = (
                 max(1, len(transfer.keys or [])) if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES else leading
             )
@@ -141,11 +146,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """Read each pool's pages; from the first that is missing on, none."""
-        return {each.name: self._moved(self._loaded, each) for each in transfers}
+        return {each.name: self._move_pages(self._load_pages, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """Store each pool's pages that are not there."""
-        return {each.name: self._moved(self._saved, each) for each in transfers}
+        return {each.name: self._move_pages(self._save_pages, each) for each in transfers}
 
     # Pages as flat tensors, where SGLang was not told "interface_v1".
 
@@ -155,7 +160,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Each page in its tensor, or None."""
-        loaded = self._loaded("kv", keys, [_tensor_value(tensor) for tensor in target_locations])
+        loaded = self._load_pages("kv", keys, [_tensor_value(tensor) for tensor in target_locations])
         return [tensor if is_there else None for tensor, is_there in zip(target_locations, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -167,7 +172,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     ) -> bool:
         """Store pages; whether all are in the pool."""
         kept = [tensor.contiguous() for tensor in values]
-        return all(self._saved("kv", keys, [_tensor_value(tensor) for tensor in kept]))
+        return all(self._save_pages("kv", keys, [_tensor_value(tensor) for tensor in kept]))
 
     def exists(self, key: str) -> bool:
         """Whether the pool has this page."""
@@ -184,28 +189,19 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         for pool in self._pools.values():
             pool.close()
 
-    def _moved(self, move: Any, transfer: Any) -> list[bool]:
+    def _move_pages(self, move: Any, transfer: Any) -> list[bool]:
         name, keys = str(transfer.name), list(transfer.keys or [])
-        answers: list[bool] = move(name, keys, self._spans(name, keys, transfer.host_indices))
+        answers: list[bool] = move(name, keys, self._locate_pages(name, keys, transfer.host_indices))
         return answers
 
-    def _loaded(self, name: str, keys: Sequence[str], targets: Sequence[Value]) -> list[bool]:
-        pool = self._pool_of(name)
-        number = pool.load(self._hashes(name, keys), targets)
-        # SGLang gives pages that were not read to others at once, so a read that was given up must have ended.
-        if number < len(keys):
-            _wait_for_calls(pool)
+    def _load_pages(self, name: str, keys: Sequence[str], targets: Sequence[Value]) -> list[bool]:
+        number = self._pool_of(name).load(self._hash_keys(name, keys), targets)
         return [i < number for i in range(len(keys))]
 
-    def _saved(self, name: str, keys: Sequence[str], sources: Sequence[Value]) -> list[bool]:
-        pool = self._pool_of(name)
-        statuses = pool.save(self._hashes(name, keys), sources)
-        # And pages that were not written: other bytes would be stored for theirs, or freed memory be read.
-        if Status.FAILED in statuses:
-            _wait_for_calls(pool)
-        return [bool(status) for status in statuses]
+    def _save_pages(self, name: str, keys: Sequence[str], sources: Sequence[Value]) -> list[bool]:
+        return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
-    def _spans(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value]:
+    def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value]:
         """Where each page lies."""
         if not keys:
             return []
@@ -222,20 +218,20 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         """Mamba's state is each rank's own even where the KV is shared."""
         is_shared = bool(self._storage_config.is_mla_model) and name != PoolName.MAMBA.value
         if is_shared not in self._pools:
-            self._open(self._host_pools["kv"], is_shared=is_shared)
+            self._open_pool(self._host_pools["kv"], is_shared=is_shared)
         return self._pools[is_shared]
 
-    def _open(self, host: Any, *, is_shared: bool) -> None:
+    def _open_pool(self, host: Any, *, is_shared: bool) -> None:
         # Where SGLang gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), those of the first pool are gathered
         # too; a second one's would be written over them.
         registry = None if self._pools else CollectorRegistry()
-        self._pools[is_shared] = open_pool(self._config, self._namespace(host, is_shared=is_shared), registry)
+        self._pools[is_shared] = open_pool(self._config, self._build_namespace(host, is_shared=is_shared), registry)
 
-    def _hashes(self, name: str, keys: Sequence[str]) -> list[bytes]:
+    def _hash_keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
         suffix = "" if name == "kv" else f".{name}"
         return [hashlib.sha256(f"{key}{suffix}".encode()).digest() for key in keys]
 
-    def _namespace(self, host: Any, *, is_shared: bool) -> Namespace:
+    def _build_namespace(self, host: Any, *, is_shared: bool) -> Namespace:
         config = self._storage_config
         layout = [
             f"sglang {host.layout} {'pages' if self._comes_by_address else 'flat'}",
@@ -255,12 +251,6 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             tp_rank=0 if is_shared else config.tp_rank,
             weights_version=self._weights_version,
         )
-
-
-def _wait_for_calls(pool: BlockPool) -> None:
-    """Until no call that was given up touches SGLang's memory any more."""
-    while not pool.settle(_SETTLE_SECONDS):
-        logger.warning("A call that was given up has not come back; its pages cannot be given back yet")
 
 
 def _tensor_value(tensor: Any) -> Value:

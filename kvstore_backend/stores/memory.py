@@ -6,8 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_keys, check_values
-from kvstore_backend.spans import views
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, memory_views
 
 __all__ = ["MemoryStore"]
 
@@ -32,27 +31,22 @@ class MemoryStore(StorageBackend):
         state = "closed" if self._closed else f"{len(self._values)} keys, {self._used} of {self._capacity} bytes"
         return f"MemoryStore({state})"
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._put_value(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return [self._get_value(key, target) for key, target in zip(keys, targets, strict=True)]
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         with self._lock:
             if self._closed:
                 return [Status.FAILED] * len(keys)
             return [Status.OK if key in self._values else Status.ABSENT for key in keys]
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         return [self._remove_key(key) for key in keys]
 
-    def clear(self, prefix: str) -> Status:
-        check_keys([prefix])
+    def _clear(self, prefix: str) -> Status:
         with self._lock:
             if self._closed:
                 return Status.FAILED
@@ -79,7 +73,7 @@ class MemoryStore(StorageBackend):
                 return Status.FAILED
             if key in self._values:
                 return Status.OK
-        stored = b"".join(views(value))
+        stored = b"".join(memory_views(value))
         with self._lock:
             if self._closed or len(stored) > self._capacity:
                 return Status.FAILED
@@ -101,7 +95,7 @@ class MemoryStore(StorageBackend):
         if len(stored) != sum(nbytes for _, nbytes in target):
             return Status.FAILED
         source, start = memoryview(stored), 0
-        for view in views(target):
+        for view in memory_views(target):
             view[:] = source[start : start + len(view)]
             start += len(view)
         return Status.OK

@@ -25,8 +25,6 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
-    check_keys,
-    check_values,
 )
 from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
 
@@ -95,31 +93,26 @@ class MooncakeStore(StorageBackend):
         state = ", closed" if self._closed else ""
         return f"MooncakeStore({self._settings.master_server_addr}, {self._settings.protocol}{state})"
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         # Not the call for one buffer a value: that fails where another writer has begun with the same key.
         codes = self._call_native(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         addresses, sizes = _addresses_and_sizes(targets)
         codes = self._call_native(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
         return [_status_of_read(code, sum(nbytes)) for code, nbytes in zip(codes, sizes, strict=True)]
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         codes = self._call_native(keys, self._native.batch_is_exist)
         if codes.count(codes[0] if codes else None) == len(codes):  # usual, and quick to tell
             return [_EXISTS.get(code, Status.FAILED) for code in codes[:1]] * len(codes)
         return list(map(_EXISTS.get, codes, repeat(Status.FAILED)))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         return [_REMOVED.get(code, Status.FAILED) for code in self._call_native(keys, self._native.batch_remove, force)]
 
-    def clear(self, prefix: str) -> Status:
-        check_keys([prefix])
+    def _clear(self, prefix: str) -> Status:
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return Status.OK if removed is not None and removed >= 0 else Status.FAILED

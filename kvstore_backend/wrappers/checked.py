@@ -1,14 +1,14 @@
-"""Every block carries a header that says what it is; what does not verify on reading is a miss, and is removed.
+"""Every block carries a header that names it; a block that does not verify on reading is a miss, and is removed.
 
 A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not
-copied. The header, 128 bytes little-endian, so that what follows stays aligned::
+copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 
     magic "KVBK" | format version u16 | 0 u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-The checksum finds what a transport or a stale buffer did to the bytes; the digest and the hash find bytes that are
-whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents. Someone who
-can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
+The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
+that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
+Someone who can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
 """
 
 from __future__ import annotations
@@ -28,16 +28,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import (
-    HEADROOM_BYTES,
-    Span,
-    Status,
-    StorageBackend,
-    Value,
-    check_values,
-)
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.wrappers.wrapper import Wrapper
 
 __all__ = ["HEADER_BYTES", "CheckedBackend"]
 
@@ -58,11 +51,11 @@ _PARALLEL_BYTES = 512 << 10
 _HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
-class CheckedBackend(Layer):
-    """Adds headers to what ``store`` holds and verifies them.
+class CheckedBackend(Wrapper):
+    """Adds headers to the values in ``store`` and verifies them.
 
-    A header lies in the value's headroom where its memory has that (``register``), else in memory of this layer, which
-    makes two pieces of the value.
+    A header lies in the value's headroom where its memory has that (``register``), else in memory of this wrapper's
+    own, which makes two pieces of the value.
 
     A block that does not verify is answered ``ABSENT``: the pool does not have it, but something else in its place.
     A stored value of another size than ``header || target`` cannot be told from a failure of the pool: ``FAILED``.
@@ -81,35 +74,27 @@ class CheckedBackend(Layer):
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
         self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
-        with self._laid_out(values) as whole:
-            for key, value, checksum, place in zip(keys, values, self._checksums(values), whole, strict=True):
-                _HeaderMemory.from_address(place[0].address).raw = _header(key, value, checksum)
-            return self._store.put(keys, whole)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        with self._lay_out(values) as whole:
+            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
+                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
+            return self._store._put(keys, whole)
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
-        with self._laid_out(targets) as whole:
-            statuses = self._store.get(keys, whole)
-            # What lay in this memory before does no harm: a header that verifies is true, whoever put it there.
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        with self._lay_out(targets) as whole:
+            statuses = self._store._get(keys, whole)
+            # Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
             read = [i for i, status in enumerate(statuses) if status is Status.OK]
-            checksums = self._checksums([targets[i] for i in read])
+            checksums = self._hash_values([targets[i] for i in read])
             for i, checksum in zip(read, checksums, strict=True):
                 header = _HeaderMemory.from_address(whole[i][0].address).raw
-                if header != (wanted := _header(keys[i], targets[i], checksum)):
-                    self._reject(keys[i], _wrong_field(header, wanted))
+                if header != (wanted := _build_header(keys[i], targets[i], checksum)):
+                    self._reject_block(keys[i], _find_wrong_field(header, wanted))
                     statuses[i] = Status.ABSENT
         rejected = [keys[i] for i in read if statuses[i] is Status.ABSENT]
         if rejected:
-            self._store.remove(rejected, force=True)
+            self._store._remove(rejected, force=True)
         return statuses
-
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._store.exists(keys)
-
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        return self._store.remove(keys, force=force)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         if headroom:
@@ -121,11 +106,11 @@ class CheckedBackend(Layer):
         self._store.unregister(address, nbytes)
 
     @contextlib.contextmanager
-    def _laid_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
+    def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
         """The values with room for a header at the beginning of each one's first span; valid in the block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
-        with self._scratch_headers(len(values)) as scratch:
+        with self._lend_headers(len(values)) as scratch:
             for value in values:
                 address, nbytes = value[0]
                 for start, end in roomy:
@@ -137,7 +122,7 @@ class CheckedBackend(Layer):
             yield whole
 
     @contextlib.contextmanager
-    def _scratch_headers(self, most: int) -> Iterator[Iterator[int]]:
+    def _lend_headers(self, most: int) -> Iterator[Iterator[int]]:
         """Addresses of up to ``most`` headers in registered memory, which is taken when the first is asked for."""
         taken: list[NDArray[np.uint8]] = []
 
@@ -164,19 +149,19 @@ class CheckedBackend(Layer):
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
 
-    def _checksums(self, values: Sequence[Value]) -> list[int]:
+    def _hash_values(self, values: Sequence[Value]) -> list[int]:
         """The checksum of each value; large ones by several threads at once, as hashing lets go of Python's lock."""
         if len(values) > 1 and sum(nbytes for _, nbytes in values[0]) >= _PARALLEL_BYTES:
-            return list(self._hashers.map(_checksum, values))
-        return [_checksum(value) for value in values]
+            return list(self._hashers.map(_hash_value, values))
+        return [_hash_value(value) for value in values]
 
-    def _reject(self, key: str, reason: str) -> None:
+    def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
 
 
-def _checksum(value: Value) -> int:
+def _hash_value(value: Value) -> int:
     if len(value) == 1:
         address, nbytes = value[0]
         return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
@@ -186,13 +171,13 @@ def _checksum(value: Value) -> int:
     return state.intdigest()
 
 
-def _header(key: str, value: Value, checksum: int) -> bytes:
+def _build_header(key: str, value: Value, checksum: int) -> bytes:
     nbytes = value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _identity(key))
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _build_identity(key))
 
 
-def _identity(key: str) -> bytes:
-    """What of a key stands in the header: the namespace's digest and the block's hash.
+def _build_identity(key: str) -> bytes:
+    """The part of a header that a key decides: the namespace's digest and the block's hash.
 
     For a key that names no block of a namespace, zeros and the digest of its text.
     """
@@ -203,7 +188,7 @@ def _identity(key: str) -> bytes:
     return digest + block_hash
 
 
-def _wrong_field(header: bytes, wanted: bytes) -> str:
+def _find_wrong_field(header: bytes, wanted: bytes) -> str:
     """The first field that differs; the checksum last, as another block's differs too."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

@@ -6,8 +6,8 @@ given. Two rules make late calls harmless:
 
 - From the moment a call becomes late until it has ended the breaker is open: no second call piles up behind it, and
   nobody who was given the same memory meanwhile is told ``OK`` for it.
-- ``settle`` tells a caller when no late call is left; memory given to a call that was ``FAILED`` must not be
-  used for anything else before that.
+- ``wait_for_late_calls`` tells a caller when none is left; memory given to a call that was ``FAILED`` must not be
+  used for anything else before that. ``BlockPool`` and ``transfers.py`` see to it, so that engines need not.
 
 States::
 
@@ -36,9 +36,8 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
-    check_keys,
-    check_values,
 )
+from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Deadlines", "GuardedBackend"]
 
@@ -49,10 +48,10 @@ _PROBE_KEY = "kvstore-probe"
 _WORKERS = 8
 # Look-ups and reads in a row that answered FAILED for every key before the breaker opens.
 _MAX_FAILURES = 3
-_FIRST_PAUSE_S = 0.25
-_LONGEST_PAUSE_S = 2.0
+_FIRST_PAUSE_SECONDS = 0.25
+_MAX_PAUSE_SECONDS = 2.0
 # Leaving a Mooncake cluster takes one to two seconds.
-_LEAVE_S = 5.0
+_LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Deadlines:
     bytes_per_second: float = 100e6
     clear_seconds: float = 20.0
 
-    def transfer(self, values: Sequence[Value]) -> float:
+    def seconds_for(self, values: Sequence[Value]) -> float:
         """Seconds for moving ``values``."""
         nbytes = sum([nbytes for value in values for _, nbytes in value])
         return self.transfer_seconds + nbytes / self.bytes_per_second
@@ -86,7 +85,7 @@ class _Call:
         self.ended.acquire()
 
 
-class GuardedBackend(StorageBackend):
+class GuardedBackend(Stack):
     """Guards the store that ``open_store`` opens.
 
     Args:
@@ -103,7 +102,7 @@ class GuardedBackend(StorageBackend):
         self.late_calls = 0
         self.times_opened = 0
         self._open_store = open_store
-        self._memory = threading.Lock()  # guards the next two, and their agreement with what the store knows
+        self._memory = threading.Lock()  # guards the next two, and their agreement with the store's own knowledge
         self._store: StorageBackend | None = None
         self._registered: dict[int, tuple[int, bool]] = {}
         self._changed = threading.Condition()  # guards everything below; told when late calls end, and of every state
@@ -116,7 +115,7 @@ class GuardedBackend(StorageBackend):
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         for number in range(_WORKERS):
             # Daemons: a call that never returns must not keep the process.
-            threading.Thread(target=self._work, name=f"pool-call-{number}", daemon=True).start()
+            threading.Thread(target=self._run_calls, name=f"pool-call-{number}", daemon=True).start()
         self._start_keeper()
 
     def __repr__(self) -> str:
@@ -133,32 +132,29 @@ class GuardedBackend(StorageBackend):
             self._changed.wait_for(lambda: self._trouble is None or self._is_closed, seconds)
             return self._trouble is None
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         # A full pool refuses puts and is sound: they say nothing of its health. So it is with remove and leases.
-        return self._statuses(keys, self.deadlines.transfer(values), "put", lambda store: store.put(keys, values))
+        return self._ask_statuses(
+            keys, self.deadlines.seconds_for(values), "put", lambda store: store._put(keys, values)
+        )
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
-        seconds = self.deadlines.transfer(targets)
-        return self._judged(self._statuses(keys, seconds, "get", lambda store: store.get(keys, targets)))
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        seconds = self.deadlines.seconds_for(targets)
+        return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store._get(keys, targets)))
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         seconds = self.deadlines.lookup_seconds
-        return self._judged(self._statuses(keys, seconds, "exists", lambda store: store.exists(keys)))
+        return self._watch_failures(self._ask_statuses(keys, seconds, "exists", lambda store: store._exists(keys)))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         seconds = self.deadlines.lookup_seconds
-        return self._statuses(keys, seconds, "remove", lambda store: store.remove(keys, force=force))
+        return self._ask_statuses(keys, seconds, "remove", lambda store: store._remove(keys, force=force))
 
-    def clear(self, prefix: str) -> Status:
-        check_keys([prefix])
-        answer = self._call(self.deadlines.clear_seconds, "clear", lambda store: store.clear(prefix))
+    def _clear(self, prefix: str) -> Status:
+        answer = self._ask_store(self.deadlines.clear_seconds, "clear", lambda store: store._clear(prefix))
         return Status.FAILED if answer is None else answer
 
-    def settle(self, seconds: float) -> bool:
+    def wait_for_late_calls(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
@@ -185,7 +181,7 @@ class GuardedBackend(StorageBackend):
 
     def stats(self) -> StoreStats:
         """The store's own, or only its kind while it cannot be asked."""
-        stats = self._call(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
+        stats = self._ask_store(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
         if stats is None:
             return StoreStats(self._last_stats.kind)
         self._last_stats = stats
@@ -204,33 +200,35 @@ class GuardedBackend(StorageBackend):
         if store is not None and not is_late:
             leaving = threading.Thread(target=store.close, name="pool-close", daemon=True)
             leaving.start()
-            leaving.join(_LEAVE_S)
+            leaving.join(_LEAVE_SECONDS)
             is_late = leaving.is_alive()
         if is_late:
-            logger.warning("The pool hangs; left it without a farewell: %r", store)
+            logger.warning("The pool hangs, and was not closed: %r", store)
         for _ in range(_WORKERS):
             self._calls.put(None)
 
-    def _statuses(
-        self, keys: Sequence[str], seconds: float, what: str, ask: Callable[[StorageBackend], list[Status]]
+    def _ask_statuses(
+        self, keys: Sequence[str], seconds: float, operation: str, ask: Callable[[StorageBackend], list[Status]]
     ) -> list[Status]:
-        answer = self._call(seconds, f"{what} of {len(keys)} keys", ask) if keys and self._trouble is None else None
+        if not keys or self._trouble is not None:
+            return [Status.FAILED] * len(keys)
+        answer = self._ask_store(seconds, f"{operation} of {len(keys)} keys", ask)
         return answer if answer is not None and len(answer) == len(keys) else [Status.FAILED] * len(keys)
 
-    def _call(self, seconds: float, what: str, ask: Callable[[StorageBackend], Any]) -> Any:
-        """What ``ask`` answers; None where the breaker is open, the deadline passed or the store raised."""
+    def _ask_store(self, seconds: float, operation: str, ask: Callable[[StorageBackend], Any]) -> Any:
+        """The answer of ``ask``; None where the breaker is open, the deadline passed or the store raised."""
         store = self._store
         if self._trouble is not None or store is None:
             return None
-        call = self._start(store, ask)
-        return call.answer if self._finish(call, seconds, what) else None
+        call = self._start_call(store, ask)
+        return call.answer if self._wait_for_call(call, seconds, operation) else None
 
-    def _start(self, store: StorageBackend, ask: Callable[[StorageBackend], Any]) -> _Call:
+    def _start_call(self, store: StorageBackend, ask: Callable[[StorageBackend], Any]) -> _Call:
         call = _Call(lambda: ask(store))
         self._calls.put(call)
         return call
 
-    def _finish(self, call: _Call, seconds: float, what: str) -> bool:
+    def _wait_for_call(self, call: _Call, seconds: float, operation: str) -> bool:
         """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun."""
         if call.ended.acquire(timeout=seconds):
             return True
@@ -242,10 +240,10 @@ class GuardedBackend(StorageBackend):
                 return False
             self._num_late += 1
             self.late_calls += 1
-            self._open(f"{what} took more than {seconds:g} s")
+            self._open_breaker(f"{operation} took more than {seconds:g} s")
         return False
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             with self._changed:
                 if call.is_given_up:
@@ -255,16 +253,16 @@ class GuardedBackend(StorageBackend):
                 call.answer = call.work()
             except Exception:
                 logger.exception("A store broke its word and raised; the call counts as failed")
-            self._end(call)
+            self._end_call(call)
 
-    def _end(self, call: _Call) -> None:
+    def _end_call(self, call: _Call) -> None:
         with self._changed:
             if call.is_given_up:
                 self._num_late -= 1
                 self._changed.notify_all()
             call.ended.release()
 
-    def _judged(self, answer: list[Status]) -> list[Status]:
+    def _watch_failures(self, answer: list[Status]) -> list[Status]:
         """Open the breaker after answers in a row that were ``FAILED`` for every key."""
         if not answer or answer[0] is not Status.FAILED or answer.count(Status.FAILED) < len(answer):
             self._failures = 0
@@ -272,10 +270,10 @@ class GuardedBackend(StorageBackend):
         with self._changed:
             self._failures += 1
             if self._failures >= _MAX_FAILURES:
-                self._open(f"{_MAX_FAILURES} look-ups or reads in a row failed for every key")
+                self._open_breaker(f"{_MAX_FAILURES} look-ups or reads in a row failed for every key")
         return answer
 
-    def _open(self, trouble: str) -> None:
+    def _open_breaker(self, trouble: str) -> None:
         """Open the breaker, under the lock, unless it is open already."""
         if self._trouble is None:
             self._trouble, self._since = trouble, time.monotonic()
@@ -284,15 +282,15 @@ class GuardedBackend(StorageBackend):
             self._start_keeper()
 
     def _start_keeper(self) -> None:
-        threading.Thread(target=self._keep, name="pool-keeper", daemon=True).start()
+        threading.Thread(target=self._run_keeper, name="pool-keeper", daemon=True).start()
 
-    def _keep(self) -> None:
+    def _run_keeper(self) -> None:
         """Until the breaker is closed: let late calls end, then open the store or probe it, with pauses."""
-        pause = _FIRST_PAUSE_S
+        pause = _FIRST_PAUSE_SECONDS
         said = None
         while self._may_try():
-            trouble, least_pause = self._opened() if self._store is None else (self._probed(), 0.0)
-            if self._resumed(trouble):
+            trouble, least_pause = self._try_open() if self._store is None else (self._probe_store(), 0.0)
+            if self._close_breaker_unless(trouble):
                 logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
                 return
             if trouble and trouble != said:
@@ -300,7 +298,7 @@ class GuardedBackend(StorageBackend):
                 said = trouble
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, max(pause, least_pause))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _may_try(self) -> bool:
         """Wait until no late call is left; False where the guard is closed."""
@@ -308,7 +306,7 @@ class GuardedBackend(StorageBackend):
             self._changed.wait_for(lambda: self._num_late == 0 or self._is_closed)
             return not self._is_closed
 
-    def _resumed(self, trouble: str | None) -> bool:
+    def _close_breaker_unless(self, trouble: str | None) -> bool:
         """Close the breaker if there is no ``trouble``; else remember it."""
         with self._changed:
             if not self._is_closed:
@@ -317,8 +315,8 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
             return self._trouble is None
 
-    def _opened(self) -> tuple[str | None, float]:
-        """Open the store; None, or what is the matter, and for how many seconds it is not to be tried again."""
+    def _try_open(self) -> tuple[str | None, float]:
+        """Open the store; None, or the trouble, and for how many seconds it is not to be tried again."""
         try:
             store = self._open_store()
         except PoolUnavailable as exc:
@@ -334,11 +332,11 @@ class GuardedBackend(StorageBackend):
             store.close()
         return None, 0.0
 
-    def _probed(self) -> str | None:
-        """Ask the store something; None, or what is the matter."""
+    def _probe_store(self) -> str | None:
+        """Ask the store something; None, or the trouble."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
-        call = self._start(self._store, lambda store: store.exists([_PROBE_KEY]))
-        if not self._finish(call, seconds, "a probe"):
+        call = self._start_call(self._store, lambda store: store._exists([_PROBE_KEY]))
+        if not self._wait_for_call(call, seconds, "a probe"):
             return f"a probe took more than {seconds:g} s"
         return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"

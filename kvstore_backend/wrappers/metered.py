@@ -1,4 +1,4 @@
-"""What a pool does, as Prometheus metrics: calls, blocks by outcome, bytes and seconds of every operation."""
+"""The work of a pool as Prometheus metrics: calls, blocks by outcome, bytes and seconds of every operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvstore_backend.backend import Status, StorageBackend, Value
 from kvstore_backend.wrappers.guarded import GuardedBackend
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["MeteredBackend", "StateCollector"]
@@ -20,8 +20,8 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
 
 
-class MeteredBackend(Layer):
-    """Counts what goes through to ``store``.
+class MeteredBackend(StackWrapper):
+    """Counts the calls that go through to ``store``.
 
     Args:
         store: any backend.
@@ -44,31 +44,33 @@ class MeteredBackend(Layer):
             for operation in _OPERATIONS
         }
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._moved("put", values, lambda: self._store.put(keys, values))
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._count_transfer("put", values, lambda: self._store._put(keys, values))
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._moved("get", targets, lambda: self._store.get(keys, targets))
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._count_transfer("get", targets, lambda: self._store._get(keys, targets))
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        return self._counted("exists", lambda: self._store.exists(keys))
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        return self._count_call("exists", lambda: self._store._exists(keys))
 
-    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         # Not with the look-ups of who wants to read: their share that is there is the hit rate.
-        return self._counted("exists_for_all", lambda: self._store.exists_for_all(keys))
+        return self._count_call("exists_for_all", lambda: self._store._exists_for_all(keys))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        return self._counted("remove", lambda: self._store.remove(keys, force=force))
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        return self._count_call("remove", lambda: self._store._remove(keys, force=force))
 
-    def _moved(self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]) -> list[Status]:
-        statuses = self._counted(operation, call)
+    def _count_transfer(
+        self, operation: str, values: Sequence[Value], call: Callable[[], list[Status]]
+    ) -> list[Status]:
+        statuses = self._count_call(operation, call)
         moved = [
             nbytes for value, status in zip(values, statuses, strict=True) if status is Status.OK for _, nbytes in value
         ]
         self._bytes[operation].inc(sum(moved))
         return statuses
 
-    def _counted(self, operation: str, call: Callable[[], list[Status]]) -> list[Status]:
+    def _count_call(self, operation: str, call: Callable[[], list[Status]]) -> list[Status]:
         start = time.perf_counter()
         statuses = call()
         self._seconds[operation].observe(time.perf_counter() - start)
@@ -84,12 +86,12 @@ class MeteredBackend(Layer):
 
 
 class StateCollector(Collector):
-    """The state of a pool's layers, read when metrics are asked for.
+    """The state of a pool's wrappers, read when metrics are asked for.
 
     Args:
-        guarded: the layer with the breaker.
+        guarded: the wrapper with the breaker.
         rejected: blocks that did not verify, by reason (``CheckedBackend.rejected``).
-        write_behind: the layer that writes asynchronously, where there is one.
+        write_behind: the wrapper that writes asynchronously, where there is one.
     """
 
     def __init__(
@@ -104,15 +106,15 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
         yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
         yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
-        yield _by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", self._rejected)
+        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", self._rejected)
         if (queue := self._write_behind) is not None:
             yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks on their way", queue.queued_blocks)
             yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes on their way", queue.queued_bytes)
-            yield _by_reason("kvstore_dropped_writes", "Blocks that were not written", queue.dropped)
+            yield _count_by_reason("kvstore_dropped_writes", "Blocks that were not written", queue.dropped)
 
 
-def _by_reason(name: str, what: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, what, labels=["reason"])
+def _count_by_reason(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, documentation, labels=["reason"])
     for reason, count in dict(counts).items():
         family.add_metric([reason], count)
     return family

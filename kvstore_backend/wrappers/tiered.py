@@ -4,8 +4,8 @@
     put ──through──► large, then fast            OK: the large one has it
         ──back─────► fast, then large later      OK: one of the two has it, or will have it in a moment
 
-What the large one holds is what the tiers hold together; the fast one holds copies of some of it, and with ``back``
-for a while what the large one does not have yet.
+The tiers together hold as much as the large one; the fast one holds copies of some of it, and with ``back`` for a
+while values that the large one does not have yet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_keys, check_values
+from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["TieredBackend"]
 
 
-class TieredBackend(StorageBackend):
-    """Reads from ``fast``, else from ``large``, and what came from there is put into ``fast``.
+class TieredBackend(Stack):
+    """Reads from ``fast``, else from ``large``, and a value that came from there is put into ``fast``.
 
     A failure of one tier hides nothing that the other has. It makes ``ABSENT`` of the other a ``FAILED``, though:
     the failing one may have it.
@@ -32,7 +33,7 @@ class TieredBackend(StorageBackend):
             background (``WriteBehindBackend``).
 
     Attributes:
-        write_behind: with ``back``, what stands before ``large``; else None.
+        write_behind: with ``back``, the wrapper around ``large``; else None.
     """
 
     def __init__(
@@ -40,63 +41,59 @@ class TieredBackend(StorageBackend):
     ) -> None:
         if policy not in ("through", "back"):
             raise ValueError(f"policy is {policy!r}; it must be through or back")
-        self._fast = fast
+        self._fast = as_stack(fast)
         self.write_behind = WriteBehindBackend(large) if policy == "back" else None
-        self._large = self.write_behind or large
+        self._large: Stack = self.write_behind or as_stack(large)
 
     def __repr__(self) -> str:
         return f"TieredBackend({self._fast!r} before {self._large!r})"
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         if self.write_behind is None or not self._fast.is_ready:
-            return self._copied_to_fast(keys, values, self._large.put(keys, values))
-        fast = self._fast.put(keys, values)
-        large = self._large.put(keys, values)
-        return self._released([one or other for one, other in zip(fast, large, strict=True)], fast)
+            return self._copy_to_fast(keys, values, self._large._put(keys, values))
+        fast = self._fast._put(keys, values)
+        large = self._large._put(keys, values)
+        return self._fail_if_late([one or other for one, other in zip(fast, large, strict=True)], fast)
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         is_asked = self._fast.is_ready
-        statuses = self._fast.get(keys, targets)
+        statuses = self._fast._get(keys, targets)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
         # A read that the fast tier gave up may still write into the targets.
-        if not missing or (is_asked and not self._fast.settle(0)):
+        if not missing or (is_asked and not self._fast.wait_for_late_calls(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
-        found = self._copied_to_fast(wanted, places, self._large.get(wanted, places))
+        found = self._copy_to_fast(wanted, places, self._large._get(wanted, places))
         for i, status in zip(missing, found, strict=True):
-            statuses[i] = _either(statuses[i], status)
+            statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
-        statuses = self._fast.exists(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        statuses = self._fast._exists(keys)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
-        found = self._large.exists([keys[i] for i in missing]) if missing else []
+        found = self._large._exists([keys[i] for i in missing]) if missing else []
         for i, status in zip(missing, found, strict=True):
-            statuses[i] = _either(statuses[i], status)
+            statuses[i] = _combine_statuses(statuses[i], status)
         return statuses
 
-    def exists_for_all(self, keys: Sequence[str]) -> list[Status]:
-        return self._large.exists_for_all(keys)
+    def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
+        return self._large._exists_for_all(keys)
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
-        large = self._large.remove(keys, force=force)
-        fast = self._fast.remove(keys, force=force)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        large = self._large._remove(keys, force=force)
+        fast = self._fast._remove(keys, force=force)
         return [
             Status.FAILED if Status.FAILED in both else Status.OK if Status.OK in both else Status.ABSENT
             for both in zip(large, fast, strict=True)
         ]
 
-    def clear(self, prefix: str) -> Status:
-        large, fast = self._large.clear(prefix), self._fast.clear(prefix)
+    def _clear(self, prefix: str) -> Status:
+        large, fast = self._large._clear(prefix), self._fast._clear(prefix)
         return large if fast else fast
 
-    def drain(self, seconds: float) -> bool:
-        """Wait until the large tier has what was put so far; False if ``seconds`` were not enough."""
-        return self.write_behind is None or self.write_behind.drain(seconds)
+    def flush_writes(self, seconds: float) -> bool:
+        """Wait until the large tier has all values put so far; False if ``seconds`` were not enough."""
+        return self.write_behind is None or self.write_behind.flush_writes(seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         self._fast.register(address, nbytes, headroom=headroom)
@@ -110,9 +107,9 @@ class TieredBackend(StorageBackend):
     def is_ready(self) -> bool:
         return self._fast.is_ready or self._large.is_ready
 
-    def settle(self, seconds: float) -> bool:
+    def wait_for_late_calls(self, seconds: float) -> bool:
         """Waits for each tier in turn, so for up to twice ``seconds``."""
-        return self._fast.settle(seconds) and self._large.settle(seconds)
+        return self._fast.wait_for_late_calls(seconds) and self._large.wait_for_late_calls(seconds)
 
     def health(self) -> Health:
         fast, large = self._fast.health(), self._large.health()
@@ -127,20 +124,20 @@ class TieredBackend(StorageBackend):
         self._large.close()
         self._fast.close()
 
-    def _copied_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
-        """The large tier's answers to a put or get, once the fast tier has a copy of what they say is there."""
+    def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
+        """The large tier's answers to a put or get, once the fast tier has copies of the values that are there."""
         here = [i for i, status in enumerate(statuses) if status is Status.OK]
         if not here or not self._fast.is_ready:
             return statuses
-        return self._released(statuses, self._fast.put([keys[i] for i in here], [values[i] for i in here]))
+        return self._fail_if_late(statuses, self._fast._put([keys[i] for i in here], [values[i] for i in here]))
 
-    def _released(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
+    def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
         """The answers; ``FAILED`` for all where the fast tier gave up copying, and may still read the memory."""
-        if Status.FAILED in copied and not self._fast.settle(0):
+        if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses
 
 
-def _either(one: Status, other: Status) -> Status:
-    """What is known of a key for which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
+def _combine_statuses(one: Status, other: Status) -> Status:
+    """The answer for a key of which the fast tier said ``one``, not ``OK``, and the large tier ``other``."""
     return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other

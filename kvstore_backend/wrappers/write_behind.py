@@ -6,9 +6,9 @@ The arena, a ring::
     │  free  │ oldest  ...  queued  ... newest│  free  │   a block leaves when it was written or given up
     └────────┴───────────────────────────────┴────────┘
 
-Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this layer answers for
+Blocks leave in the order they came, so the ring needs no free list. Until a block has left, this wrapper answers for
 it: ``exists`` says ``OK``, ``get`` copies it out of the arena, and a second put of it is ``OK`` at once. So ``OK`` of a
-put means what it means everywhere, *readable now*, but for other clients of the pool only once the write is out; and
+put has its usual meaning, *readable now*, but for other clients of the pool only once the write is out; and
 the pool may still refuse it, which is counted in ``dropped`` and is for readers like an eviction.
 """
 
@@ -24,24 +24,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore_backend.backend import (
-    HEADROOM_BYTES,
-    Span,
-    Status,
-    StorageBackend,
-    Value,
-    check_keys,
-    check_values,
-)
-from kvstore_backend.wrappers.wrapper import Layer
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
+from kvstore_backend.wrappers.wrapper import StackWrapper
 
 __all__ = ["WriteBehindBackend"]
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
-_FIRST_PAUSE_S = 0.05
-_SETTLE_S = 1.0
+_FIRST_PAUSE_SECONDS = 0.05
+_LATE_CALL_WAIT_SECONDS = 1.0
 # Arenas that a call which never returned may still read from.
 _ABANDONED: list[NDArray[np.uint8]] = []
 
@@ -57,7 +49,7 @@ class _Block:
         self.is_sending = False
 
 
-class WriteBehindBackend(Layer):
+class WriteBehindBackend(StackWrapper):
     """Writes to ``store`` in the background.
 
     A put that finds no room in the arena is ``FAILED``: the write is dropped and counted, never waited for.
@@ -92,13 +84,13 @@ class WriteBehindBackend(Layer):
         self._flush_seconds = flush_seconds
         self._arena: NDArray[np.uint8] = np.empty(arena_bytes, dtype=np.uint8)
         self._base: int = self._arena.ctypes.data
-        store.register(self._base, arena_bytes, headroom=True)
+        self._store.register(self._base, arena_bytes, headroom=True)
         self._changed = threading.Condition()  # guards everything below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
         self._tail = 0  # where the newest block ends
         self._is_closed = False
-        self._gave_up = False  # closed, and the time for writing what is left is over
-        self._sender = threading.Thread(target=self._send_until_closed, name="pool-write-behind", daemon=True)
+        self._gave_up = False  # closed, and the time for writing the rest is over
+        self._sender = threading.Thread(target=self._run_sender, name="pool-write-behind", daemon=True)
         self._sender.start()
 
     def __repr__(self) -> str:
@@ -116,29 +108,25 @@ class WriteBehindBackend(Layer):
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
-        return [self._accepted(key, value) for key, value in zip(keys, values, strict=True)]
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return [self._accept_block(key, value) for key, value in zip(keys, values, strict=True)]
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
-        statuses = [self._copied_out(key, target) for key, target in zip(keys, targets, strict=True)]
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        statuses = [self._copy_out(key, target) for key, target in zip(keys, targets, strict=True)]
         ask = [i for i, status in enumerate(statuses) if status is None]
-        answers = self._store.get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
-        return _filled(statuses, answers)
+        answers = self._store._get([keys[i] for i in ask], [targets[i] for i in ask]) if ask else []
+        return _fill_in(statuses, answers)
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
             statuses = [Status.OK if key in self._blocks else None for key in keys]
         ask = [key for key, status in zip(keys, statuses, strict=True) if status is None]
-        return _filled(statuses, self._store.exists(ask) if ask else [])
+        return _fill_in(statuses, self._store._exists(ask) if ask else [])
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         """As the pool answers; a block on its way is taken out of the queue, or ``FAILED`` while it is being sent."""
-        check_keys(keys)
         with self._changed:
             if self._is_closed:
                 return [Status.FAILED] * len(keys)
@@ -147,31 +135,30 @@ class WriteBehindBackend(Layer):
             self._take_out(withdrawn)
         statuses = [Status.FAILED if busy else None for busy in is_sending]
         ask = [key for key, busy in zip(keys, is_sending, strict=True) if not busy]
-        answers = self._store.remove(ask, force=force) if ask else []
+        answers = self._store._remove(ask, force=force) if ask else []
         found = [
             Status.OK if key in withdrawn and answer is Status.ABSENT else answer
             for key, answer in zip(ask, answers, strict=True)
         ]
-        return _filled(statuses, found)
+        return _fill_in(statuses, found)
 
-    def clear(self, prefix: str) -> Status:
+    def _clear(self, prefix: str) -> Status:
         """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
-        check_keys([prefix])
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
             is_sending = {key for key in queued if self._blocks[key].is_sending}
             self._take_out(queued - is_sending)
-        answer = self._store.clear(prefix)
+        answer = self._store._clear(prefix)
         return Status.FAILED if is_sending else answer
 
-    def drain(self, seconds: float) -> bool:
+    def flush_writes(self, seconds: float) -> bool:
         """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""
         with self._changed:
             last = next(reversed(self._blocks.values()), None)
             return last is None or self._changed.wait_for(lambda: last not in self._blocks.values(), seconds)
 
     def close(self) -> None:
-        """Write for ``flush_seconds`` more what was accepted, drop the rest, close the store."""
+        """Write accepted blocks for ``flush_seconds`` more, drop the rest, close the store."""
         with self._changed:
             if self._is_closed:
                 return
@@ -181,22 +168,22 @@ class WriteBehindBackend(Layer):
             self._gave_up = True
             self._changed.notify_all()
         self._sender.join(self._flush_seconds)
-        if self._sender.is_alive() or not self._store.settle(0):
+        if self._sender.is_alive() or not self._store.wait_for_late_calls(0):
             _ABANDONED.append(self._arena)
         else:
             self._store.unregister(self._base, self._arena.nbytes)
         with self._changed:
-            self._drop(set(self._blocks), "closed")
+            self._drop_blocks(set(self._blocks), "closed")
         self._store.close()
 
-    def _accepted(self, key: str, value: Value) -> Status:
+    def _accept_block(self, key: str, value: Value) -> Status:
         nbytes = sum([nbytes for _, nbytes in value])
         with self._changed:
             if self._is_closed:
                 return Status.FAILED
             if key in self._blocks:
                 return Status.OK
-            start = self._room(HEADROOM_BYTES + nbytes) if self._store.is_ready else None
+            start = self._find_room(HEADROOM_BYTES + nbytes) if self._store.is_ready else None
             if start is None:
                 self.dropped["arena full" if self._store.is_ready else "pool away"] += 1
                 return Status.FAILED
@@ -211,7 +198,7 @@ class WriteBehindBackend(Layer):
             self._changed.notify_all()
         return Status.OK
 
-    def _room(self, nbytes: int) -> int | None:
+    def _find_room(self, nbytes: int) -> int | None:
         """Where in the ring ``nbytes`` fit behind the newest block; None: nowhere now."""
         oldest = next(iter(self._blocks.values()), None)
         tail = -(-self._tail // _ALIGNMENT) * _ALIGNMENT if oldest else 0
@@ -222,7 +209,7 @@ class WriteBehindBackend(Layer):
             return tail
         return 0 if oldest and nbytes <= head else None
 
-    def _copied_out(self, key: str, target: Value) -> Status | None:
+    def _copy_out(self, key: str, target: Value) -> Status | None:
         """The answer for a block on its way, which is copied to ``target``; None for any other."""
         with self._changed:
             if self._is_closed:
@@ -238,11 +225,11 @@ class WriteBehindBackend(Layer):
                 position += size
         return Status.OK
 
-    def _send_until_closed(self) -> None:
+    def _run_sender(self) -> None:
         while batch := self._next_batch():
             give_up_at = time.monotonic() + self._retry_seconds
-            pause = _FIRST_PAUSE_S
-            while not self._sent(batch, is_last=time.monotonic() + pause > give_up_at):
+            pause = _FIRST_PAUSE_SECONDS
+            while not self._send_batch(batch, is_last=time.monotonic() + pause > give_up_at):
                 with self._changed:
                     self._changed.wait_for(lambda: self._gave_up, pause)
                     if self._gave_up:
@@ -263,38 +250,38 @@ class WriteBehindBackend(Layer):
                 block.is_sending = True
             return batch
 
-    def _sent(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Write what the pool lacks of ``batch``; whether that dealt with all of it, else the rest stays in it."""
+    def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
+        """Write the blocks of ``batch`` that the pool lacks; False where some stay in it, to be tried again."""
         keys = list(batch)
-        known = self._store.exists(keys)
-        self._finish(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
+        known = self._store._exists(keys)
+        self._finish_blocks(batch, {key for key, status in zip(keys, known, strict=True) if status is Status.OK})
         if Status.FAILED in known:
-            self._finish(batch, set(batch), "pool away")
+            self._finish_blocks(batch, set(batch), "pool away")
         if not batch:
             return True
         keys = list(batch)
         values = [[Span(self._base + block.start, block.nbytes)] for block in batch.values()]
-        stored = self._store.put(keys, values)
-        self._finish(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
+        stored = self._store._put(keys, values)
+        self._finish_blocks(batch, {key for key, status in zip(keys, stored, strict=True) if status is Status.OK})
         # A call that was given up may still read from the arena; nothing may be written there meanwhile.
-        while batch and not self._store.settle(_SETTLE_S):
+        while batch and not self._store.wait_for_late_calls(_LATE_CALL_WAIT_SECONDS):
             if self._gave_up:
                 return True
         if is_last:
-            self._finish(batch, set(batch), "refused")
+            self._finish_blocks(batch, set(batch), "refused")
         return not batch
 
-    def _finish(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
+    def _finish_blocks(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
         """Take blocks that were written, or dropped for a reason, out of the batch and of the arena."""
         for key in keys:
             del batch[key]
         with self._changed:
             if dropped_because:
-                self._drop(keys, dropped_because)
+                self._drop_blocks(keys, dropped_because)
             else:
                 self._take_out(keys)
 
-    def _drop(self, keys: set[str], reason: str) -> None:
+    def _drop_blocks(self, keys: set[str], reason: str) -> None:
         if lost := len(self._blocks.keys() & keys):
             self.dropped[reason] += lost
             logger.warning("%d blocks were not written to the pool (%s)", lost, reason)
@@ -306,7 +293,7 @@ class WriteBehindBackend(Layer):
         self._changed.notify_all()
 
 
-def _filled(statuses: Sequence[Status | None], answers: Sequence[Status]) -> list[Status]:
+def _fill_in(statuses: Sequence[Status | None], answers: Sequence[Status]) -> list[Status]:
     """The statuses with each ``None`` replaced by the next answer."""
     rest = iter(answers)
     return [next(rest) if status is None else status for status in statuses]

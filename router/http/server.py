@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import httptools
@@ -44,8 +44,8 @@ class DataPlane(Protocol):
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
 
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
-        """The work of answering a request whose body has been read, for a task of its own."""
+    async def serve(self, request: ClientRequest) -> None:
+        """Answer a request whose body has been read."""
 
     def on_refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""

@@ -120,7 +120,7 @@ class PoolAware(PrefixPolicy):
         self.fetch_cost = found * self._cost.fetch_cost + (1 - found)
 
     def _learn_kept_seconds(self, unused_seconds: float, kept: bool) -> None:
-        # It settles where chunks unused for nearly so long are gone as often as not.
+        # It levels off where chunks unused for nearly so long are gone as often as not.
         if not kept:
             self._kept_seconds = max(1.0, 0.9 * self._kept_seconds)
         elif unused_seconds > self._kept_seconds / 2:

@@ -61,8 +61,11 @@ class LegFailed(Exception):
         self.response = response
         self.stale = stale
         self.in_hand_over = in_hand_over
-        # Whether it says something of the instance, rather than of the request.
-        self.another_may_serve = in_hand_over or response is None or response.status == 429 or response.status >= 500
+
+    @property
+    def another_may_serve(self) -> bool:
+        """Whether it says something of the instance, rather than of the request."""
+        return self.in_hand_over or self.response is None or self.response.status == 429 or self.response.status >= 500
 
 
 class Leg:

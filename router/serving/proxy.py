@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine
-from typing import Any
+from collections.abc import Collection
 
 from router.fleet import Instance
 from router.http import ApiError, ClientRequest, Headers, Refused
@@ -50,9 +49,14 @@ class Proxy:
             return refused
         return None
 
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
-        """The work of answering one request, for a task of its own."""
-        return ServingRequest(request, self._services).serve(self._live)
+    async def serve(self, request: ClientRequest) -> None:
+        """Answer one request."""
+        serving = ServingRequest(request, self._services)
+        self._live.add(serving)
+        try:
+            await serving.serve()
+        finally:
+            self._live.discard(serving)
 
     def on_refused(self, method: str, path: str, error: ApiError) -> None:
         """Note a request that was answered with ``error`` without being read."""

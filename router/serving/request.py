@@ -25,6 +25,7 @@ from router.http import (
     PreparedHead,
     Refused,
     UpstreamError,
+    Usage,
     encode_member,
     end_to_end,
     estimate_tokens,
@@ -33,7 +34,7 @@ from router.http import (
     read_usage,
     splice,
 )
-from router.policies import Outcome, RequestFeatures, request_features
+from router.policies import Decision, Outcome, RequestFeatures, request_features
 from router.serving.aborts import Aborter
 from router.serving.attempt import Attempt, EngineIds, Leg, LegFailed
 from router.serving.response import ClientResponse, RequestEnded
@@ -131,10 +132,9 @@ class ServingRequest:
         # A client has told its engines to stop it: an attempt that fails now is the last.
         self._is_aborted = False
 
-    async def serve(self, live: set[ServingRequest]) -> None:
-        """Answer the request; nothing is raised. Meanwhile it is one of those that ``live``."""
+    async def serve(self) -> None:
+        """Answer the request; nothing is raised."""
         response = self._response
-        live.add(self)
         try:
             client = self._services.auth.identify_client(self._request.headers)
             if not self._services.admission.try_enter(client):
@@ -157,7 +157,6 @@ class ServingRequest:
             _log.exception("%s %s failed", self._request.method, self._request.path)
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
-            live.discard(self)
             self._ended = None  # its traceback leads to this request: only the collector could free both
             if self.client is not None:
                 self._services.admission.leave(self.client)
@@ -483,7 +482,7 @@ class ServingRequest:
         self._services.audit.add_record(record)
 
     def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
-        """Note who served a completion, and let its policy learn from how it went."""
+        """Note who served a completion, and the engine's figures of it."""
         usage = self._response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         prefill, answering, first = selection.prefill, selection.answering, selection.decisions[0]
@@ -496,13 +495,16 @@ class ServingRequest:
                 usage = read_usage(leg.exchange.kept_body) or usage
         record.cached_tokens = usage.cached_tokens
         record.predicted_cached_tokens = first.cached_tokens
-        if record.error or record.status >= 400:
-            return
+        if not record.error and record.status < 400:
+            self._teach_policy(attempt, leg, first, usage)
+
+    def _teach_policy(self, attempt: Attempt, leg: Leg, decision: Decision, usage: Usage) -> None:
+        """Let the policy that chose the leg's instance learn from how it went."""
         ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
         outcome = Outcome(
-            first.key, leg.queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+            decision.key, leg.queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
         )
-        self._services.selector.policies[leg.instance.role].observe_outcome(self._features, first, outcome)
+        self._services.selector.policies[leg.instance.role].observe_outcome(self._features, decision, outcome)
 
 
 def _make_request_id() -> str:

@@ -1,4 +1,4 @@
-"""A pool that does, on demand, what real pools do on a bad day.
+"""A pool that breaks on demand, as real pools do on a bad day.
 
 It stands in for a Mooncake cluster that breaks in ways that cannot be brought about on purpose at the right moment.
 """
@@ -17,7 +17,7 @@ __all__ = ["Fault", "FaultyStore"]
 
 
 class Fault(enum.Enum):
-    """What goes wrong from now on."""
+    """The fault of all calls from now on."""
 
     NOTHING = enum.auto()
     ALL_FAIL = enum.auto()
@@ -25,7 +25,7 @@ class Fault(enum.Enum):
     ALL_RAISE = enum.auto()
     """Every call raises, which no store may do."""
     GONE_AT_LOAD = enum.auto()
-    """What a look-up said is there has been evicted when it is read."""
+    """A block that a look-up found has been evicted when it is read."""
     FAILS_AFTER_FIRST_BLOCK = enum.auto()
     """A read brings one block and leaves NaN in the others' memory."""
     RAISES_HALF_WAY = enum.auto()
@@ -43,7 +43,7 @@ class FaultyStore(StorageBackend):
     def __init__(self, sound: StorageBackend, fault: Fault = Fault.NOTHING) -> None:
         self.fault = fault
         self.load_seconds = 0.0
-        """What every read takes beside its own time."""
+        """Added to the time of every read."""
         self.hanging = threading.Event()
         """Set when a call hangs."""
         self._sound = sound
@@ -60,19 +60,19 @@ class FaultyStore(StorageBackend):
         self._saves_go.clear()
 
     def go_on(self) -> None:
-        """Whatever hangs goes on, and nothing hangs any more."""
+        """Calls that hang go on, and none hangs any more."""
         self.hanging.clear()
         self._loads_go.set()
         self._saves_go.set()
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self._wait(self._saves_go)
         self._raise_if(Fault.ALL_RAISE)
         if self.fault in (Fault.ALL_FAIL, Fault.REFUSES_SAVES):
             return [Status.FAILED] * len(keys)
-        return self._sound.put(keys, values)
+        return self._sound._put(keys, values)
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         if not self._loads_go.is_set():
             _fill_with_nan(targets)
         self._wait(self._loads_go)
@@ -84,18 +84,18 @@ class FaultyStore(StorageBackend):
             return [Status.ABSENT] * len(keys)
         if self.fault is Fault.FAILS_AFTER_FIRST_BLOCK:
             _fill_with_nan(targets[1:])
-            return self._sound.get(keys[:1], targets[:1]) + [Status.FAILED] * (len(keys) - 1)
+            return self._sound._get(keys[:1], targets[:1]) + [Status.FAILED] * (len(keys) - 1)
         if self.fault is Fault.RAISES_HALF_WAY:
             _fill_with_nan(targets)
             raise RuntimeError("the connection broke half-way")
-        return self._sound.get(keys, targets)
+        return self._sound._get(keys, targets)
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         self._raise_if(Fault.ALL_RAISE)
-        return [Status.FAILED] * len(keys) if self.fault is Fault.ALL_FAIL else self._sound.exists(keys)
+        return [Status.FAILED] * len(keys) if self.fault is Fault.ALL_FAIL else self._sound._exists(keys)
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        return self._sound.remove(keys, force=force)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        return self._sound._remove(keys, force=force)
 
     def health(self) -> Health:
         return Health(self.fault is Fault.NOTHING, self.fault.name)

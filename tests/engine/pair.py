@@ -153,7 +153,7 @@ def shared_engines(folder: str) -> tuple[Engine, Engine]:
 def forget_prefixes(engine: Engine) -> None:
     """Empty an idle engine's prefix cache."""
     blocks = engine.blocks
-    blocks.release(blocks.allocate(blocks.num_available))
+    blocks.release_blocks(blocks.allocate_blocks(blocks.num_available))
 
 
 @contextlib.asynccontextmanager

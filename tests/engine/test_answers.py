@@ -216,7 +216,7 @@ def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewh
         follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
         assert answering.sequence.state is State.RUNNING
         assert follow_up.sequence.pool_cached_tokens == 48
-        one.core.abort(answering.sequence)
+        one.core.abort_sequence(answering.sequence)
 
 
 def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Checkpoint) -> None:

@@ -17,8 +17,8 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
     lent, given_back = object(), []
     answers: list[Any] = []
     core: Any = SimpleNamespace(
-        reserve=lambda hashes, num_tokens, answer: answers.append(answer),
-        cancel=lambda reservation, clear: given_back.append(reservation),
+        reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer),
+        cancel_reservation=lambda reservation, clear: given_back.append(reservation),
     )
     runner: Any = SimpleNamespace(vocab_size=1)
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=1)

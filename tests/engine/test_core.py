@@ -77,7 +77,7 @@ def test_a_requests_own_stop_token_ends_its_answer(engine: Engine, answer: list[
 def test_an_abort_ends_a_running_a_waiting_and_no_ended_sequence(engine: Engine, held: threading.Event) -> None:
     running, neighbour, waiting = (engine.begin(PROMPT, 12) for _ in range(3))
     for asked in (running, waiting, running):  # the second abort of the same one is nothing
-        engine.core.abort(asked.sequence)
+        engine.core.abort_sequence(asked.sequence)
     held.set()
     for asked in (running, waiting):
         asked.wait()
@@ -85,7 +85,7 @@ def test_an_abort_ends_a_running_a_waiting_and_no_ended_sequence(engine: Engine,
         assert asked.sequence.state is State.FINISHED
     neighbour.wait()
     assert neighbour.finish_reason == "length"
-    engine.core.abort(neighbour.sequence)
+    engine.core.abort_sequence(neighbour.sequence)
     engine.wait_until_idle()
     assert [asked.times_saved for asked in (running, neighbour, waiting)] == [1, 1, 1]
     assert engine.metric("kvstore_requests_finished_total", reason="abort") == 2
@@ -132,7 +132,7 @@ def test_mail_that_fails_ends_nobody(engine: Engine, answer: list[int]) -> None:
 
     running = engine.begin(PROMPT, 12)
     running.next()
-    engine.core.reserve([], 10**9, fail)
+    engine.core.reserve_blocks([], 10**9, fail)
     waiting = [engine.begin(PROMPT, 12) for _ in range(3)]
     assert [asked.wait() for asked in (running, *waiting)] == [answer] * 4
 
@@ -143,7 +143,7 @@ def test_a_hand_over_that_fails_ends_its_own_sequence_only_and_gives_its_blocks_
     running = engine.begin(PROMPT, 12)
     running.next()
     reserved: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
-    engine.core.reserve([], 1, reserved.put)
+    engine.core.reserve_blocks([], 1, reserved.put)
     too_short = reserved.get(timeout=30)
     assert too_short
     handed = Answering(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))

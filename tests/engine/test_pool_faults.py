@@ -1,4 +1,4 @@
-"""Whatever the pool does, every request gets the answer it would have had without one, and every block comes back.
+"""With any fault of the pool, every request gets the answer it would have had without one, and every block comes back.
 
 The right answers are those of an instance without a pool, which ``test_answers.py`` compares with transformers.
 """
@@ -117,7 +117,7 @@ def test_loads_run_while_all_places_are_taken(
         store.go_on()
         wait_until(lambda: engine.scheduler.ready, "the load to end")
         assert running.sequence.state is State.RUNNING
-        engine.core.abort(running.sequence)
+        engine.core.abort_sequence(running.sequence)
         ends_well(engine, [loading], answers)
         assert loading.sequence.pool_cached_tokens == 96
 
@@ -129,7 +129,7 @@ def test_a_sequence_aborted_while_its_load_hangs_keeps_its_blocks_until_the_load
     with Engine(tiny_checkpoint, store=store, num_blocks=20) as engine:
         aborted = engine.begin(LONG)
         assert store.hanging.wait(30)
-        engine.core.abort(aborted.sequence)
+        engine.core.abort_sequence(aborted.sequence)
         assert aborted.wait() == []
         assert aborted.finish_reason == "abort"
         engine.answer(PROMPTS[0], 1)  # the abort has been through the engine's loop, and so has this
@@ -147,7 +147,7 @@ def test_garbage_that_an_aborted_load_left_behind_harms_nobody(
     with Engine(tiny_checkpoint, store=store, num_blocks=8) as engine:
         aborted = engine.begin(LONG)
         assert store.hanging.wait(30)
-        engine.core.abort(aborted.sequence)
+        engine.core.abort_sequence(aborted.sequence)
         store.fault = fault
         store.go_on()
         engine.wait_until_idle()
@@ -162,7 +162,7 @@ def test_a_sequence_aborted_before_its_load_begins_is_over_at_once_and_comes_bac
         first = engine.begin(LONG, MAX_TOKENS)
         assert store.hanging.wait(30)
         queued = engine.begin(PROMPTS[-2])
-        engine.core.abort(queued.sequence)
+        engine.core.abort_sequence(queued.sequence)
         assert queued.wait() == []
         store.go_on()
         ends_well(engine, [first], answers)

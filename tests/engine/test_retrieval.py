@@ -195,7 +195,7 @@ def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -
 
         def on_computed(first: int, blocks: Sequence[int]) -> None:
             computed.update(zip(range(first, first + len(blocks)), prefill.runner.kv[list(blocks)], strict=True))
-            prefill.blocks.release(blocks)
+            prefill.blocks.release_blocks(blocks)
 
         heard: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         listener = Listener(lambda output: heard.put(output.token_id), on_computed=on_computed)
@@ -205,7 +205,7 @@ def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -
         assert token is not None
 
         lent: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
-        decode.core.reserve([], len(prompt), lent.put)
+        decode.core.reserve_blocks([], len(prompt), lent.put)
         reservation = lent.get(timeout=30)
         assert reservation is not None
         decode.runner.kv[reservation.blocks] = torch.stack([computed[i] for i in range(len(computed))])

@@ -15,7 +15,7 @@ from engine.scheduler import Chunk, Reservation, Scheduler
 
 BLOCK = 4
 Prefix = tuple[str, tuple[int, ...]]
-"""What a token's KV depends on: the salt, and all tokens up to it."""
+"""A token's KV depends on the salt, and all tokens up to it."""
 
 
 def sequence_of(prompt: list[int], max_tokens: int, name: str = "r", salt: str = "") -> Sequence:
@@ -58,7 +58,7 @@ class Memory:
             self._slots[block, position % BLOCK] = self._prefix(sequence, position)
 
     def spoil(self, blocks: list[int]) -> None:
-        """Write what nobody can use, as a call does that was given up."""
+        """Write rubbish, as a call does that was given up."""
         for block in blocks:
             assert self._blocks._hash_of[block] is None, f"block {block} is spoilt after it was published"
             self._slots.update({(block, slot): ("garbage", ()) for slot in range(BLOCK)})
@@ -113,7 +113,7 @@ class Batching(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.saves: list[list[int]] = []
         self.loads: list[Sequence] = []
-        self.quarantine: list[list[int]] = []
+        self.late_blocks: list[list[int]] = []
         self.reserved: dict[Reservation, Sequence] = {}
         self.arrived = 0
         self.first_admissions: list[int] = []
@@ -127,7 +127,7 @@ class Batching(RuleBasedStateMachine):
     def arrive(self, request: tuple[int, list[int], int, str]) -> None:
         sequence = self.new(request)
         self.live.append(sequence)
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
 
     def new(self, request: tuple[int, list[int], int, str]) -> Sequence:
         shared, own, max_tokens, salt = request
@@ -138,7 +138,7 @@ class Batching(RuleBasedStateMachine):
     @rule(request=REQUEST)
     def another_instance_asks_for_blocks(self, request: tuple[int, list[int], int, str]) -> None:
         sequence = self.new(request)
-        reservation = self.scheduler.reserve(sequence.hashes(), sequence.num_prompt_tokens)
+        reservation = self.scheduler.reserve_blocks(sequence.hashes(), sequence.num_prompt_tokens)
         if reservation is not None:
             assert len(reservation.blocks) == -(-sequence.num_prompt_tokens // BLOCK)
             self.reserved[reservation] = sequence
@@ -150,12 +150,12 @@ class Batching(RuleBasedStateMachine):
         sequence = self.reserved.pop(reservation)
         self.memory.spoil(reservation.missing)
         if not is_complete:
-            self.scheduler.cancel(reservation)
+            self.scheduler.cancel_reservation(reservation)
             return
         start = reservation.num_cached * BLOCK
         self.memory.write(sequence, start, sequence.num_prompt_tokens, reservation.blocks)
         self.live.append(sequence)
-        self.scheduler.adopt(sequence, reservation)
+        self.scheduler.adopt_reservation(sequence, reservation)
         self.append(sequence)
 
     @rule(steps=st.integers(1, 8))
@@ -173,32 +173,32 @@ class Batching(RuleBasedStateMachine):
         wanted = (len(sequence.token_ids) - 1) // BLOCK - sequence.num_computed // BLOCK
         self.end_load(sequence, data.draw(st.integers(0, wanted)), given_up=data.draw(st.booleans()))
 
-    @precondition(lambda self: self.quarantine)
+    @precondition(lambda self: self.late_blocks)
     @rule()
     def a_call_that_was_given_up_ends(self) -> None:
-        blocks = self.quarantine.pop()
+        blocks = self.late_blocks.pop()
         self.memory.spoil(blocks)
-        self.scheduler.blocks.release(blocks)
+        self.scheduler.blocks.release_blocks(blocks)
 
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def a_save_begins(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.scheduler.running))
         blocks = sequence.block_table[: sequence.num_computed // BLOCK]
-        self.scheduler.blocks.hold(blocks)
+        self.scheduler.blocks.hold_blocks(blocks)
         self.saves.append(blocks)
 
     @precondition(lambda self: self.saves)
     @rule(data=st.data())
     def a_save_ends(self, data: st.DataObject) -> None:
-        self.scheduler.blocks.release(self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1))))
+        self.scheduler.blocks.release_blocks(self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1))))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
-        self.scheduler.finish(sequence)
+        self.scheduler.finish_sequence(sequence)
         assert sequence.state is (State.LOADING if sequence in self.loads else State.FINISHED)
 
     @invariant()
@@ -217,8 +217,9 @@ class Batching(RuleBasedStateMachine):
     def every_block_has_exactly_its_owners_references(self) -> None:
         owned = [sequence.block_table for sequence in self.holding()]
         owned += [reservation.blocks for reservation in self.reserved]
-        references = Counter(block for blocks in owned + self.saves + self.quarantine for block in blocks)
-        assert self.scheduler.blocks._references == [references[b] for b in range(self.scheduler.blocks.num_blocks)]
+        references = Counter(block for blocks in owned + self.saves + self.late_blocks for block in blocks)
+        blocks = self.scheduler.blocks
+        assert all(blocks.num_references(block) == references[block] for block in range(blocks.num_blocks))
 
     @invariant()
     def what_others_may_keep_leaves_room_for_the_longest_sequence(self) -> None:
@@ -236,17 +237,17 @@ class Batching(RuleBasedStateMachine):
         assert self.first_admissions == sorted(self.first_admissions)
 
     def teardown(self) -> None:
-        """Whatever happened, once everybody else has ended every request does, and all blocks come back."""
+        """Once everybody else has ended every request does, and all blocks come back."""
         for reservation in self.reserved:
-            self.scheduler.cancel(reservation)
+            self.scheduler.cancel_reservation(reservation)
         while self.live or self.loads:
             for sequence in list(self.loads):
                 self.end_load(sequence, 0)
-            while self.saves + self.quarantine:
-                self.scheduler.blocks.release((self.saves or self.quarantine).pop())
+            while self.saves + self.late_blocks:
+                self.scheduler.blocks.release_blocks((self.saves or self.late_blocks).pop())
             assert self.run_one_step() or self.loads or not self.live, f"stuck: {self.scheduler}"
-        while self.saves + self.quarantine:
-            self.scheduler.blocks.release((self.saves or self.quarantine).pop())
+        while self.saves + self.late_blocks:
+            self.scheduler.blocks.release_blocks((self.saves or self.late_blocks).pop())
         assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
         assert [*self.scheduler.waiting, *self.holding(), *self.scheduler.reservations] == []
 
@@ -258,32 +259,32 @@ class Batching(RuleBasedStateMachine):
         self.memory.write(sequence, sequence.num_computed, sequence.num_computed + num_blocks * BLOCK)
         self.loads.remove(sequence)
         if given_up:
-            unsettled = sequence.block_table[first + num_blocks :]
-            self.scheduler.blocks.hold(unsettled)
-            self.quarantine.append(unsettled)
-        self.scheduler.loaded(sequence, num_blocks, usable=not given_up)
+            missing = sequence.block_table[first + num_blocks :]
+            self.scheduler.blocks.hold_blocks(missing)
+            self.late_blocks.append(missing)
+        self.scheduler.on_load_end(sequence, num_blocks, usable=not given_up)
 
     def append(self, sequence: Sequence) -> None:
         # Few different tokens, so that sequences with equal beginnings stay equal for a while.
         sequence.token_ids.append(len(sequence.token_ids) % 2)
         if sequence.num_output_tokens == sequence.request.params.max_tokens:
             self.live.remove(sequence)
-            self.scheduler.finish(sequence)
+            self.scheduler.finish_sequence(sequence)
 
     def run_one_step(self) -> list[Chunk]:
-        """What ``EngineCore`` does in a step."""
+        """One step as ``EngineCore`` takes it."""
         new = [sequence for sequence in self.scheduler.waiting if not sequence.num_preemptions]
-        to_load = self.scheduler.admit()
+        to_load = self.scheduler.admit_waiting()
         self.first_admissions += [int(s.request.request_id) for s in new if s.state is not State.WAITING]
         self.loads += to_load
         decoding = [sequence for sequence in self.scheduler.running if not sequence.is_prefilling]
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule_step()
         self.check(chunks, decoding)
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             samples = chunk.samples
             self.memory.write(sequence, start, start + chunk.num_tokens)
-            self.scheduler.computed(chunk)
+            self.scheduler.advance_sequence(chunk)
             if samples:
                 self.append(sequence)
         return chunks
@@ -312,9 +313,9 @@ TestBatching.settings = settings(max_examples=200, stateful_step_count=30, deadl
 def test_running_decodes_get_their_token_in_every_step_of_a_long_prefill() -> None:
     scheduler = scheduler_of(40, budget=8)
     decoding = sequence_of([1], 50)
-    scheduler.add(decoding)
+    scheduler.add_sequence(decoding)
     run(scheduler)
-    scheduler.add(sequence_of([2] * 60, 1))
+    scheduler.add_sequence(sequence_of([2] * 60, 1))
     while len(scheduler.running) < 2 or scheduler.running[1].is_prefilling:
         before = decoding.num_output_tokens
         run(scheduler)
@@ -324,8 +325,8 @@ def test_running_decodes_get_their_token_in_every_step_of_a_long_prefill() -> No
 def test_the_rest_of_the_budget_goes_to_the_oldest_prompt() -> None:
     scheduler = scheduler_of(40, budget=10)
     first, second = sequence_of([1] * 12, 1), sequence_of([2] * 12, 1)
-    scheduler.add(first)
-    scheduler.add(second)
+    scheduler.add_sequence(first)
+    scheduler.add_sequence(second)
     assert run(scheduler) == [(first, 10)]
     assert run(scheduler) == [(first, 2), (second, 8)]
 
@@ -333,14 +334,14 @@ def test_the_rest_of_the_budget_goes_to_the_oldest_prompt() -> None:
 def test_the_youngest_is_preempted_and_goes_on_from_its_published_blocks() -> None:
     scheduler = scheduler_of(5, budget=16)
     old, young = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3)
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.add_sequence(old)
+    scheduler.add_sequence(young)
     while scheduler.num_preemptions == 0:
         run(scheduler)
     assert young.state is State.WAITING
     assert not young.block_table
-    scheduler.finish(old)
-    scheduler.admit()
+    scheduler.finish_sequence(old)
+    scheduler.admit_waiting()
     assert young.num_computed == 2 * BLOCK
 
 
@@ -348,7 +349,7 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     scheduler = scheduler_of(5, budget=16, max_num_seqs=2)
     old, young, last = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3), sequence_of([3], 1)
     for sequence in (old, young, last):
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
     while scheduler.num_preemptions == 0:
         run(scheduler)
     assert list(scheduler.waiting) == [young, last]
@@ -358,30 +359,30 @@ def test_loads_begin_while_all_places_are_taken() -> None:
     scheduler = scheduler_of(40, max_num_seqs=1, pool=True)
     running, ahead, later = sequence_of([1], 5), sequence_of([2] * 9, 5), sequence_of([3] * 9, 5)
     for sequence in (running, ahead, later):
-        scheduler.add(sequence)
-    assert scheduler.admit() == [ahead]
-    scheduler.loaded(ahead, 2)
-    assert (scheduler.admit(), scheduler.running, scheduler.ready) == ([], [running], [ahead])
-    scheduler.finish(running)
-    assert scheduler.admit() == [later]
+        scheduler.add_sequence(sequence)
+    assert scheduler.admit_waiting() == [ahead]
+    scheduler.on_load_end(ahead, 2)
+    assert (scheduler.admit_waiting(), scheduler.running, scheduler.ready) == ([], [running], [ahead])
+    scheduler.finish_sequence(running)
+    assert scheduler.admit_waiting() == [later]
     assert (scheduler.running, ahead.num_computed) == ([ahead], 2 * BLOCK)
 
 
 def test_loads_ahead_leave_each_running_sequence_a_block_to_grow_by() -> None:
     scheduler = scheduler_of(8, max_num_seqs=2, pool=True)
     for token in (1, 2):
-        scheduler.add(sequence_of([token], 20))
-    scheduler.add(sequence_of([3] * 17, 5))
-    assert scheduler.admit() == []
+        scheduler.add_sequence(sequence_of([token], 20))
+    scheduler.add_sequence(sequence_of([3] * 17, 5))
+    assert scheduler.admit_waiting() == []
 
 
 def test_those_who_wait_for_a_place_give_their_blocks_to_those_who_run() -> None:
     scheduler = scheduler_of(6, max_num_seqs=1, pool=True)
     running, ahead = sequence_of([1], 24), sequence_of([2] * 13, 5)
     for sequence in (running, ahead):
-        scheduler.add(sequence)
-    assert scheduler.admit() == [ahead]
-    scheduler.loaded(ahead, 3)
+        scheduler.add_sequence(sequence)
+    assert scheduler.admit_waiting() == [ahead]
+    scheduler.on_load_end(ahead, 3)
     while ahead.state is State.READY:
         run(scheduler)
     assert running.state is State.RUNNING
@@ -393,59 +394,112 @@ def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() 
     scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
     first, same = sequence_of([1] * 9, 5), sequence_of([1] * 9, 5)
     for sequence in (first, same):
-        scheduler.add(sequence)
-    scheduler.admit()
+        scheduler.add_sequence(sequence)
+    scheduler.admit_waiting()
     for sequence in (first, same):
-        scheduler.loaded(sequence, 0)
+        scheduler.on_load_end(sequence, 0)
     run(scheduler)
-    scheduler.finish(first)
-    scheduler.admit()
+    scheduler.finish_sequence(first)
+    scheduler.admit_waiting()
     assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
+
+
+def test_a_place_brings_more_blocks_to_a_sequence_that_has_loaded_some() -> None:
+    scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
+    first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
+    for sequence in (first, same):
+        scheduler.add_sequence(sequence)
+    scheduler.admit_waiting()
+    scheduler.on_load_end(first, 0)
+    scheduler.on_load_end(same, 1)
+    run(scheduler)
+    scheduler.finish_sequence(first)
+    scheduler.admit_waiting()
+    assert same.num_computed == 3 * BLOCK
+
+
+def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again() -> None:
+    scheduler = scheduler_of(20)
+    sequence = sequence_of([1] * (2 * BLOCK + 1), 4)
+    reservation = scheduler.reserve_blocks(sequence.hashes(), 2 * BLOCK + 1)
+    assert reservation is not None
+    scheduler.adopt_reservation(sequence, reservation)
+    scheduler.admit_waiting()
+    assert scheduler.running == [sequence]
+    assert sequence.num_computed == 2 * BLOCK + 1
 
 
 def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() -> None:
     scheduler = scheduler_of(12, budget=100, max_num_seqs=3)
     old, preempted, young = (sequence_of([token] * 9, 30) for token in range(3))
-    scheduler.add(old)
-    scheduler.add(young)
-    scheduler.admit()
-    scheduler.add(preempted)
-    scheduler.admit()
+    scheduler.add_sequence(old)
+    scheduler.add_sequence(young)
+    scheduler.admit_waiting()
+    scheduler.add_sequence(preempted)
+    scheduler.admit_waiting()
     assert scheduler.running == [old, preempted, young]
 
 
 def test_what_a_load_that_was_given_up_brought_counts_as_the_pools() -> None:
     scheduler = scheduler_of(8, pool=True)
     sequence = sequence_of([1] * 9, 1)
-    scheduler.add(sequence)
-    scheduler.admit()
-    scheduler.loaded(sequence, 1, usable=False)
-    scheduler.admit()
+    scheduler.add_sequence(sequence)
+    scheduler.admit_waiting()
+    scheduler.on_load_end(sequence, 1, usable=False)
+    scheduler.admit_waiting()
     assert (sequence.num_computed, sequence.own_cached_tokens) == (BLOCK, 0)
 
 
 def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_aborted() -> None:
     scheduler = scheduler_of(6, pool=True)
     sequence = sequence_of([1] * 9, 1)
-    scheduler.add(sequence)
-    assert scheduler.admit() == [sequence]
-    scheduler.finish(sequence)
+    scheduler.add_sequence(sequence)
+    assert scheduler.admit_waiting() == [sequence]
+    scheduler.finish_sequence(sequence)
     assert scheduler.blocks.num_available == 3
-    scheduler.loaded(sequence, 2)
+    scheduler.on_load_end(sequence, 2)
     assert scheduler.blocks.num_available == 6
     assert sequence.state is State.FINISHED
 
 
 def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back() -> None:
     scheduler = scheduler_of(10, max_model_len=4 * BLOCK)
-    assert scheduler.reserve([], 7 * BLOCK) is None
-    assert scheduler.reserve([], 5 * BLOCK)
-    assert scheduler.reserve([], 2 * BLOCK) is None
-    assert scheduler.reserve([], BLOCK)
+    assert scheduler.reserve_blocks([], 7 * BLOCK) is None
+    assert scheduler.reserve_blocks([], 5 * BLOCK)
+    assert scheduler.reserve_blocks([], 2 * BLOCK) is None
+    assert scheduler.reserve_blocks([], BLOCK)
     longest = sequence_of([1] * (4 * BLOCK - 1), 1)
-    scheduler.add(longest)
-    scheduler.admit()
+    scheduler.add_sequence(longest)
+    scheduler.admit_waiting()
     assert scheduler.running == [longest]
+
+
+def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts_as_cached() -> None:
+    scheduler = scheduler_of(20, budget=100)
+    earlier = sequence_of([1] * (2 * BLOCK), 1)
+    scheduler.add_sequence(earlier)
+    run(scheduler)
+    scheduler.finish_sequence(earlier)
+    sequence = sequence_of([1] * (3 * BLOCK + 1), 4)
+    reservation = scheduler.reserve_blocks(sequence.hashes()[:3], 3 * BLOCK + 1)
+    assert reservation is not None
+    assert (reservation.num_cached, len(reservation.blocks)) == (2, 4)
+    assert reservation.missing == reservation.blocks[2:]
+    scheduler.adopt_reservation(sequence, reservation)
+    assert sequence.own_cached_tokens == 2 * BLOCK
+
+
+def test_offloaded_blocks_are_given_back_once() -> None:
+    scheduler = scheduler_of(20, budget=100, prefix_caching=False)
+    sequence = sequence_of([1] * (3 * BLOCK), 4)
+    scheduler.add_sequence(sequence)
+    run(scheduler)
+    available = scheduler.blocks.num_available
+    for num_blocks in (1, 2, 2, 1):
+        scheduler.offload_blocks(sequence, num_blocks)
+    assert scheduler.blocks.num_available == available + 2
+    scheduler.finish_sequence(sequence)
+    assert scheduler.blocks.num_available == 20
 
 
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
@@ -455,9 +509,9 @@ def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_take
     scheduler = scheduler_of(20, budget=100)
     for _ in range(2):
         sequence = sequence_of([1] * prompt_tokens, 1)
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
         run(scheduler)
-        scheduler.finish(sequence)
+        scheduler.finish_sequence(sequence)
     assert sequence.own_cached_tokens == blocks * BLOCK
 
 
@@ -465,27 +519,27 @@ def test_sequences_of_another_salt_share_nothing() -> None:
     scheduler = scheduler_of(20, budget=100)
     for salt in ("", "mine"):
         sequence = sequence_of([1] * 9, 1, salt=salt)
-        scheduler.add(sequence)
+        scheduler.add_sequence(sequence)
         run(scheduler)
-        scheduler.finish(sequence)
+        scheduler.finish_sequence(sequence)
     assert sequence.own_cached_tokens == 0
 
 
 def test_without_prefix_caching_nothing_is_published() -> None:
     scheduler = scheduler_of(20, budget=100, prefix_caching=False)
     sequence = sequence_of([1] * 9, 1)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     run(scheduler)
-    assert scheduler.blocks.num_cached == 0
+    assert scheduler.blocks.num_cached_blocks == 0
 
 
 def run(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """One step; who computed how many tokens."""
-    scheduler.admit()
-    chunks = scheduler.schedule()
+    scheduler.admit_waiting()
+    chunks = scheduler.schedule_step()
     for chunk in chunks:
         samples = chunk.samples
-        scheduler.computed(chunk)
+        scheduler.advance_sequence(chunk)
         if samples:
             chunk.sequence.token_ids.append(9)
     return [(chunk.sequence, chunk.num_tokens) for chunk in chunks]

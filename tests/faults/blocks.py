@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their hash, so that whoever reads one can tell whether it is right."""
+"""Blocks whose bytes follow from their hash, so that a reader can tell whether one is right."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def conversation(number: int, blocks: int) -> list[bytes]:
 
 
 def right_bytes(block_hash: bytes, nbytes: int) -> bytes:
-    """What the block of this hash holds."""
+    """The contents of the block of this hash."""
     return (hashlib.sha512(block_hash).digest() * (nbytes // 64 + 1))[:nbytes]

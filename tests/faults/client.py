@@ -1,4 +1,4 @@
-"""An instance of an engine as a pool sees it, in a process of its own: look up, load what is there, save the rest."""
+"""An instance of an engine as a pool sees it, in a process of its own: look up, load, save the rest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import BlockPool, open_store
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
+from kvstore_backend.wrappers.wrapper import Stack
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.mover import Mover
 from tests.faults.report import Report
-from tests.support.memory import Memory
 from tests.support.peer import Peer
 from tests.support.waiting import wait_until
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "request"]
+__all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "run_request"]
 
 BLOCK_BYTES = 128 << 10
 BLOCKS = 4
@@ -52,25 +53,25 @@ class Client(Peer):
     """Works in its process with a guarded and checked pool of the configured store."""
 
     def __init__(self, config: PoolConfig, folder: Path) -> None:
-        super().__init__(partial(_opened, config))
+        super().__init__(partial(_open_guarded, config))
         self._progress = folder / f"progress-{id(self)}.json"
         self._stop = folder / f"stop-{id(self)}"
 
     def __enter__(self) -> Client:
         return self
 
-    def request(self, numbers: Sequence[int]) -> Report:
+    def request_each(self, numbers: Sequence[int]) -> Report:
         """One request for each of these conversations, one after another."""
-        return cast(Report, self.call(_requests, list(numbers)))
+        return cast(Report, self.call(_run_requests, list(numbers)))
 
     def start(self, numbers: Sequence[int]) -> None:
         """Begin requests for these conversations in turn, over and over, until ``stop``."""
         self._stop.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
-        self.begin(_requests, list(numbers), self._stop, self._progress)
+        self.begin(_run_requests, list(numbers), self._stop, self._progress)
 
     def stop(self) -> Report:
-        """End the requests; what became of them."""
+        """End the requests; the report on them."""
         self._stop.touch()
         assert self._mine.poll(60), "the client hangs"
         return cast(Report, self._mine.recv())
@@ -89,32 +90,30 @@ class Client(Peer):
         return int(json.loads(self._progress.read_bytes())[name])
 
 
-def _opened(config: PoolConfig) -> StorageBackend:
+def _open_guarded(config: PoolConfig) -> StorageBackend:
     logging.disable(logging.ERROR)
     guarded = GuardedBackend(lambda: CheckedBackend(open_store(config)))
     assert guarded.wait_ready(30)
     return guarded
 
 
-def _is_ready(backend: StorageBackend) -> bool:
+def _is_ready(backend: Stack) -> bool:
     return backend.is_ready
 
 
-def _requests(
+def _run_requests(
     backend: StorageBackend, numbers: list[int], stop: Path | None = None, progress: Path | None = None
 ) -> Report:
     pool = BlockPool(backend, NAMESPACE)
+    mover = Mover(pool, BLOCK_BYTES)
     report = Report()
-    kept: list[list[Memory]] = []  # memory of calls that were given up
     while True:
         for number in numbers:
             try:
-                kept.append(request(pool, conversation(number, BLOCKS), report))
+                run_request(pool, mover, conversation(number, BLOCKS), report)
             except Exception:
                 report.exceptions += 1
             report.tried += 1
-            if pool.settle(0):
-                kept.clear()
             if progress is not None:
                 draft = progress.with_suffix(".draft")
                 draft.write_text(json.dumps({"tried": report.tried, "hits": report.hits}))
@@ -126,26 +125,25 @@ def _requests(
             return report
 
 
-def request(
-    pool: BlockPool, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
-) -> list[Memory]:
-    """Look up, load, compare, save what could not be loaded; all the memory that calls were given."""
-    present = _timed(report, lambda: pool.lookup(hashes))
+def run_request(
+    pool: BlockPool, mover: Mover, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
+) -> None:
+    """Look up, load, compare, save the blocks that could not be loaded."""
+    present = _time_call(report, lambda: pool.lookup(hashes))
     if after_lookup is not None:
         after_lookup()
-    targets = [Memory(BLOCK_BYTES) for _ in hashes[:present]]
-    loaded = _timed(report, lambda: pool.load(hashes[:present], [target.value for target in targets]))
-    for block_hash, target in zip(hashes, targets[:loaded], strict=False):
+    loaded = _time_call(report, lambda: mover.load(hashes[:present]))
+    for block_hash, content in zip(hashes, loaded, strict=False):
         right = right_bytes(block_hash, BLOCK_BYTES)
-        if target.content != right:
-            report.wrong_bytes += sum(a != b for a, b in zip(target.content, right, strict=True))
-    report.hits += loaded
-    sources = [Memory(right_bytes(block_hash, BLOCK_BYTES)) for block_hash in hashes[loaded:]]
-    _timed(report, lambda: pool.save(hashes[loaded:], [source.value for source in sources]))
-    return targets + sources
+        if content != right:
+            report.wrong_bytes += sum(a != b for a, b in zip(content, right, strict=True))
+    report.hits += len(loaded)
+    missing = hashes[len(loaded) :]
+    contents = [right_bytes(block_hash, BLOCK_BYTES) for block_hash in missing]
+    _time_call(report, lambda: mover.save(missing, contents))
 
 
-def _timed(report: Report, call: Callable[[], T]) -> T:
+def _time_call(report: Report, call: Callable[[], T]) -> T:
     start = time.monotonic()
     try:
         return call()

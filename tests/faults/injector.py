@@ -1,4 +1,4 @@
-"""A store that does wrong on demand, whatever a transport, a master or another client may do wrong.
+"""A store that does wrong on demand, as a transport, a master or another client may.
 
 It stands in for pools that break in ways that cannot be brought about on purpose at the right moment.
 """
@@ -10,14 +10,13 @@ import enum
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value
-from kvstore_backend.spans import views
+from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value, memory_views
 
 __all__ = ["Fault", "FaultInjector"]
 
 
 class Fault(enum.Enum):
-    """What goes wrong with one call."""
+    """A fault of one call."""
 
     NOTHING = enum.auto()
     FAILED = enum.auto()
@@ -27,7 +26,7 @@ class Fault(enum.Enum):
     FAILED_FOR_SOME = enum.auto()
     """Every other key fails, the others are served."""
     FALSE_ABSENT = enum.auto()
-    """What is there is said not to be."""
+    """A present key is said not to be there."""
     FALSE_OK = enum.auto()
     """``OK``, and nothing was done: a lost write, a read that never came."""
     SHORT_READ = enum.auto()
@@ -57,51 +56,51 @@ class FaultInjector(StorageBackend):
         self._go = threading.Event()
 
     def go_on(self) -> None:
-        """Whatever hangs goes on; what would hang from now on does not."""
+        """Calls that hang go on, and none hangs from now on."""
         self._go.set()
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         fault = self._next("put")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
         if fault in (Fault.FLIPPED_BIT, Fault.SHORT_READ):
-            changed = [bytearray(b"".join(views(value))) for value in values]
+            changed = [bytearray(b"".join(memory_views(value))) for value in values]
             for value in changed:
                 value[-1] ^= 1
             return self._put_bytes(keys, changed)
         if fault is Fault.FAILED_HALF_WAY:
-            self._sound.put(keys, values)
-        return self._spoilt(fault, keys, lambda: self._sound.put(keys, values))
+            self._sound._put(keys, values)
+        return self._spoilt(fault, keys, lambda: self._sound._put(keys, values))
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         fault = self._next("get")
         if fault in (Fault.HANGS, Fault.FAILED_HALF_WAY):
             _fill(targets, 0xFF)
         if fault in (Fault.HANGS, Fault.FALSE_OK):
             return [Status.OK] * len(keys)
         if fault is Fault.STALE:
-            return self._sound.get([*keys[1:], *keys[:1]], targets)
-        statuses = self._spoilt(fault, keys, lambda: self._sound.get(keys, targets))
+            return self._sound._get([*keys[1:], *keys[:1]], targets)
+        statuses = self._spoilt(fault, keys, lambda: self._sound._get(keys, targets))
         if fault is Fault.FLIPPED_BIT:
             for target in targets:
-                views(target)[-1][-1] ^= 0x10
+                memory_views(target)[-1][-1] ^= 0x10
         if fault is Fault.SHORT_READ:
             for target in targets:
-                last = views(target)[-1]
+                last = memory_views(target)[-1]
                 last[len(last) // 2 :] = bytes(len(last) - len(last) // 2)
         return statuses
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         fault = self._next("exists")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
-        return self._spoilt(fault, keys, lambda: self._sound.exists(keys))
+        return self._spoilt(fault, keys, lambda: self._sound._exists(keys))
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         fault = self._next("remove")
         if fault in (Fault.FALSE_OK, Fault.HANGS):
             return [Status.OK] * len(keys)
-        return self._spoilt(fault, keys, lambda: self._sound.remove(keys, force=force))
+        return self._spoilt(fault, keys, lambda: self._sound._remove(keys, force=force))
 
     def health(self) -> Health:
         return self._sound.health()
@@ -134,7 +133,7 @@ class FaultInjector(StorageBackend):
 
     def _put_bytes(self, keys: Sequence[str], values: Sequence[bytearray]) -> list[Status]:
         spans = [[Span(ctypes.addressof(ctypes.c_char.from_buffer(value)), len(value))] for value in values]
-        return self._sound.put(keys, spans)
+        return self._sound._put(keys, spans)
 
 
 def _fill(targets: Sequence[Value], byte: int) -> None:

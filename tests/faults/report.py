@@ -1,4 +1,4 @@
-"""What the faults cost callers, collected over a run and printed at its end."""
+"""The cost of faults to callers, collected over a run and printed at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["REPORTS", "Report", "table"]
 
 @dataclass
 class Report:
-    """What one fault did to the requests that met it."""
+    """The requests that met one fault."""
 
     fault: str = ""
     tried: int = 0

@@ -1,7 +1,7 @@
 """Real faults of real processes: masters, owners of memory and writers that are killed, stopped, restarted, full.
 
-The figures of every fault are printed at the end of the run. Memory of calls that were given up is kept until the pool
-says that it is settled, as an engine does.
+The figures of every fault are printed at the end of the run. Memory of calls that were given up is kept until it is
+released, as an engine does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from kvstore_backend.config import load_config
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.wrappers.guarded import Deadlines
 from tests.faults.blocks import NAMESPACE, conversation
-from tests.faults.client import BLOCKS, Client, Owner, request
+from tests.faults.client import BLOCK_BYTES, BLOCKS, Client, Owner, run_request
+from tests.faults.mover import Mover
 from tests.faults.report import REPORTS, Report
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
 from tests.support.processes import Child, child
 
 # Enough for a save: a look-up and a transfer, each up to its deadline; ten times that, as the machine may be busy.
-MOST_STALL_S = 10 * (Deadlines().lookup_seconds + Deadlines().transfer_seconds)
+MAX_STALL_SECONDS = 10 * (Deadlines().lookup_seconds + Deadlines().transfer_seconds)
 NUMBERS = range(8)
 
 
@@ -38,18 +39,18 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
         yield running
 
 
-def recorded(fault: str, report: Report) -> Report:
-    """Put the report in the table, and hold it to what must be true of every fault."""
+def record_report(fault: str, report: Report) -> Report:
+    """Put the report in the table, and hold it to the promises that stand for every fault."""
     report.fault = fault
     REPORTS.append(report)
     assert report.tried > 0
     assert (report.wrong_bytes, report.exceptions) == (0, 0)
-    assert report.longest_stall_s < MOST_STALL_S
+    assert report.longest_stall_s < MAX_STALL_SECONDS
     return report
 
 
 @contextlib.contextmanager
-def restarted(master: MooncakeMaster, log: Path) -> Iterator[Child]:
+def restart_master(master: MooncakeMaster, log: Path) -> Iterator[Child]:
     """The same master again after it was killed."""
     with child(master.process.argv, log) as process:
         yield process
@@ -57,12 +58,12 @@ def restarted(master: MooncakeMaster, log: Path) -> Iterator[Child]:
 
 def test_a_master_that_is_killed_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
     with Client(master.config(), tmp_path) as client:
-        assert client.request([*NUMBERS, *NUMBERS]).hits > 0
+        assert client.request_each([*NUMBERS, *NUMBERS]).hits > 0
         client.start(NUMBERS)
         client.wait_for("hits", 20)
         master.kill()
         client.wait_for("tried", 100)
-        recorded("master killed", client.stop())
+        record_report("master killed", client.stop())
         assert not client.is_ready()
 
 
@@ -72,9 +73,9 @@ def test_a_master_that_is_restarted_is_used_again(master: MooncakeMaster, tmp_pa
         client.wait_for("hits", 20)
         master.kill()
         client.wait_for("tried", 50)
-        with restarted(master, tmp_path / "restarted.log"):
+        with restart_master(master, tmp_path / "restarted.log"):
             client.wait_for("hits", 20)
-            recorded("master killed, then restarted; hits return", client.stop())
+            record_report("master killed, then restarted; hits return", client.stop())
 
 
 def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, t
         master.process.signal(signal.SIGCONT)
         client.wait_for("tried", 1)
         client.wait_for("hits", 20)
-        recorded("master stopped, then continued; hits return", client.stop())
+        record_report("master stopped, then continued; hits return", client.stop())
 
 
 def test_the_death_of_who_holds_the_bytes_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_death_of_who_holds_the_bytes_during_reads_is_a_miss(master: Mooncak
         client.wait_for("hits", 20)
         owner.kill()
         client.wait_for("tried", 20)
-        recorded("owner of the memory killed during reads", client.stop())
+        record_report("owner of the memory killed during reads", client.stop())
 
 
 def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: Mooncak
         client.wait_for("tried", 100)
         owner.signal(signal.SIGCONT)
         client.wait_for("hits", 20)
-        recorded("owner of the memory stopped, then continued", client.stop())
+        record_report("owner of the memory stopped, then continued", client.stop())
 
 
 def test_a_full_pool_with_everything_leased_still_serves_what_it_has(tmp_path: Path) -> None:
@@ -114,12 +115,12 @@ def test_a_full_pool_with_everything_leased_still_serves_what_it_has(tmp_path: P
         running_mooncake_master(tmp_path / "master.log", "--default_kv_lease_ttl=60000") as master,
         Client(master.config(global_segment_size="16MiB"), tmp_path) as client,
     ):
-        client.request(range(100))  # 50 MiB
+        client.request_each(range(100))  # 50 MiB
         present = client.call(_present, 100)
         assert 0 < len(present) < 100
         client.start([*present[:2], *range(1000, 1020)])
         client.wait_for("tried", 60)
-        assert recorded("pool full, everything leased", client.stop()).hits > 0
+        assert record_report("pool full, everything leased", client.stop()).hits > 0
         assert client.is_ready()
 
 
@@ -135,25 +136,25 @@ def test_a_writer_that_is_killed_in_the_middle_of_a_put_leaves_no_half_block(
             writer.wait_for("tried", 2)
             writer.kill()
         reader.wait_for("tried", 60)
-        recorded("writer killed in the middle of puts", reader.stop())
+        record_report("writer killed in the middle of puts", reader.stop())
 
 
 def test_a_block_evicted_between_look_up_and_load_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
     with Client(master.config(), tmp_path) as client:
-        assert client.request([*NUMBERS, *NUMBERS]).hits > 0
-        report = recorded("evicted between look-up and load", client.call(_evicted_after_lookup, list(NUMBERS)))
+        assert client.request_each([*NUMBERS, *NUMBERS]).hits > 0
+        report = record_report("evicted between look-up and load", client.call(_evicted_after_lookup, list(NUMBERS)))
         assert report.hits == 0
-        assert client.request(NUMBERS).hits == len(NUMBERS) * BLOCKS
+        assert client.request_each(NUMBERS).hits == len(NUMBERS) * BLOCKS
 
 
 def test_a_disk_that_is_full_stores_nothing_and_serves_what_it_has(tmp_path: Path) -> None:
     config = load_config("file", explicit={"path": str(tmp_path / "pool"), "size": "64MiB"}, environ={})
     with Client(config, tmp_path) as client:
-        client.request([0])
+        client.request_each([0])
         client.call(_fill_the_disk)
         client.start([0, *range(1000, 1010)])
         client.wait_for("tried", 60)
-        report = recorded("disk full (file store)", client.stop())
+        report = record_report("disk full (file store)", client.stop())
         assert report.hits > 0
         assert client.is_ready()
 
@@ -167,7 +168,7 @@ def test_two_writers_of_one_key_store_one_whole_value(master: MooncakeMaster, tm
         for client in both:
             client.wait_for("tried", 80)
         for client in both:
-            report = recorded("two writers of the same keys", client.stop())
+            report = record_report("two writers of the same keys", client.stop())
             assert report.hits > 0
 
 
@@ -179,10 +180,11 @@ def _present(backend: StorageBackend, count: int) -> list[int]:
 
 def _evicted_after_lookup(backend: StorageBackend, numbers: list[int]) -> Report:
     pool, report = BlockPool(backend, NAMESPACE), Report()
+    mover = Mover(pool, BLOCK_BYTES)
     for number in numbers:
         hashes = conversation(number, BLOCKS)
         keys = [NAMESPACE.key(block_hash) for block_hash in hashes]
-        request(pool, hashes, report, after_lookup=partial(backend.remove, keys, force=True))
+        run_request(pool, mover, hashes, report, after_lookup=partial(backend.remove, keys, force=True))
         report.tried += 1
     return report
 

@@ -74,6 +74,40 @@ def test_a_key_reads_as_documented() -> None:
     assert len(NAMESPACE.digest) == 32
 
 
+def test_digests_stay_the_same_from_release_to_release() -> None:
+    """What another release wrote to a pool is found again."""
+    assert NAMESPACE.digest == "51f2bd4ba4439d3a823c8cfa78d7e4e8"
+
+
+def test_fingerprints_stay_the_same_from_release_to_release(tmp_path: Path) -> None:
+    large: Tensors = {
+        "large": ([5, 200], bytes(range(200)) * 5),
+        "small": ([2, 3], b"tensor"),
+        "middle": ([7, 11], bytes(range(77))),
+        "last": ([200], bytes(range(255, 55, -1))),
+    }
+    assert fingerprint_model(checkpoint(tmp_path / "safetensors", tensors=large)) == "f0b2502d9ce534277acce1171312d6a3"
+    other = checkpoint(tmp_path / "other")
+    (other / "model.safetensors").rename(other / "pytorch_model.bin")
+    for size, fingerprint in (
+        (10, "08e9b36fc295f9f852b1ebdf379f9270"),
+        (1000, "2d07a6d3a9e93a75eb566716a80fffb7"),
+        (100_000, "d78f04805aae92255d983a34f5c69822"),
+    ):
+        (other / "pytorch_model.bin").write_bytes((bytes(range(251)) * 400)[:size])
+        assert fingerprint_model(other) == fingerprint
+
+
+def test_the_order_of_a_configs_keys_does_not_matter(tmp_path: Path) -> None:
+    one = checkpoint(tmp_path / "one", config={"hidden_size": 64, "head_dim": 8})
+    two = checkpoint(tmp_path / "two", config={"head_dim": 8, "hidden_size": 64})
+    assert fingerprint_model(one) == fingerprint_model(two)
+
+
+def test_a_checkpoint_of_empty_tensors_is_a_model(tmp_path: Path) -> None:
+    assert len(fingerprint_model(checkpoint(tmp_path / "m", tensors={"bias": ([0], b"")}))) == 32
+
+
 def test_a_copy_of_a_checkpoint_elsewhere_is_the_same_model(tmp_path: Path) -> None:
     original = checkpoint(tmp_path / "model")
     copied = Path(shutil.copytree(original, tmp_path / "deeper" / "renamed"))

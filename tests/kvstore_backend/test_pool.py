@@ -36,13 +36,13 @@ class Recorder(MemoryStore):
         self.calls: list[tuple[str, list[str]]] = []
         self.exists_fails_for: set[str] = set()
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         self.calls.append(("put", list(keys)))
-        return super().put(keys, values)
+        return super()._put(keys, values)
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         self.calls.append(("exists", list(keys)))
-        answers = super().exists(keys)
+        answers = super()._exists(keys)
         return [FAILED if key in self.exists_fails_for else answer for key, answer in zip(keys, answers, strict=True)]
 
 
@@ -249,7 +249,7 @@ def test_what_the_shared_store_has_lost_is_saved_again_though_a_fast_tier_has_it
     ):
         for _ in range(2):
             assert save(pool, blocks) == [OK, OK, OK]
-            assert pool.drain(10)
+            assert pool.flush_writes(10)
             assert elsewhere.lookup(blocks) == 3
             assert elsewhere.clear() is OK
 
@@ -263,7 +263,7 @@ def test_the_share_of_look_ups_that_hit_counts_none_but_those_of_readers(more: d
     with open_pool(config, NAMESPACE, registry, background=False) as pool:
         assert pool.lookup(blocks) == 0
         assert save(pool, blocks) == [OK] * 4
-        assert pool.drain(10)
+        assert pool.flush_writes(10)
         assert pool.lookup(blocks) == 4
         assert len(loaded(pool, blocks)) == 4
     counted = {
@@ -283,7 +283,7 @@ class TestOpening:
                 assert pool.lookup(blocks) == 0
                 assert loaded(pool, blocks) == []
                 assert save(pool, blocks) == [FAILED, FAILED]
-                assert pool.settle(0)
+                assert pool.wait_for_late_calls(0)
                 master.process.signal(signal.SIGCONT)
                 wait_until(lambda: pool.is_ready, "the pool to be joined")
                 assert save(pool, blocks) == [OK, OK]

@@ -24,6 +24,11 @@ class Memory:
         """The bytes it holds now."""
         return self._buffer.raw[: self.nbytes]
 
+    def fill(self, content: bytes, start: int = 0) -> None:
+        """Overwrite its bytes from ``start`` on."""
+        assert start + len(content) <= self.nbytes
+        ctypes.memmove(self.address + start, content, len(content))
+
     @property
     def value(self) -> list[Span]:
         """All of it as a value of one span."""

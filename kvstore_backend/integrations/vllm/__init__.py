@@ -5,7 +5,7 @@ vLLM finds ``KVStoreConnector`` here by its ``kv_connector_module_path``; import
 connector.py  KVStoreConnector, the class that vLLM loads: configuration, and calls to one of the two halves
 scheduler.py  the half beside vLLM's scheduler: decides which blocks to load and to save
 worker.py     the half in a worker: moves blocks between vLLM's memory and the pool
-transfers.py  the messages between the halves, once a step
+messages.py   the messages between the halves, once a step
 memory.py     where the bytes of a vLLM block lie
 names.py      the hashes of a request's blocks
 counts.py     counters of a half, by name, which add up over workers

@@ -8,8 +8,8 @@ decides, ``MOONCAKE_CONFIG_PATH`` first), and ``weights_version``, for weights t
 may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is
 given a request at the same time as a prefill instance: how long a prompt waits for its next block to come to the pool.
 
-This file is vLLM's side of it: what ``KVConnectorBase_V1`` of vLLM 0.32 asks, put into the words of ``vllm_scheduler``
-and ``vllm_worker``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
+This file is vLLM's side of it: the calls of vLLM 0.32's ``KVConnectorBase_V1``, put into the words of ``scheduler.py``
+and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
 is asynchronous: a step neither waits for a look-up nor for a transfer.
 """
 
@@ -40,10 +40,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
 from kvstore_backend.config.hints import did_you_mean
-from kvstore_backend.integrations.vllm.counts import OUTCOMES, summed
+from kvstore_backend.integrations.vllm.counts import OUTCOMES, add_counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
-from kvstore_backend.integrations.vllm.transfers import Plan, Report
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
@@ -73,13 +73,13 @@ class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        self.report.add(other.report)
+        self.report.add_report(other.report)
         return self
 
 
 @dataclass
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """What was counted since the last step: ``{namespace: {"load ok": blocks, "load bytes": ..., ...}}``."""
+    """Counts since the last step: ``{namespace: {"load ok": blocks, "load bytes": ..., ...}}``."""
 
     data: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
         """Both together."""
-        return KVStoreStats(summed(self.data, other.data))
+        return KVStoreStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
         """One line for vLLM's log."""
@@ -116,9 +116,9 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def counter(name: str, what: str, *labels: str) -> Any:
+        def counter(name: str, documentation: str, *labels: str) -> Any:
             return metric_types[Counter](
-                name=f"vllm:kvstore_{name}", documentation=what, labelnames=[*labelnames, "namespace", *labels]
+                name=f"vllm:kvstore_{name}", documentation=documentation, labelnames=[*labelnames, "namespace", *labels]
             )
 
         self._blocks = counter("blocks", "Blocks looked up, loaded and saved, by outcome", "operation", "outcome")
@@ -126,29 +126,29 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
 
     def observe(self, transfer_stats_data: dict[str, dict[str, float]], engine_idx: int = 0) -> None:
-        """Add what ``KVStoreStats`` carries."""
+        """Add the counts of a ``KVStoreStats``."""
         for namespace, numbers in transfer_stats_data.items():
             labels = (*self.per_engine_labelvalues[engine_idx], namespace)
             for name, number in numbers.items():
-                operation, what = name.split()
-                if what in OUTCOMES:
-                    self._blocks.labels(*labels, operation, what).inc(number)
+                operation, figure = name.split()
+                if figure in OUTCOMES:
+                    self._blocks.labels(*labels, operation, figure).inc(number)
                 else:
-                    (self._bytes if what == "bytes" else self._seconds).labels(*labels, operation).inc(number)
+                    (self._bytes if figure == "bytes" else self._seconds).labels(*labels, operation).inc(number)
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Both halves of the connector; which one this is, ``role`` says.
 
     Raises:
-        ConfigError: the configuration, or what vLLM is asked to do, cannot be used with the pool.
+        ConfigError: the configuration, or a setting of vLLM's, cannot be used with the pool.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check(vllm_config, kv_cache_config)
-        self._config = _pool_config(self._kv_transfer_config.kv_connector_extra_config)
-        prefill_wait_s = _prefill_wait(self._kv_transfer_config)
+        _check_support(vllm_config, kv_cache_config)
+        self._config = _read_pool_config(self._kv_transfer_config.kv_connector_extra_config)
+        prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
         self._scheduler: SchedulerHalf | None = None
@@ -205,20 +205,20 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, lambda: blocks.get_block_ids()[0], num_external_tokens)
+        self._planner.on_allocation(request, lambda: blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> _Plan:
         state = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
-        return _Plan(self._planner.plan(scheduled, lambda request_id: state.get_block_ids(request_id)[0]))
+        return _Plan(self._planner.plan_step(scheduled, lambda request_id: state.get_block_ids(request_id)[0]))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.kv_connector_worker_meta is not None:
-            self._planner.heard(connector_output.kv_connector_worker_meta.report)
+            self._planner.on_report(connector_output.kv_connector_worker_meta.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.finished(request, block_ids)
-        return False, None  # what is still to be saved is pinned, so vLLM may free its own references
+        self._planner.on_request_end(request, block_ids)
+        return False, None  # blocks still to be saved are pinned, so vLLM may free its own references
 
     def has_pending_push_work(self) -> bool:
         """Steps go on until all pins are gone, as only a step brings the workers' reports."""
@@ -226,14 +226,14 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            self._scheduler.forget()
+            self._scheduler.forget_blocks()
         return True
 
     # In a worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
-        namespace = _namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
+        namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         self._worker = WorkerHalf(open_pool(self._config, namespace), memory)
 
@@ -250,16 +250,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing yet: blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin to save what the forward pass has completed; nobody writes to full blocks, so nobody has to wait."""
+        """Begin to save the blocks that the forward pass has filled; nobody writes to full blocks, so nobody waits."""
         self._mover.start_saves(self._get_connector_metadata().plan.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The first of four calls at the end of a step; what it takes, the others tell, so that they agree.
+        """The first of four calls at the end of a step; it takes outcomes, and the others tell of the same ones.
 
-        Counts are asked for between them. They are complete for what is reported: after the last report there may be
-        no step to tell the rest.
+        Counts are asked for between them. They are complete for all that is reported: after the last report there may
+        be no step to tell the rest.
         """
-        self._loaded, self._report = self._mover.take()
+        self._loaded, self._report = self._mover.take_outcomes()
         return KVConnectorTransferResults(finished_recving=self._loaded.requests, failed_recving=self._loaded.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -270,7 +270,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def _planner(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "a worker's connector was asked what only the scheduler's knows"
+        assert self._scheduler is not None, "a worker's connector was asked a question for the scheduler's"
         return self._scheduler
 
     @property
@@ -279,7 +279,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
 
-def _pool_config(extra: dict[str, Any]) -> PoolConfig:
+def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
     """The pool that ``kv_connector_extra_config`` or the environment names."""
     for name in extra:
         if name not in _OPTIONS:
@@ -292,7 +292,7 @@ def _pool_config(extra: dict[str, Any]) -> PoolConfig:
     return config
 
 
-def _prefill_wait(transfer: Any) -> float:
+def _read_prefill_wait(transfer: Any) -> float:
     """How long a prompt waits for a block from a prefill instance; 0 where it was not said: not at all."""
     seconds = transfer.kv_connector_extra_config.get("prefill_wait_s", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
@@ -314,8 +314,8 @@ def _lookup_only(config: PoolConfig) -> PoolConfig:
     return PoolConfig(store)
 
 
-def _check(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse what this connector does not do, in one sentence."""
+def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse settings that this connector cannot do with, in one sentence."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -345,7 +345,7 @@ def _require_recompute(transfer: Any) -> None:
         transfer.kv_load_failure_policy = "recompute"
 
 
-def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_caches: dict[str, Any]) -> Namespace:
+def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_caches: dict[str, Any]) -> Namespace:
     """Whose blocks these are: all that decides on their bytes."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -353,8 +353,8 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_cach
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
     }
-    digest = hashlib.sha256(fingerprint_model(_checkpoint(model)).encode())
-    digest.update(json.dumps(_settings(vllm_config), sort_keys=True, default=repr).encode())
+    digest = hashlib.sha256(fingerprint_model(_find_checkpoint(model)).encode())
+    digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True, default=repr).encode())
     return Namespace(
         model=digest.hexdigest()[:32],
         kv_dtype=f"{cache.cache_dtype} {spec.dtype}".replace("torch.", ""),
@@ -362,7 +362,7 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_cach
         num_layers=memory.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        # What a backend does with a block's bytes is its own affair, and may differ from version to version.
+        # How a backend arranges a block's bytes is its own affair, and may differ from version to version.
         layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} {memory.layout}",
         weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
         tp_size=parallel.tensor_parallel_size,
@@ -370,8 +370,8 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, kv_cach
     )
 
 
-def _settings(vllm_config: Any) -> dict[str, object]:
-    """What of vLLM's settings decides on the bytes of blocks that one checkpoint makes."""
+def _collect_settings(vllm_config: Any) -> dict[str, object]:
+    """Those of vLLM's settings that decide on the bytes of blocks that one checkpoint makes."""
     model, drafts = vllm_config.model_config, vllm_config.speculative_config
     rope = getattr(model.hf_text_config, "rope_parameters", None)
     return {
@@ -385,7 +385,7 @@ def _settings(vllm_config: Any) -> dict[str, object]:
     }
 
 
-def _checkpoint(model: Any) -> Path:
+def _find_checkpoint(model: Any) -> Path:
     """The folder the weights were loaded from; for a name of the Hugging Face hub, where they were downloaded to."""
     folder = Path(model.model)
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""What a half of the vLLM connector counted since it was last asked: small numbers by name, which add up."""
+"""Counts of one half of the vLLM connector since it was last asked: small numbers by name, which add up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["OUTCOMES", "Counts", "summed"]
+__all__ = ["OUTCOMES", "Counts", "add_counts"]
 
 OUTCOMES = ("ok", "absent", "failed", "dropped")
-"""What may become of a block that is looked up, loaded or saved.
+"""The possible outcomes for a block that is looked up, loaded or saved.
 
 ``save ok``: the pool has it now, from this save or from before; ``save dropped``: the save never began.
 """
@@ -26,21 +26,21 @@ class Counts:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def add(self, operation: str, seconds: float = 0.0, nbytes: int = 0, **blocks: int) -> None:
-        """Count one ``lookup``, ``load`` or ``save``: ``blocks`` by outcome, and what it took."""
+    def add_operation(self, operation: str, seconds: float = 0.0, nbytes: int = 0, **blocks: int) -> None:
+        """Count one ``lookup``, ``load`` or ``save``: ``blocks`` by outcome, with bytes and time."""
         with self._lock:
-            for what, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):
+            for figure, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):
                 if number:
-                    self._counts[f"{operation} {what}"] += number  # type: ignore[assignment]
+                    self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
 
-    def take(self) -> dict[str, dict[str, float]]:
+    def pop_counts(self) -> dict[str, dict[str, float]]:
         """All since the last call, by namespace; empty where nothing was counted."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return {self.namespace: dict(taken)} if taken else {}
 
 
-def summed(
+def add_counts(
     one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
     """Both together."""

@@ -1,6 +1,6 @@
 """Where the bytes of a vLLM block lie: one span per layer where the layout keeps a layer's part of it in one piece.
 
-vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes lie in memory in whatever order the
+vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes lie in memory in the order that the
 attention backend wants. A block of the scheduler is one or several kernel blocks in a row.
 """
 
@@ -59,22 +59,22 @@ class KVMemory:
                 )
         self._tensors = list(unique.values())
         self._per_block = self._tensors[0].shape[0] // num_blocks
-        layouts = {_layout(self._axes(tensor), str(tensor.dtype)) for tensor in self._tensors}
+        layouts = {_describe_layout(self._order_axes(tensor), str(tensor.dtype)) for tensor in self._tensors}
         if len(layouts) > 1:
             raise ConfigError(f"layers differ in layout ({', '.join(sorted(layouts))}); KVStoreConnector needs one")
         self.layout = layouts.pop()
         self.num_layers = len(self._tensors)
-        self._layers = [self._placed(tensor) for tensor in self._tensors]
+        self._layers = [self._locate_layer(tensor) for tensor in self._tensors]
         self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
-        for span in self.allocations():
+        for span in self.list_allocations():
             _prefer_large_pages(span)
 
-    def allocations(self) -> list[Span]:
+    def list_allocations(self) -> list[Span]:
         """All memory that spans may lie in."""
         storages = [tensor.untyped_storage() for tensor in self._tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
-    def values(self, blocks: Iterable[int]) -> list[Value]:
+    def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
         """Where each block's bytes lie, in an order that is the same in every instance of this layout."""
         return [
             [
@@ -85,12 +85,12 @@ class KVMemory:
             for block in blocks
         ]
 
-    def clear(self, blocks: Iterable[int]) -> None:
-        """Make what a failed read left behind finite: attention still meets masked positions, times zero."""
+    def clear_blocks(self, blocks: Iterable[int]) -> None:
+        """Make finite any bytes that a failed read left: attention still meets masked positions, times zero."""
         for block, tensor in itertools.product(blocks, self._tensors):
             tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
 
-    def _axes(self, tensor: Any) -> list[tuple[str, int, int]]:
+    def _order_axes(self, tensor: Any) -> list[tuple[str, int, int]]:
         """Axes of one block: name, size, stride in bytes; the outermost in memory first."""
         size: int = tensor.element_size()
         names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
@@ -98,9 +98,9 @@ class KVMemory:
         axes = [(name, n, stride * size) for name, n, stride in zip(names, sizes, tensor.stride(), strict=False)]
         return sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: -axis[2])
 
-    def _placed(self, tensor: Any) -> _Layer:
+    def _locate_layer(self, tensor: Any) -> _Layer:
         nbytes: int = tensor.element_size()
-        outer = self._axes(tensor)
+        outer = self._order_axes(tensor)
         while outer and outer[-1][2] == nbytes:
             nbytes *= outer.pop()[1]
         steps: Sequence[range] = [range(0, n * stride, stride) for _, n, stride in outer]
@@ -123,5 +123,5 @@ def _prefer_large_pages(span: Span) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
-def _layout(axes: Sequence[tuple[str, int, int]], dtype: str) -> str:
+def _describe_layout(axes: Sequence[tuple[str, int, int]], dtype: str) -> str:
     return f"{dtype}[{','.join(f'{name}{size}' for name, size, _ in axes)}]"

@@ -1,8 +1,8 @@
 """The pool's names for blocks of a vLLM request.
 
-vLLM chains a SHA-256 over tokens, ``cache_salt``, what a multimodal input is (a digest of its content, or the uuid that
-a client gave it) and a LoRA adapter's name and path. What it leaves out is what only matters between instances: which
-bytes lie at that path. They are added here.
+vLLM chains a SHA-256 over tokens, ``cache_salt``, multimodal inputs (a digest of the content, or the uuid that
+a client gave it) and a LoRA adapter's name and path. It leaves out which bytes
+lie at that path, as that only matters between instances. They are added here.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["adapter_digest", "names"]
+__all__ = ["digest_adapter", "name_blocks"]
 
 _TAG = b"kvstore.vllm.v1\0"
 _CHUNK = 1 << 20
 
 
-def names(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
+def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
     """32 bytes for each block.
 
     Args:
         block_hashes: vLLM's own, of 32 bytes.
-        adapter: ``adapter_digest`` of the request's LoRA adapter; empty: it has none.
-        epoch: what sets this instance's blocks apart since its weights were changed in place; empty: they were not.
+        adapter: ``digest_adapter`` of the request's LoRA adapter; empty: it has none.
+        epoch: random bytes that set this instance's blocks apart since its weights were changed in place; empty: they
+            were not.
     """
     if not adapter and not epoch:
         return list(block_hashes)
     root = hashlib.sha256(_TAG + len(adapter).to_bytes(1, "little") + adapter + epoch)
-    return [_extended(root, block_hash) for block_hash in block_hashes]
+    return [_extend_hash(root, block_hash) for block_hash in block_hashes]
 
 
-def adapter_digest(path: str) -> bytes | None:
+def digest_adapter(path: str) -> bytes | None:
     """Digest of all files of a LoRA adapter, names and bytes; ``None``: no such folder here."""
     digest = hashlib.sha256()
     try:
@@ -45,7 +46,7 @@ def adapter_digest(path: str) -> bytes | None:
     return digest.digest()
 
 
-def _extended(root: hashlib._Hash, block_hash: bytes) -> bytes:
+def _extend_hash(root: hashlib._Hash, block_hash: bytes) -> bytes:
     digest = root.copy()
     digest.update(block_hash)
     return digest.digest()

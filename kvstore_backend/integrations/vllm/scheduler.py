@@ -1,12 +1,12 @@
-"""The half of the vLLM connector that lives beside vLLM's scheduler: what to load and what to save; free of vLLM.
+"""The half of the vLLM connector that lives beside vLLM's scheduler: plans loads and saves; free of vLLM.
 
 It never waits for the pool: look-ups run on threads of their own, and a request whose answer is not there yet is asked
 for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
-be 50 ms away.) Ownership of blocks: ``vllm_transfers``.
+be 50 ms away.) Ownership of blocks: ``messages.py``.
 
 Where prefill and decode are instances of their own, and both are given a request at once, decode waits for the blocks
 that prefill saves: it looks them up again and again, until all blocks of the prompt are there or nothing new has come
-for ``prefill_wait_s``. What is not there then it computes itself.
+for ``prefill_wait_s``. Blocks that are not there then it computes itself.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from typing import Any, Protocol
 
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.integrations.vllm.counts import Counts
-from kvstore_backend.integrations.vllm.names import adapter_digest, names
-from kvstore_backend.integrations.vllm.transfers import Plan, Report, Transfer
+from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
+from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.wrappers.wrapper import as_stack
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.002
+_PATIENCE_SECONDS = 0.002
 _LOOKUPS = 4
 # Between two look-ups of blocks that prefill computes; the master answers thousands of look-ups a second.
-_AGAIN_S = 0.02
+_AGAIN_SECONDS = 0.02
 # A step that has nothing to do but wait for prefill takes this long; vLLM would make a thousand of them a second.
-_IDLE_S = 0.005
+_IDLE_SECONDS = 0.005
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
 _SAVE_SHARE = 0.25
 
 
 class Request(Protocol):
-    """What is used of vLLM's ``Request``."""
+    """The part of vLLM's ``Request`` that is used."""
 
     @property
     def request_id(self) -> str: ...
@@ -65,7 +66,7 @@ class Request(Protocol):
 
 
 class Blocks(Protocol):
-    """What is used of vLLM's ``BlockPool``."""
+    """The part of vLLM's ``BlockPool`` that is used."""
 
     @property
     def blocks(self) -> Sequence[Any]: ...
@@ -131,7 +132,7 @@ class SchedulerHalf:
         saves: bool = True,
         prefill_wait_s: float = 0.0,
     ) -> None:
-        self._backend = backend
+        self._backend = as_stack(backend)
         self._block_size = block_size
         self._loads = loads
         self._saves = saves
@@ -142,7 +143,7 @@ class SchedulerHalf:
         self._adapters: dict[int, bytes | None] = {}
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
-        self._patience = _PATIENCE_S
+        self._patience = _PATIENCE_SECONDS
         self._is_waiting = False  # whether some request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
         self._questions: dict[str, _Question] = {}
@@ -151,6 +152,8 @@ class SchedulerHalf:
         self._planned_saves: list[Transfer] = []
         self._pins: dict[int, _Pin] = {}
         self._last_number = 0
+        self.num_lookups = 0
+        """Look-ups begun, those made again included."""
 
     def learn_namespaces(self, namespaces: Sequence[Namespace]) -> None:
         """Hear from the workers, one namespace a rank; before that everything is a miss."""
@@ -171,13 +174,13 @@ class SchedulerHalf:
             return 0
         question = self._questions.get(request.request_id)
         if question is None or question.first != first:
-            wanted = self._names(request, first, end)
+            wanted = self._name_blocks(request, first, end)
             if not wanted:
                 return 0
             now = time.monotonic()
-            question = _Question(first, wanted, self._threads.submit(self._look_up, wanted), now, now)
+            question = _Question(first, wanted, self._begin_lookup(wanted), now, now)
             self._questions[request.request_id] = question
-        found = self._answered(question)
+        found = self._wait_for_answer(question)
         if found is None:
             return None
         if self._is_prefilled_elsewhere(request, question, found):
@@ -185,7 +188,7 @@ class SchedulerHalf:
             return None
         return found * self._block_size
 
-    def allocated(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
+    def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
         """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         question = self._questions.pop(request.request_id, None)
@@ -195,11 +198,11 @@ class SchedulerHalf:
         tracked.is_loading = True
         tracked.num_saved = question.first + len(found)
         wanted = blocks()[question.first : tracked.num_saved]
-        self._planned_loads.append(self._pinned(request, found, wanted, is_load=True))
+        self._planned_loads.append(self._pin_blocks(request, found, wanted, is_load=True))
 
-    def plan(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
-        """What the workers do in the step that computes ``scheduled`` tokens of each request."""
-        self._patience = _PATIENCE_S
+    def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
+        """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
+        self._patience = _PATIENCE_SECONDS
         for request_id, count in scheduled.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 computed = tracked.request.num_computed_tokens + count
@@ -207,12 +210,12 @@ class SchedulerHalf:
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
         if self._is_waiting and not (scheduled or loads or saves or self._pins):
-            time.sleep(_IDLE_S)
+            time.sleep(_IDLE_SECONDS)
         self._is_waiting = False
         return Plan(loads, saves)
 
-    def finished(self, request: Request, blocks: Sequence[int]) -> None:
-        """Hear that a request ended, before its blocks are freed; what became full since the last step is saved."""
+    def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
+        """Hear that a request ended, before its blocks are freed; blocks that became full last are saved."""
         self._questions.pop(request.request_id, None)
         self._barred.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
@@ -222,20 +225,20 @@ class SchedulerHalf:
         computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block_size)
         self._plan_save(tracked, computed, lambda: blocks)
         if (missing := self._num_full(tracked, computed) - tracked.num_saved) > 0 and self._counts is not None:
-            self._counts.add("save", dropped=missing)
+            self._counts.add_operation("save", dropped=missing)
 
-    def heard(self, report: Report) -> None:
-        """Take in what the workers report: unpin blocks that nothing touches any more."""
+    def on_report(self, report: Report) -> None:
+        """Take in the workers' report: unpin blocks that nothing touches any more."""
         self._barred |= report.short & self._requests.keys()
         for number, ranks in report.ended.items():
             pin = self._pins[number]
             pin.ranks -= ranks
             if pin.ranks == 0:
                 del self._pins[number]
-                self._freed(pin)
+                self._free_pin(pin)
 
-    def forget(self) -> None:
-        """From now on nothing saved before is found: what this instance computes may differ (its weights changed).
+    def forget_blocks(self) -> None:
+        """From now on nothing saved before is found: this instance may compute other bytes (its weights changed).
 
         Other instances may not have changed, so its blocks are shared with nobody until it is started again.
         """
@@ -250,9 +253,14 @@ class SchedulerHalf:
         """Whether some transfer has not ended."""
         return bool(self._pins)
 
+    @property
+    def num_open_lookups(self) -> int:
+        """Requests whose blocks are being looked up, or wait for prefill."""
+        return len(self._questions)
+
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """What was counted since the last call."""
-        return self._counts.take() if self._counts is not None else {}
+        """All counts since the last call."""
+        return self._counts.pop_counts() if self._counts is not None else {}
 
     def close(self) -> None:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
@@ -265,7 +273,7 @@ class SchedulerHalf:
     def _is_ready(self) -> bool:
         return bool(self._pools) and self._backend.is_ready
 
-    def _answered(self, question: _Question) -> int | None:
+    def _wait_for_answer(self, question: _Question) -> int | None:
         """How many blocks the last look-up found; ``None``: it goes on."""
         start = time.monotonic()
         try:
@@ -293,13 +301,17 @@ class SchedulerHalf:
                 missing,
             )
             return False
-        if missing and now - question.asked_at >= _AGAIN_S:
+        if missing and now - question.asked_at >= _AGAIN_SECONDS:
             question.asked_at = now
-            question.answer = self._threads.submit(self._look_up, question.names, question.found)
+            question.answer = self._begin_lookup(question.names, question.found)
         return missing > 0
 
+    def _begin_lookup(self, wanted: Sequence[bytes], found_before: int | None = None) -> Future[int]:
+        self.num_lookups += 1
+        return self._threads.submit(self._look_up, wanted, found_before)
+
     def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> int:
-        """How many leading blocks every rank finds; of a look-up made again only what is new is counted."""
+        """How many leading blocks every rank finds; of a look-up made again only new blocks are counted."""
         assert self._counts is not None
         start = time.monotonic()
         count = len(wanted)
@@ -311,23 +323,23 @@ class SchedulerHalf:
             count = 0
         seconds = time.monotonic() - start
         if found_before is None:
-            self._counts.add("lookup", seconds, ok=count, absent=len(wanted) - count)
+            self._counts.add_operation("lookup", seconds, ok=count, absent=len(wanted) - count)
         else:
-            self._counts.add("lookup", seconds, ok=max(0, count - found_before))
+            self._counts.add_operation("lookup", seconds, ok=max(0, count - found_before))
         return count
 
-    def _names(self, request: Request, first: int, end: int) -> list[bytes]:
+    def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
         """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""
-        adapter = b"" if request.lora_request is None else self._adapter(request.lora_request)
-        return [] if adapter is None else names(request.block_hashes[first:end], adapter, self._epoch)
+        adapter = b"" if request.lora_request is None else self._digest_adapter(request.lora_request)
+        return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
-    def _adapter(self, lora: Any) -> bytes | None:
-        """The digest of an adapter's files as they were when it came: vLLM computes with what it loaded then.
+    def _digest_adapter(self, lora: Any) -> bytes | None:
+        """The digest of an adapter's files as they were when it came: vLLM computes with the weights it loaded then.
 
         None where they cannot be read, or where vLLM reads them again under the same number (``load_inplace``).
         """
         if lora.lora_int_id not in self._adapters:
-            digest = None if getattr(lora, "load_inplace", False) else adapter_digest(lora.lora_path)
+            digest = None if getattr(lora, "load_inplace", False) else digest_adapter(lora.lora_path)
             if digest is None:
                 logger.warning("Adapter %s is no folder here, or loaded in place: not cached", lora.lora_path)
             self._adapters[lora.lora_int_id] = digest
@@ -347,10 +359,12 @@ class SchedulerHalf:
         if end <= tracked.num_saved:
             return
         first, tracked.num_saved = tracked.num_saved, end
-        if named := self._names(tracked.request, first, end):
-            self._planned_saves.append(self._pinned(tracked.request, named, blocks()[first:end], is_load=False))
+        if named := self._name_blocks(tracked.request, first, end):
+            self._planned_saves.append(self._pin_blocks(tracked.request, named, blocks()[first:end], is_load=False))
 
-    def _pinned(self, request: Request, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
+    def _pin_blocks(
+        self, request: Request, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
+    ) -> Transfer:
         """A transfer of ``blocks``, which stay in place until it has ended."""
         assert self._blocks is not None
         self._last_number += 1
@@ -358,7 +372,7 @@ class SchedulerHalf:
         self._pins[self._last_number] = _Pin(request.request_id, blocks, len(self._pools), is_load)
         return Transfer(self._last_number, request.request_id, named, blocks)
 
-    def _freed(self, pin: _Pin) -> None:
+    def _free_pin(self, pin: _Pin) -> None:
         assert self._blocks is not None
         # The last blocks of a sequence are the first to go, as where vLLM frees a request.
         self._blocks.free_blocks([self._blocks.blocks[block] for block in reversed(pin.blocks)])

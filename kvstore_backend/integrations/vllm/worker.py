@@ -1,28 +1,22 @@
-"""The half of the vLLM connector that lives in a worker: moves blocks, on threads of its own; free of vLLM.
+"""The half of the vLLM connector that lives in a worker: has blocks moved, and tells of it; free of vLLM.
 
-Ownership of blocks: ``vllm_transfers``.
+Ownership of blocks: ``messages.py``.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
-from kvstore_backend.integrations.vllm.transfers import Report, Transfer
+from kvstore_backend.integrations.vllm.messages import Report, Transfer
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.transfers import DirectMemory, Outcome, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
-
-logger = logging.getLogger(__name__)
-
-_SETTLE_SECONDS = 60.0
-_FLUSH_SECONDS = 2.0
 
 
 @dataclass
@@ -31,7 +25,7 @@ class Loaded:
 
     Attributes:
         requests: all of them.
-        blocks: blocks that did not come, of requests that keep what came before.
+        blocks: blocks that did not come, of requests that keep the blocks before them.
         failed: requests that start anew in other blocks, as a call that was given up may still write to theirs.
     """
 
@@ -50,107 +44,64 @@ class WorkerHalf:
 
     def __init__(self, pool: BlockPool, memory: KVMemory) -> None:
         self.namespace = pool.namespace
-        self._pool = pool
         self._memory = memory
         self._counts = Counts(pool.namespace.digest)
-        self._loading = ThreadPoolExecutor(1, "pool-load")
-        self._saving = ThreadPoolExecutor(1, "pool-save")
         self._lock = threading.Lock()  # guards the next two
         self._loaded = Loaded()
         self._report = Report()
-        for span in memory.allocations():
+        for span in memory.list_allocations():
             pool.register(*span)
+        self._transfers = Transfers(pool, DirectMemory(memory.locate_blocks, memory.clear_blocks), self._run_with_lock)
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
-        """Begin to read; the end is told by ``take``."""
+        """Begin to read; the end is told by ``take_outcomes``."""
         for load in loads:
-            self._submit(self._loading, lambda load=load: self._load(load))  # type: ignore[misc]
+            self._transfers.load(
+                load.names, load.blocks, partial(self._on_load_end, load), partial(self._on_release, load)
+            )
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
         """Begin to write blocks whose contents are complete."""
         for save in saves:
-            self._submit(self._saving, lambda save=save: self._save(save))  # type: ignore[misc]
+            self._transfers.save(
+                save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
+            )
 
-    def take(self) -> tuple[Loaded, Report]:
-        """Loads that ended since the last call, and what the scheduler has to know; all of it has been counted."""
+    def take_outcomes(self) -> tuple[Loaded, Report]:
+        """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
         with self._lock:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """What was counted since the last call."""
-        return self._counts.take()
+        """All counts since the last call."""
+        return self._counts.pop_counts()
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
-        drained = threading.Event()
-        self._submit(self._saving, drained.set)
-        drained.wait(_FLUSH_SECONDS)
-        self._loading.shutdown(wait=False, cancel_futures=True)
-        self._saving.shutdown(wait=False, cancel_futures=True)
-        leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
-        leaving.start()
-        leaving.join(_FLUSH_SECONDS)
+        self._transfers.close()
 
-    @staticmethod
-    def _submit(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        try:
-            thread.submit(work)
-        except RuntimeError:
-            logger.debug("The connector is closed; a transfer was dropped")
-
-    def _load(self, load: Transfer) -> None:
-        start = time.monotonic()
-        count = 0
-        try:
-            count = self._pool.load(load.names, self._memory.values(load.blocks))
-        except Exception:
-            logger.exception("Loading %d blocks failed; they will be computed", len(load.blocks))
-        missing = load.blocks[count:]
-        nbytes = count * self._memory.block_bytes
-        self._counts.add("load", time.monotonic() - start, nbytes, ok=count, failed=len(missing))
-        is_settled = not missing or self._pool.settle(0)
-        if is_settled:
-            self._memory.clear(missing)
+    def _run_with_lock(self, event: Callable[[], None]) -> None:
         with self._lock:
-            self._loaded.requests.add(load.request_id)
-            if missing:
-                self._report.short.add(load.request_id)
-            if is_settled:
-                self._loaded.blocks.update(missing)
-                self._report.ended[load.number] += 1
-            else:
-                self._loaded.failed.add(load.request_id)
-        if not is_settled:
-            self._when_settled(load, missing)
+            event()
 
-    def _save(self, save: Transfer) -> None:
-        start = time.monotonic()
-        count = 0
-        try:
-            count = sum(map(bool, self._pool.save(save.names, self._memory.values(save.blocks))))
-        except Exception:
-            logger.exception("Saving %d blocks failed", len(save.blocks))
-        missing = len(save.blocks) - count
-        # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
-        self._counts.add("save", time.monotonic() - start, ok=count, failed=missing)
-        if missing and not self._pool.settle(0):
-            self._when_settled(save, ())
+    def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:
+        missing = load.blocks[outcome.count :]
+        nbytes = outcome.count * self._memory.block_bytes
+        self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
+        self._loaded.requests.add(load.request_id)
+        if missing:
+            self._report.short.add(load.request_id)
+        if outcome.is_released:
+            self._loaded.blocks.update(missing)
         else:
-            self._end(save)
+            self._loaded.failed.add(load.request_id)
 
-    def _when_settled(self, transfer: Transfer, spoilt: Sequence[int]) -> None:
-        """Report the transfer's end once nothing touches its blocks; what a late read left in ``spoilt`` is cleared."""
+    def _on_save_end(self, save: Transfer, outcome: Outcome) -> None:
+        # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
+        missing = len(save.blocks) - outcome.count
+        self._counts.add_operation("save", outcome.seconds, ok=outcome.count, failed=missing)
 
-        def wait() -> None:
-            while not self._pool.settle(_SETTLE_SECONDS):
-                logger.warning("A call to the pool has been running for over %g s", _SETTLE_SECONDS)
-            self._memory.clear(spoilt)
-            self._end(transfer)
-
-        threading.Thread(target=wait, name="pool-settle", daemon=True).start()
-
-    def _end(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._report.ended[transfer.number] += 1
+    def _on_release(self, transfer: Transfer) -> None:
+        self._report.ended[transfer.number] += 1

@@ -25,10 +25,8 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
-    check_keys,
-    check_values,
+    memory_views,
 )
-from kvstore_backend.spans import views
 from kvstore_backend.stores.file.ledger import FolderRemoved, Ledger
 
 __all__ = ["FileStore"]
@@ -73,25 +71,20 @@ class FileStore(StorageBackend):
     def __repr__(self) -> str:
         return f"FileStore({self._folder}, {'closed' if self._closed else f'up to {self._ledger.capacity} bytes'})"
 
-    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        check_values(keys, values)
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return [self._try_call(self._put_value, *each) or Status.FAILED for each in zip(keys, values, strict=True)]
 
-    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        check_values(keys, targets)
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return [self._try_call(self._get_value, *each) for each in zip(keys, targets, strict=True)]
 
-    def exists(self, keys: Sequence[str]) -> list[Status]:
-        check_keys(keys)
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
         return [self._try_call(os.stat, key) for key in keys]
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        check_keys(keys)
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         return [self._try_call(self._ledger.remove_block, key) for key in keys]
 
-    def clear(self, prefix: str) -> Status:
+    def _clear(self, prefix: str) -> Status:
         """Finds only keys whose names are not too long for a file's, as those of blocks are."""
-        check_keys([prefix])
         if self._closed:
             return Status.FAILED
         try:
@@ -195,7 +188,7 @@ def _write_block(ledger: Ledger, path: str, value: Value) -> None:
 
 def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int, value: Value) -> None:
     """Read or write all of ``value`` at the beginning of ``file``, however few bytes each call moves."""
-    pending = views(value)
+    pending = memory_views(value)
     offset = 0
     while pending:
         moved = call(file, pending[:_MAX_BUFFERS], offset)

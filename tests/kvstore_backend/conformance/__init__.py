@@ -1,1 +1,1 @@
-"""What every store and every layer must do: written once in ``suite.py``, joined by one small class each."""
+"""The contract of stores, wrappers and stacks: written once in ``suite.py``, joined by one small class each."""

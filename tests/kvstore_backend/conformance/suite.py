@@ -1,22 +1,32 @@
-"""The contract of ``StorageBackend`` as tests.
+"""The contracts of ``StorageBackend`` and of ``Stack`` as tests.
 
-A backend joins by subclassing ``StorageBackendContract`` with a ``backend`` fixture that opens it for one test.
+A backend joins by subclassing ``StorageBackendContract`` with a ``backend`` fixture that opens it for one test; a
+configuration joins by subclassing ``StackContract`` with a ``config`` fixture, and ``open_backend`` opens it.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.backend import HEADROOM_BYTES, Health, Span, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.pool import open_backend, open_store
+from kvstore_backend.wrappers.guarded import Deadlines
+from kvstore_backend.wrappers.wrapper import Stack
+from tests.faults.held import Held
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+# The machine may be busy: no call of these tests is ever too late.
+PATIENT = Deadlines(lookup_seconds=60, transfer_seconds=60)
+HASTY = Deadlines(lookup_seconds=60, transfer_seconds=0.2)
 
 
 def new_key(name: str = "key") -> str:
@@ -31,7 +41,7 @@ def put(backend: StorageBackend, *pairs: tuple[str, bytes]) -> list[Status]:
 
 
 def got(backend: StorageBackend, key: str, nbytes: int) -> bytes | Status:
-    """What is stored under ``key``, or why it could not be read."""
+    """The value under ``key``, or why it could not be read."""
     target = Memory(nbytes)
     (status,) = backend.get([key], [target.value])
     return target.content if status else status
@@ -164,6 +174,27 @@ class StorageBackendContract:
         assert backend.put([key], [memory.value]) == backend.get([key], [memory.value]) == [OK]
         backend.unregister(memory.address, memory.nbytes)
 
+    def test_headroom_may_be_overwritten_and_nothing_else_beside_a_value(self, backend: StorageBackend) -> None:
+        nbytes, stride = 1000, 2048
+        memory, keys = Memory(3 * stride), [new_key(str(i)) for i in range(2)]
+        contents = [secrets.token_bytes(nbytes) for _ in keys]
+        backend.register(memory.address, memory.nbytes, headroom=True)
+        starts = [HEADROOM_BYTES, stride + HEADROOM_BYTES]
+        values = [[Span(memory.address + start, nbytes)] for start in starts]
+        for start, content in zip(starts, contents, strict=True):
+            memory.fill(content, start)
+        assert backend.put(keys, values) == [OK, OK]
+        for start in starts:
+            memory.fill(b"\xee" * (stride - HEADROOM_BYTES), start)
+        assert backend.get(keys, values) == [OK, OK]
+        for start, content in zip(starts, contents, strict=True):
+            assert memory.content[start : start + nbytes] == content
+            beyond = start + nbytes
+            assert set(memory.content[beyond : beyond + stride - HEADROOM_BYTES - nbytes]) == {0xEE}
+        assert set(memory.content[2 * stride :]) == {0xEE}
+        assert [got(backend, key, nbytes) for key in keys] == contents, "memory without headroom holds the same"
+        backend.unregister(memory.address, memory.nbytes)
+
     def test_threads_may_call_at_once(self, backend: StorageBackend) -> None:
         keys = [new_key(str(i)) for i in range(8)]
         contents = [secrets.token_bytes(50_000) for _ in keys]
@@ -231,9 +262,98 @@ class StorageBackendContract:
         assert "closed" in repr(backend)
 
     def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
-        """Read what a put, perhaps another thread's at the same time, was told is stored: it is there at once."""
+        """Read a value whose put, perhaps another thread's at the same time, was ``OK``: it is there at once."""
         assert got(backend, key, len(content)) == content
 
     def remove(self, backend: StorageBackend, key: str) -> None:
         """Remove a present key; ``FAILED`` for a while is allowed, where readers hold a lease on it."""
         wait_until(lambda: backend.remove([key]) == [OK], f"the removal of {key}")
+
+
+class StackContract(StorageBackendContract):
+    """The contract of a configuration's stack; define the fixture ``config``."""
+
+    @pytest.fixture
+    def backend(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+        monkeypatch.setattr("kvstore_backend.wrappers.guarded.Deadlines", lambda: PATIENT)
+        stack = open_backend(config, CollectorRegistry(), background=False)
+        yield stack
+        stack.close()
+
+    @pytest.fixture
+    def held(self, config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stack, list[Held]]]:
+        """A stack of short deadlines over stores whose transfers can be held."""
+        stores: list[Held] = []
+
+        def open_held(settings: PoolConfig) -> Held:
+            stores.append(Held(open_store(settings)))
+            return stores[-1]
+
+        monkeypatch.setattr("kvstore_backend.wrappers.guarded.Deadlines", lambda: HASTY)
+        monkeypatch.setattr("kvstore_backend.pool.open_store", open_held)
+        stack = open_backend(config, CollectorRegistry(), background=False)
+        yield stack, stores
+        for store in stores:
+            store.let_go()
+        stack.close()
+
+    def test_it_is_ready_once_it_is_open_and_not_after_close(self, backend: Stack) -> None:
+        assert backend.is_ready
+        backend.close()
+        assert not backend.is_ready
+
+    def test_no_call_is_late_while_all_are_answered(self, backend: Stack) -> None:
+        key = new_key()
+        put(backend, (key, b"one"))
+        assert got(backend, key, 3) == b"one"
+        assert got(backend, key, 4) is FAILED
+        assert backend.wait_for_late_calls(0)
+
+    def test_a_call_that_was_given_up_is_late_until_it_has_ended(self, held: tuple[Stack, list[Held]]) -> None:
+        stack, stores = held
+        key, target = new_key(), Memory(3)
+        assert put(stack, (key, b"one")) == [OK]
+        assert stack.flush_writes(60)
+        for store in stores:
+            store.hold()
+        assert stack.get([key], [target.value]) == [FAILED]
+        assert not stack.wait_for_late_calls(0.05)
+        for store in stores:
+            store.let_go()
+        assert stack.wait_for_late_calls(60)
+        target.fill(b"new")
+        wait_until(lambda: got(stack, key, 3) == b"one", "the stack to be used again")
+        assert target.content == b"new", "nothing writes there any more"
+
+    def test_a_put_that_was_given_up_stores_the_bytes_it_was_given(self, held: tuple[Stack, list[Held]]) -> None:
+        stack, stores = held
+        key, source = new_key(), Memory(b"one")
+        for store in stores:
+            store.hold()
+        answer = stack.put([key], [source.value])
+        for store in stores:
+            store.let_go()
+        assert stack.wait_for_late_calls(60)
+        source.fill(b"new")
+        assert stack.flush_writes(60)
+        assert answer in ([FAILED], [OK])  # a stack that writes later may say so at once
+        wait_until(lambda: stack.exists([key]) in ([OK], [ABSENT]), "the stack to be used again")
+        assert got(stack, key, 3) in (b"one", ABSENT)
+
+    def test_flushed_writes_exist_for_all(self, backend: Stack) -> None:
+        present, absent = new_key(), new_key()
+        assert put(backend, (present, b"here")) == [OK]
+        assert backend.flush_writes(60)
+        assert backend.exists_for_all([absent, present, absent]) == [ABSENT, OK, ABSENT]
+
+    def test_exists_for_all_is_a_batch_like_any_other(self, backend: Stack) -> None:
+        assert backend.exists_for_all([]) == []
+        with pytest.raises(ValueError, match=r"keys\[1\]"):
+            backend.exists_for_all(["a", ""])
+        backend.close()
+        assert backend.exists_for_all([new_key()]) == [FAILED]
+
+    def test_there_is_nothing_to_flush_after_close(self, backend: Stack) -> None:
+        put(backend, (new_key(), b"x"))
+        backend.close()
+        assert backend.flush_writes(0)

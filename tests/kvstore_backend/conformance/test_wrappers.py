@@ -1,4 +1,4 @@
-"""Every layer keeps the contract of what it is wrapped around."""
+"""Every wrapper keeps the contract of the backend it is wrapped around."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from prometheus_client import CollectorRegistry
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
-from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
-from tests.kvstore_backend.conformance.suite import StorageBackendContract
-
-# The machine may be busy: no call of these tests is ever too late.
-PATIENT = Deadlines(lookup_seconds=60, transfer_seconds=60)
+from tests.kvstore_backend.conformance.suite import PATIENT, StorageBackendContract
 
 
 def guarded(store: StorageBackend) -> GuardedBackend:
@@ -26,49 +23,49 @@ def guarded(store: StorageBackend) -> GuardedBackend:
     return guard
 
 
-class LayerContract(StorageBackendContract):
-    """The contract, for ``layer`` around a memory store."""
+class WrapperContract(StorageBackendContract):
+    """The contract, for ``wrap`` around a memory store."""
 
-    def layer(self, store: StorageBackend) -> StorageBackend:
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         raise NotImplementedError
 
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
-        layer = self.layer(MemoryStore(64 << 20))
-        yield layer
-        layer.close()
+        backend = self.wrap(MemoryStore(64 << 20))
+        yield backend
+        backend.close()
 
 
-class TestChecked(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestChecked(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return CheckedBackend(store)
 
 
-class TestGuarded(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestGuarded(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return guarded(store)
 
 
-class TestMetered(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestMetered(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return MeteredBackend(store, CollectorRegistry())
 
 
-class TestWriteBehind(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestWriteBehind(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return WriteBehindBackend(store, arena_bytes=16 << 20)
 
 
-class TestTieredThrough(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestTieredThrough(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return TieredBackend(MemoryStore(1 << 20), store)
 
 
-class TestTieredBack(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestTieredBack(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return TieredBackend(MemoryStore(1 << 20), store, "back")
 
 
-class TestAllTogether(LayerContract):
-    def layer(self, store: StorageBackend) -> StorageBackend:
+class TestAllTogether(WrapperContract):
+    def wrap(self, store: StorageBackend) -> StorageBackend:
         return WriteBehindBackend(MeteredBackend(guarded(CheckedBackend(store)), CollectorRegistry()))

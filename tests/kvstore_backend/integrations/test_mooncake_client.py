@@ -1,4 +1,4 @@
-"""What engines may rely on beyond Mooncake's own client: memory is theirs again when a call returns."""
+"""A promise to engines beyond Mooncake's own client's: memory is theirs again when a call returns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from typing import Literal
 
 import pytest
 
+from kvstore_backend.integrations import mooncake_client
 from kvstore_backend.integrations.mooncake_client import PooledClient
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from tests.faults.blocks import NAMESPACE
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
 GIVEN_UP = -800
+
+
+class InNamespace(PooledClient):
+    """A client whose keys are of the tests' namespace."""
+
+    def namespace(self) -> Namespace:
+        return NAMESPACE
 
 
 @dataclass
@@ -31,12 +42,13 @@ class Client:
 
 
 @pytest.fixture
-def one() -> Iterator[Client]:
+def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     store = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.2, 0.05, 1e9))
-    client = PooledClient()
-    client._backend = guarded  # setup() would join a pool
     wait_until(lambda: guarded.is_ready, "the store")
+    monkeypatch.setattr(mooncake_client, "open_pool", lambda config, namespace, *_, **__: BlockPool(guarded, namespace))
+    client = InNamespace()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
     with contextlib.closing(client):
         yield Client(client, store, guarded)
         store.go_on()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
@@ -99,7 +100,7 @@ def attach(integration: Any, model: Path, tmp_path: Path) -> Iterator[Attach]:
         backend.register_mem_pool_host(host)
         backend.on_host_pools_registered()
         opened.append(backend)
-        wait_until(lambda: all(pool.is_ready for pool in backend._pools.values()), "the pool")
+        wait_until(lambda: backend.is_ready, "the pool")
         return backend
 
     yield make
@@ -150,13 +151,14 @@ def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(at
 
 
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
-def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(attach: Attach, call: str) -> None:
-    backend, store = attach(HostMemory()), FaultInjector(MemoryStore(1 << 20))
+def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(
+    integration: Any, attach: Attach, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: store, Deadlines(5.0, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
-    [pool] = backend._pools.values()
-    pool.close()
-    pool._backend = guarded
+    monkeypatch.setattr(integration, "open_pool", lambda config, namespace, registry: BlockPool(guarded, namespace))
+    backend = attach(HostMemory())
     store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(getattr(backend, call), ["a"], indices(0))

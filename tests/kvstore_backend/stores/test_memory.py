@@ -81,3 +81,17 @@ def test_whatever_is_done_the_limit_holds_and_the_count_is_right(steps: list[tup
 def test_a_capacity_is_positive(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"capacity_bytes is {capacity}"):
         MemoryStore(capacity)
+
+
+def test_a_store_may_be_as_small_as_one_byte() -> None:
+    store = MemoryStore(1)
+    assert put(store, "a", "b", nbytes=1) == [OK, OK]
+    assert store.exists(["a", "b"]) == [ABSENT, OK]
+
+
+def test_a_closed_store_holds_nothing_and_clears_nothing() -> None:
+    store = MemoryStore(30)
+    put(store, "a")
+    store.close()
+    assert (store.stats().keys, store.stats().used_bytes) == (0, 0)
+    assert store.clear("a") is FAILED

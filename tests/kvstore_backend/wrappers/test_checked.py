@@ -15,6 +15,7 @@ from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import HEADER_BYTES, CheckedBackend
 from tests.faults.blocks import NAMESPACE, conversation
 from tests.support.memory import Memory
+from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 HASHES = conversation(0, 4)
@@ -102,7 +103,7 @@ def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked:
 
 
 def test_a_store_that_delivers_nothing_is_found_out(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "get", lambda self, keys, targets: [OK] * len(keys))
+    monkeypatch.setattr(MemoryStore, "_get", lambda self, keys, targets: [OK] * len(keys))
     target = Memory(100)
     assert checked.get([KEY], [target.value]) == [ABSENT]
 
@@ -117,13 +118,13 @@ def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
     checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    put = MemoryStore.put
+    put = MemoryStore._put
 
     def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         pieces.extend(map(len, values))
         return put(store, keys, values)
 
-    monkeypatch.setattr(MemoryStore, "put", counting)
+    monkeypatch.setattr(MemoryStore, "_put", counting)
     memory = Memory(2 * (HEADROOM_BYTES + 100))
     values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
     checked.register(memory.address, memory.nbytes, headroom=True)
@@ -161,3 +162,74 @@ def test_memory_for_headers_is_registered_and_used_again(
     checked.put([f"many {i}" for i in range(1000)], [memory.value] * 1000)
     assert len(registered) == 2
     assert registered[1] >= 1000 * HEADER_BYTES
+
+
+@pytest.mark.parametrize("headroom", [False, True])
+def test_the_store_is_told_which_memory_is_used_and_no_longer(headroom: bool) -> None:
+    store, memory = WatchedStore(), Memory(1000)
+    checked = CheckedBackend(store)
+    checked.register(memory.address, 1000, headroom=headroom)
+    checked.unregister(memory.address, 1000)
+    assert store.memory == [("register", memory.address, 1000, headroom), ("unregister", memory.address, 1000, False)]
+
+
+def test_only_what_does_not_verify_is_removed_against_a_lease() -> None:
+    store, source = WatchedStore(), Memory(b"payload")
+    checked = CheckedBackend(store)
+    checked.put([KEY], [source.value])
+    checked.remove([OTHER_KEY])
+    checked.remove([OTHER_KEY], force=True)
+    replace(store, KEY, bytes(HEADER_BYTES + 7))
+    store.forced.clear()
+    checked.remove([OTHER_KEY])
+    assert checked.get([KEY], [source.value]) == [ABSENT]
+    assert store.forced == [False, True]
+
+
+@pytest.mark.parametrize(
+    "start", [200, 700], ids=["at the beginning of memory with headroom", "right behind memory with headroom"]
+)
+def test_a_header_is_written_into_memory_with_headroom_alone(checked: CheckedBackend, start: int) -> None:
+    memory = Memory(1000)
+    checked.register(memory.address + 200, 500, headroom=True)
+    assert checked.put([KEY], [[Span(memory.address + start, 100)]]) == [OK]
+    assert memory.content == b"\xee" * 1000
+
+
+@pytest.mark.parametrize("was_registered", [False, True])
+def test_memory_without_headroom_or_no_longer_registered_is_left_alone(
+    checked: CheckedBackend, was_registered: bool
+) -> None:
+    memory = Memory(1000)
+    if was_registered:
+        checked.register(memory.address, 1000, headroom=True)
+        checked.unregister(memory.address, 1000)
+    else:
+        checked.register(memory.address, 1000)
+    assert checked.put([KEY], [[Span(memory.address + 500, 100)]]) == [OK]
+    assert memory.content == b"\xee" * 1000
+
+
+def test_memory_for_headers_that_just_suffices_is_used_again() -> None:
+    store, memory = WatchedStore(), Memory(b"x")
+    checked = CheckedBackend(store)
+    checked.put(["first"], [memory.value])
+    (_, _, nbytes, _) = store.memory[0]
+    count = nbytes // HEADER_BYTES
+    checked.put([f"key {i}" for i in range(count)], [memory.value] * count)
+    assert len(store.memory) == 1
+    checked.put([f"more {i}" for i in range(count + 1)], [memory.value] * (count + 1))
+    assert [call for call, *_ in store.memory] == ["register", "unregister", "register"]
+    assert store.memory[1] == ("unregister", *store.memory[0][1:3], False)
+
+
+def test_several_large_values_are_verified_each_by_itself(store: MemoryStore, checked: CheckedBackend) -> None:
+    """They are hashed by several threads."""
+    keys = [KEY, OTHER_KEY, "third"]
+    contents = [secrets.token_bytes(600_000) for _ in keys]
+    sources, targets = [Memory(content) for content in contents], [Memory(600_000) for _ in keys]
+    assert checked.put(keys, [source.value for source in sources]) == [OK] * 3
+    damaged = stored_object(store, OTHER_KEY, 600_000)
+    replace(store, OTHER_KEY, damaged[:-1] + bytes([damaged[-1] ^ 1]))
+    assert checked.get(keys, [target.value for target in targets]) == [OK, ABSENT, OK]
+    assert [targets[0].content, targets[2].content] == [contents[0], contents[2]]

@@ -22,8 +22,8 @@ DEADLINES = Deadlines(lookup_seconds=0.2, transfer_seconds=0.2)
 
 @pytest.fixture(autouse=True)
 def _brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_MAX_PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ class TestLateCalls:
         assert guard.wait_ready(30)
         assert guard.exists(["a"]) == [ABSENT]
 
-    def test_a_late_read_may_write_into_its_target_until_it_settles(self) -> None:
+    def test_a_late_read_may_write_into_its_target_until_it_has_ended(self) -> None:
         class Writes(MemoryStore):
             """Stands in for a native read that arrives late."""
 
-            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 hanging.set()
                 go.wait()
-                return super().get(keys, targets)
+                return super()._get(keys, targets)
 
         hanging, go = threading.Event(), threading.Event()
         slow = Writes(1 << 20)
@@ -87,10 +87,10 @@ class TestLateCalls:
         guard = GuardedBackend(lambda: slow, DEADLINES)
         assert guard.wait_ready(30)
         assert guard.get(["a"], [target.value]) == [FAILED]
-        assert not guard.settle(0)
+        assert not guard.wait_for_late_calls(0)
         assert target.content == b"\xee" * 4
         go.set()
-        assert guard.settle(30)
+        assert guard.wait_for_late_calls(30)
         assert target.content == b"late"
         guard.close()
 
@@ -98,11 +98,11 @@ class TestLateCalls:
         class Held(MemoryStore):
             """Reads and look-ups wait, each for an event of its own."""
 
-            def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+            def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 read_go.wait()
                 return [OK] * len(keys)
 
-            def exists(self, keys: Sequence[str]) -> list[Status]:
+            def _exists(self, keys: Sequence[str]) -> list[Status]:
                 if keys == ["a"]:
                     return [FAILED]
                 probing.set()
@@ -141,7 +141,7 @@ class TestLateCalls:
         assert store.hanging.acquire(timeout=30)
         assert guard.exists(["a"]) == [FAILED]
         assert guard.is_ready
-        assert guard.settle(0)
+        assert guard.wait_for_late_calls(0)
         store.go_on()
         transfer.join()
         assert guard.remove(["b"]) == [ABSENT]
@@ -151,7 +151,7 @@ class TestLateCalls:
     def test_transfers_have_time_for_their_bytes(self) -> None:
         deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000)
         one, other = Memory(3000), Memory(500)
-        assert deadlines.transfer([one.spans(1000, 2000), other.value]) == 1 + 3.5
+        assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 3.5
 
 
 class TestFailures:
@@ -283,7 +283,7 @@ class TestClosing:
         store.faults = [Fault.HANGS]
         guard.exists(["a"])
         guard.close()
-        assert not guard.settle(0)
+        assert not guard.wait_for_late_calls(0)
         assert guard.exists(["a"]) == [FAILED]
 
     def test_closing_does_not_wait_for_a_store_that_does_not_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ class TestClosing:
             def close(self) -> None:
                 go.wait()
 
-        monkeypatch.setattr(module, "_LEAVE_S", 0.01)
+        monkeypatch.setattr(module, "_LEAVE_SECONDS", 0.01)
         guard = GuardedBackend(lambda: Stuck(1 << 20), DEADLINES)
         assert guard.wait_ready(30)
         guard.close()

@@ -5,12 +5,14 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvstore_backend.backend import Status
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.metered import MeteredBackend, StateCollector
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
+from tests.support.watched_store import WatchedStore
 
 
 @pytest.fixture
@@ -38,6 +40,9 @@ def test_calls_blocks_and_bytes_are_counted_by_operation_and_answer(registry: Co
     assert value(registry, "kvstore_blocks_total", operation="exists", status="absent") == 1
     assert value(registry, "kvstore_blocks_total", operation="remove", status="failed") == 1
     assert value(registry, "kvstore_call_seconds_count", operation="get") == 1
+    seconds = value(registry, "kvstore_call_seconds_sum", operation="get")
+    assert seconds is not None
+    assert 0 < seconds < 60
 
 
 def test_every_series_is_there_from_the_beginning(registry: CollectorRegistry) -> None:
@@ -45,7 +50,7 @@ def test_every_series_is_there_from_the_beginning(registry: CollectorRegistry) -
     assert value(registry, "kvstore_blocks_total", operation="get", status="failed") == 0
 
 
-def test_the_state_of_the_layers_is_told_when_asked(registry: CollectorRegistry) -> None:
+def test_the_state_of_the_wrappers_is_told_when_asked(registry: CollectorRegistry) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: injector, Deadlines(lookup_seconds=0.05))
     behind = WriteBehindBackend(guarded)
@@ -65,3 +70,19 @@ def test_the_state_of_the_layers_is_told_when_asked(registry: CollectorRegistry)
     assert value(registry, "kvstore_write_queue_blocks") == value(registry, "kvstore_write_queue_bytes") == 0
     injector.go_on()
     behind.close()
+
+
+def test_look_ups_for_all_are_answered_and_counted_apart(registry: CollectorRegistry) -> None:
+    metered, memory = MeteredBackend(MemoryStore(1 << 20), registry), Memory(b"x")
+    metered.put(["a"], [memory.value])
+    assert metered.exists_for_all(["a", "b"]) == [Status.OK, Status.ABSENT]
+    assert value(registry, "kvstore_blocks_total", operation="exists_for_all", status="ok") == 1
+    assert value(registry, "kvstore_blocks_total", operation="exists", status="ok") == 0
+
+
+def test_whether_a_lease_counts_is_handed_on(registry: CollectorRegistry) -> None:
+    store = WatchedStore()
+    metered = MeteredBackend(store, registry)
+    metered.remove(["a"])
+    metered.remove(["a"], force=True)
+    assert store.forced == [False, True]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -12,10 +13,12 @@ from kvstore_backend.backend import Status
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
+from kvstore_backend.wrappers.wrapper import StackWrapper
 from tests.faults.injector import Fault, FaultInjector
 from tests.kvstore_backend.wrappers.test_write_behind import put, read
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
+from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 10
@@ -48,7 +51,7 @@ def test_writing_through_puts_a_value_into_both(
 ) -> None:
     assert put(through, "a", nbytes=NBYTES) == [OK]
     assert fast.exists(["a"]) == large.exists(["a"]) == [OK]
-    assert through.drain(0)
+    assert through.flush_writes(0)
 
 
 def test_writing_through_fails_where_the_large_tier_does(
@@ -73,9 +76,9 @@ def test_writing_back_answers_before_the_large_tier_has_it(
     assert large.hanging.acquire(timeout=30)
     assert put(back, "a", nbytes=NBYTES) == [OK]
     assert read(back, "a", NBYTES) == b"a" * NBYTES
-    assert not back.drain(0)
+    assert not back.flush_writes(0)
     large.go_on()
-    assert back.drain(30)
+    assert back.flush_writes(30)
     assert large.exists(["a"]) == [OK]
 
 
@@ -112,13 +115,19 @@ def test_a_large_tier_that_fails_is_a_failure_not_an_absence(through: TieredBack
 
 
 def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
-    through: TieredBackend, fast: FaultInjector, large: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    fast: FaultInjector, large: FaultInjector
 ) -> None:
-    put(through, "a", nbytes=NBYTES)
+    class StillReading(StackWrapper):
+        """Gave its last call up, which goes on."""
+
+        def wait_for_late_calls(self, seconds: float) -> bool:
+            return False
+
+    tiers = TieredBackend(StillReading(fast), large)
+    put(tiers, "a", nbytes=NBYTES)
     fast.faults = [Fault.FAILED_HALF_WAY]
-    monkeypatch.setattr(FaultInjector, "settle", lambda self, seconds: self is not fast)
     large.calls.clear()
-    assert read(through, "a", NBYTES) is FAILED
+    assert read(tiers, "a", NBYTES) is FAILED
     assert large.calls == []
 
 
@@ -167,12 +176,12 @@ def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_
     with contextlib.closing(TieredBackend(hasty, large, policy)) as tiers:
         fast.faults = [Fault.HANGS]
         assert put(tiers, "a", nbytes=NBYTES) == [FAILED]
-        assert not tiers.settle(0)
+        assert not tiers.wait_for_late_calls(0)
         assert put(tiers, "b", nbytes=NBYTES) == [OK]
-        assert tiers.drain(10)
+        assert tiers.flush_writes(10)
         assert read(tiers, "b", NBYTES) == read(large, "b", NBYTES)
         fast.go_on()
-        assert tiers.settle(10)
+        assert tiers.wait_for_late_calls(10)
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
@@ -181,7 +190,7 @@ def test_another_instance_would_be_told_what_the_large_tier_has(
 ) -> None:
     with contextlib.closing(TieredBackend(fast, large, policy)) as tiers:
         put(tiers, "a", nbytes=NBYTES)
-        assert tiers.drain(10)
+        assert tiers.flush_writes(10)
         large.remove(["a"])
         assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
 
@@ -197,3 +206,74 @@ def test_health_and_stats_tell_of_both(through: TieredBackend) -> None:
     assert through.health().detail.count("1 keys") == 2
     assert through.stats().kind == "memory before memory"
     assert through.stats().keys == 1
+
+
+def test_both_tiers_are_told_which_memory_is_used_and_no_longer() -> None:
+    fast, large = WatchedStore(), WatchedStore()
+    tiers = TieredBackend(fast, large)
+    tiers.register(4096, 100)
+    tiers.register(8192, 100, headroom=True)
+    tiers.unregister(4096, 100)
+    told = [("register", 4096, 100, False), ("register", 8192, 100, True), ("unregister", 4096, 100, False)]
+    assert fast.memory == large.memory == told
+
+
+def test_whether_a_lease_counts_is_told_to_both_tiers() -> None:
+    fast, large = WatchedStore(), WatchedStore()
+    tiers = TieredBackend(fast, large)
+    tiers.remove(["a"])
+    tiers.remove(["a"], force=True)
+    assert fast.forced == large.forced == [False, True]
+
+
+def test_clearing_clears_both_and_fails_where_either_does() -> None:
+    fast, slow = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    tiers = TieredBackend(fast, slow)
+    put(tiers, "a", nbytes=NBYTES)
+    assert tiers.clear("a") is OK
+    assert fast.exists(["a"]) == slow.exists(["a"]) == [ABSENT]
+    fast.close()
+    assert tiers.clear("a") is FAILED
+    slow.close()
+    assert TieredBackend(MemoryStore(1), slow).clear("a") is FAILED
+
+
+def test_closing_closes_both_tiers() -> None:
+    fast, large = MemoryStore(1), MemoryStore(1)
+    TieredBackend(fast, large).close()
+    assert not fast.health().ok
+    assert not large.health().ok
+
+
+def test_tiers_are_well_only_where_both_are() -> None:
+    ill = MemoryStore(1)
+    ill.close()
+    assert TieredBackend(MemoryStore(1), MemoryStore(1)).health().ok
+    assert not TieredBackend(ill, MemoryStore(1)).health().ok
+    assert not TieredBackend(MemoryStore(1), ill).health().ok
+
+
+def test_writing_back_the_large_tier_answers_where_the_fast_one_fails(
+    back: TieredBackend, fast: FaultInjector, large: FaultInjector
+) -> None:
+    fast.faults = [Fault.FAILED]
+    assert put(back, "a", nbytes=NBYTES) == [OK]
+    assert back.flush_writes(30)
+    assert (fast.exists(["a"]), large.exists(["a"])) == ([ABSENT], [OK])
+
+
+def test_tiers_are_ready_as_soon_as_one_of_them_is() -> None:
+    opening = threading.Event()
+
+    def opened_late() -> MemoryStore:
+        opening.wait(30)
+        return MemoryStore(1 << 20)
+
+    with contextlib.ExitStack() as open_tiers:
+        open_tiers.callback(opening.set)
+        one, other = (open_tiers.enter_context(contextlib.closing(GuardedBackend(opened_late))) for _ in range(2))
+        assert not TieredBackend(one, other).is_ready
+        assert TieredBackend(MemoryStore(1), one).is_ready
+        assert TieredBackend(one, MemoryStore(1)).is_ready
+        opening.set()
+        wait_until(lambda: TieredBackend(one, other).is_ready, "a tier that is opened late")

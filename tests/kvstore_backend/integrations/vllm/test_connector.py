@@ -15,7 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvstore_backend import ConfigError
-from kvstore_backend.integrations.vllm.connector import KVStoreConnector, KVStoreMetrics, KVStoreStats, _settings
+from kvstore_backend.integrations.vllm.connector import (
+    KVStoreConnector,
+    KVStoreMetrics,
+    KVStoreStats,
+    _collect_settings,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,7 +35,7 @@ def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
 
 
 def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
-    """What vLLM gives a connector, as far as this one looks at it."""
+    """The arguments that vLLM gives a connector, as far as this one looks at them."""
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     vllm_config = SimpleNamespace(
@@ -87,7 +92,7 @@ def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dic
             max_model_len=max_model_len,
         )
         load = SimpleNamespace(load_format=load_format)
-        return _settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
+        return _collect_settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
 
     assert (settings(**changed) != settings()) is is_another
 

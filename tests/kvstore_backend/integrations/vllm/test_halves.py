@@ -1,7 +1,7 @@
 """The vLLM connector's two halves over a real store, driven as vLLM's scheduler and worker drive them.
 
 vLLM itself is too large for CI: ``benchmarks/vllm_connector.py`` runs the connector in it, and
-``test_vllm_contract.py`` compares what it is with what the installed vLLM asks, where one is installed.
+``test_connector.py`` compares it with the calls of the installed vLLM, where one is installed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
 from kvstore_backend.integrations.vllm.memory import KVMemory
-from kvstore_backend.integrations.vllm.names import adapter_digest, names
+from kvstore_backend.integrations.vllm.messages import Plan, Report
+from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
-from kvstore_backend.integrations.vllm.transfers import Plan, Report
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
@@ -79,13 +79,11 @@ class Request:
 class Instance:
     """One vLLM instance: KV memory, a scheduler half, and one worker half for each rank."""
 
-    def __init__(
-        self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, prefill_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, **options: Any) -> None:
         self.kv = [torch.zeros(NUM_BLOCKS, 2, block_size, 6) for _ in range(LAYERS)]
         memory = KVMemory({f"layers.{i}": tensor for i, tensor in enumerate(self.kv)}, NUM_BLOCKS)
         self.blocks = Blocks()
-        self.scheduler = SchedulerHalf(store, block_size, prefill_wait_s=prefill_wait_s)
+        self.scheduler = SchedulerHalf(store, block_size, **options)
         namespaces = [
             Namespace("m", "float32", block_size, LAYERS, 2, 3, memory.layout, tp_size=ranks, tp_rank=rank)
             for rank in range(ranks)
@@ -94,32 +92,32 @@ class Instance:
         self.scheduler.learn_namespaces(namespaces)
         self.scheduler.bind_blocks(self.blocks)
 
-    def matched(self, request: Request, num_computed: int = 0) -> int:
-        """What the scheduler learns once the look-up has ended."""
+    def match_request(self, request: Request, num_computed: int = 0) -> int:
+        """The scheduler's answer once the look-up has ended."""
         answers: list[int | None] = []
 
-        def answered() -> bool:
+        def has_answer() -> bool:
             answers.append(self.scheduler.matched_tokens(request, num_computed))
             return answers[-1] is not None
 
-        wait_until(answered, "a look-up")
+        wait_until(has_answer, "a look-up")
         assert answers[-1] is not None
         return answers[-1]
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Loaded:
         """One step of the engine; ends when all transfers it began have been reported."""
         self.begin(scheduled, tables)
-        return self.drain()
+        return self.end_transfers()
 
     def begin(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Plan:
         """The step's plan, given to the workers as vLLM does: pickled."""
-        plan: Plan = pickle.loads(pickle.dumps(self.scheduler.plan(scheduled, tables.__getitem__)))
+        plan: Plan = pickle.loads(pickle.dumps(self.scheduler.plan_step(scheduled, tables.__getitem__)))
         for worker in self.workers:
             worker.start_loads(plan.loads)
             worker.start_saves(plan.saves)
         return plan
 
-    def drain(self) -> Loaded:
+    def end_transfers(self) -> Loaded:
         """Steps without work, until nothing is pinned."""
         total = Loaded()
         wait_until(lambda: self.idle_step(total), "all transfers")
@@ -129,29 +127,29 @@ class Instance:
         """One step without work; whether nothing is pinned after it."""
         reports = Report()
         for worker in self.workers:
-            loaded, report = worker.take()
+            loaded, report = worker.take_outcomes()
             total.requests |= loaded.requests
             total.blocks |= loaded.blocks
             total.failed |= loaded.failed
-            reports.add(report)
-        self.scheduler.heard(reports)
+            reports.add_report(report)
+        self.scheduler.on_report(reports)
         return not self.scheduler.has_pins
 
     def compute(self, request: Request, table: list[int]) -> None:
         """Compute all of a request at once: its KV is a function of its hashes; then finish it."""
-        self.scheduler.allocated(request, lambda: table, 0)
+        self.scheduler.on_allocation(request, lambda: table, 0)
         for block_hash, block in zip(request.block_hashes, table, strict=False):
             for layer, tensor in enumerate(self.kv):
                 tensor[block] = content(block_hash, layer)
         self.step({request.request_id: request.num_tokens - request.num_computed_tokens}, {request.request_id: table})
         request.num_computed_tokens = request.num_tokens
-        self.scheduler.finished(request, table)
-        self.drain()
+        self.scheduler.on_request_end(request, table)
+        self.end_transfers()
 
     def load(self, request: Request, table: list[int], num_computed: int = 0) -> Loaded:
-        """Load what is matched into the request's blocks."""
-        matched = self.matched(request, num_computed)
-        self.scheduler.allocated(request, lambda: table, matched)
+        """Load the matched blocks into the request's."""
+        matched = self.match_request(request, num_computed)
+        self.scheduler.on_allocation(request, lambda: table, matched)
         return self.step({}, {})
 
     def has(self, request: Request, index: int, block: int) -> bool:
@@ -171,7 +169,7 @@ def content(block_hash: bytes, layer: int) -> float:
     return int.from_bytes(block_hash[:2], "little") + layer / 8
 
 
-def asked(number: int = 22, name: str = "a", **changes: Any) -> Request:
+def make_request(number: int = 22, name: str = "a", **changes: Any) -> Request:
     return Request(name, list(range(number)), **changes)
 
 
@@ -188,9 +186,9 @@ def two(store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
 
 def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(), [7, 3, 5, 1, 2, 9])
-    request = asked(name="b")
-    assert second.matched(request) == 20
+    first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+    request = make_request(name="b")
+    assert second.match_request(request) == 20
     loaded = second.load(request, [4, 8, 11, 10, 6, 0])
     assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, set(), set())
     assert all(second.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
@@ -198,15 +196,15 @@ def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]
 
 def test_a_token_is_always_left_to_compute(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(24), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(24)) == 20
+    first.compute(make_request(24), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(24)) == 20
 
 
 def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    request = asked(name="b")
-    assert second.matched(request, num_computed=8) == 12
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    request = make_request(name="b")
+    assert second.match_request(request, num_computed=8) == 12
     second.load(request, [20, 21, 22, 23, 24, 25], num_computed=8)
     assert not second.has(request, 1, 21)
     assert all(second.has(request, index, 20 + index) for index in (2, 3, 4))
@@ -214,60 +212,60 @@ def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Inst
 
 def test_chunks_of_a_prompt_are_saved_as_they_become_full(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    request, table = asked(), [0, 1, 2, 3, 4, 5]
-    first.scheduler.allocated(request, lambda: table, 0)
+    request, table = make_request(), [0, 1, 2, 3, 4, 5]
+    first.scheduler.on_allocation(request, lambda: table, 0)
     first.step({"a": 10}, {"a": table})
-    assert second.matched(asked(name="early")) == 8
+    assert second.match_request(make_request(name="early")) == 8
     request.num_computed_tokens = 10
     first.step({"a": 10}, {"a": table})
-    assert second.matched(asked(name="late")) == 20
+    assert second.match_request(make_request(name="late")) == 20
 
 
 def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    request = asked()
+    request = make_request()
     for index, block_hash in enumerate(request.block_hashes[:3]):
         for layer, tensor in enumerate(first.kv):
             tensor[index] = content(block_hash, layer)
-    first.scheduler.allocated(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+    first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
     first.step({"a": 12}, {"a": [0, 1, 2, 3, 4, 5]})
     loaded = first.load(request, [20, 21, 22, 23, 24, 25])
     assert (loaded.requests, loaded.blocks) == ({"a"}, set())
     assert all(first.has(request, index, 20 + index) for index in range(3))
     request.num_computed_tokens = 12
     first.step({"a": 10}, {"a": [20, 21, 22, 23, 24, 25]})
-    assert second.matched(asked(name="b")) == 20
+    assert second.match_request(make_request(name="b")) == 20
 
 
 def test_a_request_that_ends_saves_what_became_full_last(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    request = asked()
-    first.scheduler.allocated(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+    request = make_request()
+    first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
     request.num_computed_tokens = 22
-    first.scheduler.finished(request, [0, 1, 2, 3, 4, 5])
+    first.scheduler.on_request_end(request, [0, 1, 2, 3, 4, 5])
     first.step({}, {})
-    assert second.matched(asked(name="b")) == 20
+    assert second.match_request(make_request(name="b")) == 20
 
 
 def test_requests_of_another_salt_find_nothing(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(salt="mine"), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(salt="yours")) == 0
+    first.compute(make_request(salt="mine"), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(salt="yours")) == 0
 
 
 def test_instances_of_another_block_size_find_nothing(store: StorageBackend) -> None:
     with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store, block_size=8)) as second:
-        first.compute(asked(), [0, 1, 2, 3, 4, 5])
-        assert second.matched(asked()) == 0
+        first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+        assert second.match_request(make_request()) == 0
 
 
 def test_a_block_counts_only_where_every_rank_has_it(store: StorageBackend) -> None:
     with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
-        two_ranks.compute(asked(), [0, 1, 2, 3, 4, 5])
-        lost = two_ranks.workers[1].namespace.key(asked().block_hashes[2])
-        assert two_ranks.matched(asked(name="b")) == 20
+        two_ranks.compute(make_request(), [0, 1, 2, 3, 4, 5])
+        lost = two_ranks.workers[1].namespace.key(make_request().block_hashes[2])
+        assert two_ranks.match_request(make_request(name="b")) == 20
         store.remove([lost])
-        assert two_ranks.matched(asked(name="c")) == 8
+        assert two_ranks.match_request(make_request(name="c")) == 8
 
 
 def test_lora_adapters_are_told_apart_by_their_bytes_not_their_path(
@@ -276,12 +274,12 @@ def test_lora_adapters_are_told_apart_by_their_bytes_not_their_path(
     first, second = two
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
-    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(name="same", lora_request=adapter)) == 20
-    assert second.matched(asked(name="base")) == 0
+    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(name="same", lora_request=adapter)) == 20
+    assert second.match_request(make_request(name="base")) == 0
     (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
     loaded_anew = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=2)
-    assert second.matched(asked(name="changed", lora_request=loaded_anew)) == 0
+    assert second.match_request(make_request(name="changed", lora_request=loaded_anew)) == 0
 
 
 def test_an_adapter_keeps_its_name_when_its_files_are_replaced_under_it(
@@ -290,42 +288,49 @@ def test_an_adapter_keeps_its_name_when_its_files_are_replaced_under_it(
     first, second = two
     adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    first.matched(asked(name="it is loaded now", lora_request=adapter))
+    first.match_request(make_request(name="it is loaded now", lora_request=adapter))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
-    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(name="b", lora_request=adapter)) == 0, "old weights' blocks under new weights' names"
+    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0, (
+        "old weights' blocks under new weights' names"
+    )
 
 
 def test_an_adapter_that_is_loaded_in_place_is_not_cached(two: tuple[Instance, Instance], tmp_path: Path) -> None:
     first, second = two
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=True)
-    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(name="b", lora_request=adapter)) == 0
+    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0
 
 
 def test_requests_with_an_adapter_that_cannot_be_read_are_not_cached(two: tuple[Instance, Instance]) -> None:
     first, second = two
     adapter = SimpleNamespace(lora_path="/nowhere/adapter", lora_int_id=1)
-    assert adapter_digest(adapter.lora_path) is None
-    first.compute(asked(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(name="b", lora_request=adapter)) == 0
+    assert digest_adapter(adapter.lora_path) is None
+    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0
     assert first.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_after_a_reset_nothing_older_is_found(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    second.scheduler.forget()
-    assert second.matched(asked(name="b")) == 0
-    second.compute(asked(name="c"), [0, 1, 2, 3, 4, 5])
-    assert second.matched(asked(name="d")) == 20
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    second.scheduler.forget_blocks()
+    assert second.match_request(make_request(name="b")) == 0
+    second.compute(make_request(name="c"), [0, 1, 2, 3, 4, 5])
+    assert second.match_request(make_request(name="d")) == 20
 
 
 def test_names_of_adapter_and_reset_differ_from_the_plain_ones() -> None:
     plain = [bytes([i]) * 32 for i in range(3)]
-    assert names(plain) == plain
-    every = [names(plain), names(plain, b"a" * 32), names(plain, b"", b"a" * 16), names(plain, b"a" * 32, b"a" * 16)]
+    assert name_blocks(plain) == plain
+    every = [
+        name_blocks(plain),
+        name_blocks(plain, b"a" * 32),
+        name_blocks(plain, b"", b"a" * 16),
+        name_blocks(plain, b"a" * 32, b"a" * 16),
+    ]
     assert len({name for each in every for name in each}) == 12
 
 
@@ -333,14 +338,14 @@ def test_a_block_evicted_after_the_look_up_is_computed_and_what_came_before_is_k
     store: StorageBackend, two: tuple[Instance, Instance]
 ) -> None:
     first, second = two
-    first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    request = asked(name="b")
-    assert second.matched(request) == 20
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    request = make_request(name="b")
+    assert second.match_request(request) == 20
     store.remove([second.workers[0].namespace.key(request.block_hashes[3])])
     loaded = second.load(request, [10, 11, 12, 13, 14, 15])
     assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, {13, 14}, set())
     assert all(second.has(request, index, 10 + index) for index in range(3))
-    assert second.matched(request) == 0, "the same load would be tried again and again"
+    assert second.match_request(request) == 0, "the same load would be tried again and again"
 
 
 @dataclass
@@ -354,7 +359,7 @@ class Hanging:
 @pytest.fixture
 def hanging(store: StorageBackend) -> Iterator[Hanging]:
     with contextlib.closing(Instance(store)) as first:
-        first.compute(asked(), [0, 1, 2, 3, 4, 5])
+        first.compute(make_request(), [0, 1, 2, 3, 4, 5])
         injector = FaultInjector(store)
         guarded = GuardedBackend(lambda: injector, Deadlines(0.2, 0.05, 1e9))
         wait_until(lambda: guarded.is_ready, "the store")
@@ -364,18 +369,18 @@ def hanging(store: StorageBackend) -> Iterator[Hanging]:
 
 
 def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
-    second, request = hanging.instance, asked(name="b")
-    matched = second.matched(request)
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+    second, request = hanging.instance, make_request(name="b")
+    matched = second.match_request(request)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
     hanging.store.faults = [Fault.HANGS]
     second.begin({}, {})
     total = Loaded()
     wait_until(lambda: second.idle_step(total) or bool(total.requests), "the end of the load")
     assert (total.requests, total.blocks, total.failed) == ({"b"}, set(), {"b"}), "it starts anew in other blocks"
     assert all(second.blocks.held[block] == 1 for block in range(10, 15))
-    assert second.matched(request) == 0
+    assert second.match_request(request) == 0
     hanging.store.go_on()
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
     assert all(bool((tensor[10:15] == 0).all()) for tensor in second.kv), "what the late read left is cleared"
 
@@ -383,63 +388,65 @@ def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: H
 def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
     second = hanging.instance
     request = Request("b", list(range(100, 122)))
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], 0)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], 0)
     hanging.store.faults = [Fault.HANGS]
     second.begin({"b": 22}, {"b": [10, 11, 12, 13, 14, 15]})
     hanging.store.hanging.acquire()
     request.num_computed_tokens = 22
-    second.scheduler.finished(request, [10, 11, 12, 13, 14, 15])
+    second.scheduler.on_request_end(request, [10, 11, 12, 13, 14, 15])
     assert all(second.blocks.held[block] == 1 for block in range(10, 15))
     hanging.store.go_on()
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_a_request_that_is_aborted_while_it_loads_saves_nothing(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    request = asked(name="b")
-    matched = second.matched(request)
-    second.scheduler.allocated(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    request = make_request(name="b")
+    matched = second.match_request(request)
+    second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
     request.num_computed_tokens = matched
-    second.scheduler.finished(request, [10, 11, 12, 13, 14, 15])
+    second.scheduler.on_request_end(request, [10, 11, 12, 13, 14, 15])
     plan = second.begin({}, {})
     assert (len(plan.loads), len(plan.saves)) == (1, 0)
-    second.drain()
+    second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_saves_hold_at_most_a_quarter_of_all_blocks(two: tuple[Instance, Instance]) -> None:
     first, _ = two
-    request, table = asked(4 * 20), list(range(20))
-    first.scheduler.allocated(request, lambda: table, 0)
-    plan = first.scheduler.plan({"a": 80}, {"a": table}.__getitem__)
+    request, table = make_request(4 * 20), list(range(20))
+    first.scheduler.on_allocation(request, lambda: table, 0)
+    plan = first.scheduler.plan_step({"a": 80}, {"a": table}.__getitem__)
     assert [len(save.blocks) for save in plan.saves] == [NUM_BLOCKS // 4]
     request.num_computed_tokens = 80
-    assert first.scheduler.plan({"a": 0}, {"a": table}.__getitem__).saves == []
-    first.scheduler.heard(Report(ended=Counter({plan.saves[0].number: 1})))
-    again = first.scheduler.plan({"a": 0}, {"a": table}.__getitem__)
+    assert first.scheduler.plan_step({"a": 0}, {"a": table}.__getitem__).saves == []
+    first.scheduler.on_report(Report(ended=Counter({plan.saves[0].number: 1})))
+    again = first.scheduler.plan_step({"a": 0}, {"a": table}.__getitem__)
     assert [list(save.blocks) for save in again.saves] == [list(range(8, 16))]
 
 
 def test_without_namespaces_everything_is_a_miss(store: StorageBackend) -> None:
     with contextlib.closing(SchedulerHalf(store, BLOCK)) as scheduler:
-        assert scheduler.matched_tokens(asked(), 0) == 0
+        assert scheduler.matched_tokens(make_request(), 0) == 0
 
 
 def test_producers_do_not_load_and_consumers_do_not_save(store: StorageBackend) -> None:
-    with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store)) as second:
-        second.scheduler._saves = False
-        second.compute(asked(), [0, 1, 2, 3, 4, 5])
-        assert first.matched(asked(name="b")) == 0
-        first.compute(asked(name="c"), [0, 1, 2, 3, 4, 5])
-        first.scheduler._loads = False
-        assert first.matched(asked(name="d")) == 0
-        assert second.matched(asked(name="e")) == 20
+    with (
+        contextlib.closing(Instance(store)) as both,
+        contextlib.closing(Instance(store, loads=False)) as producer,
+        contextlib.closing(Instance(store, saves=False)) as consumer,
+    ):
+        consumer.compute(make_request(), [0, 1, 2, 3, 4, 5])
+        assert both.match_request(make_request(name="b")) == 0
+        producer.compute(make_request(name="c"), [0, 1, 2, 3, 4, 5])
+        assert producer.match_request(make_request(name="d")) == 0
+        assert consumer.match_request(make_request(name="e")) == 20
 
 
 class TestDecodeBesidePrefill:
-    """Both are given a request at once: decode waits for what prefill saves."""
+    """Both are given a request at once: decode waits for the blocks that prefill saves."""
 
     @pytest.fixture
     def pair(self, store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
@@ -448,20 +455,20 @@ class TestDecodeBesidePrefill:
 
     def test_it_waits_until_all_blocks_of_the_prompt_are_there(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
-        request, table, waiting = asked(), [0, 1, 2, 3, 4, 5], asked(name="b")
+        request, table, waiting = make_request(), [0, 1, 2, 3, 4, 5], make_request(name="b")
         keeps_waiting(decode, waiting)
-        prefill.scheduler.allocated(request, lambda: table, 0)
+        prefill.scheduler.on_allocation(request, lambda: table, 0)
         prefill.step({"a": 12}, {"a": table})
         keeps_waiting(decode, waiting)
         request.num_computed_tokens = 12
         prefill.step({"a": 10}, {"a": table})
-        assert decode.matched(waiting) == 20
+        assert decode.match_request(waiting) == 20
 
     def test_each_block_is_counted_once_as_absent_and_once_as_found(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
-        keeps_waiting(decode, waiting := asked(name="b"))
-        prefill.compute(asked(), [0, 1, 2, 3, 4, 5])
-        decode.matched(waiting)
+        keeps_waiting(decode, waiting := make_request(name="b"))
+        prefill.compute(make_request(), [0, 1, 2, 3, 4, 5])
+        decode.match_request(waiting)
         (counts,) = decode.scheduler.take_counts().values()
         assert (counts["lookup absent"], counts["lookup ok"]) == (5, 5)
 
@@ -469,29 +476,29 @@ class TestDecodeBesidePrefill:
         self, store: StorageBackend, caplog: pytest.LogCaptureFixture
     ) -> None:
         with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 0.1)) as second:
-            first.compute(asked(10), [0, 1, 2])
-            assert second.matched(asked(name="b")) == 8
+            first.compute(make_request(10), [0, 1, 2])
+            assert second.match_request(make_request(name="b")) == 8
         assert "Request b: 3 blocks of its prompt did not come from a prefill instance" in caplog.text
 
     def test_a_request_with_an_answer_begun_does_not_wait(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
-        prefill.compute(asked(10), [0, 1, 2])
-        assert decode.matched(asked(name="b", num_output_tokens=12)) == 8
+        prefill.compute(make_request(10), [0, 1, 2])
+        assert decode.match_request(make_request(name="b", num_output_tokens=12)) == 8
 
     def test_it_does_not_wait_for_a_pool_that_is_away(self) -> None:
         faulty = FaultInjector(MemoryStore(1 << 20))
         guarded = GuardedBackend(lambda: CheckedBackend(faulty))
         assert guarded.wait_ready(10.0)
         with contextlib.closing(decode_instance(guarded, 60.0)) as instance:
-            keeps_waiting(instance, waiting := asked(name="b"))
+            keeps_waiting(instance, waiting := make_request(name="b"))
             faulty.faults = [Fault.FAILED] * 100
-            assert instance.matched(waiting) == 0
+            assert instance.match_request(waiting) == 0
 
     def test_an_aborted_request_is_forgotten(self, pair: tuple[Instance, Instance]) -> None:
         _, decode = pair
-        keeps_waiting(decode, waiting := asked(name="b"))
-        decode.scheduler.finished(waiting, [])
-        assert decode.scheduler._questions == {}
+        keeps_waiting(decode, waiting := make_request(name="b"))
+        decode.scheduler.on_request_end(waiting, [])
+        assert decode.scheduler.num_open_lookups == 0
 
 
 def decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
@@ -503,21 +510,20 @@ def keeps_waiting(instance: Instance, request: Request) -> None:
     answers: list[object] = []
 
     def looked_up_again() -> bool:
-        instance.scheduler.plan({}, dict[str, list[int]]().__getitem__)
-        before = instance.scheduler._questions.get(request.request_id)
-        asked_at = before.asked_at if before else None
+        instance.scheduler.plan_step({}, dict[str, list[int]]().__getitem__)
+        before = instance.scheduler.num_lookups
         answers.append(instance.scheduler.matched_tokens(request, 0))
-        return asked_at is not None and instance.scheduler._questions[request.request_id].asked_at > asked_at
+        return instance.scheduler.num_lookups > before
 
-    wait_until(looked_up_again, "a look-up")
-    wait_until(looked_up_again, "another look-up")
+    for which in ("first", "second", "third"):
+        wait_until(looked_up_again, f"the {which} look-up")
     assert set(answers) == {None}
 
 
 def test_both_halves_count_under_their_namespace(two: tuple[Instance, Instance]) -> None:
     first, second = two
-    first.compute(asked(), [0, 1, 2, 3, 4, 5])
-    second.load(asked(name="b"), [0, 1, 2, 3, 4, 5])
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    second.load(make_request(name="b"), [0, 1, 2, 3, 4, 5])
     (saved,) = first.workers[0].take_counts().items()
     (looked_up,) = second.scheduler.take_counts().items()
     (loaded,) = second.workers[0].take_counts().items()
@@ -532,14 +538,14 @@ class TestMemory:
 
     def test_a_layer_is_one_span_where_its_part_of_a_block_lies_in_one_piece(self) -> None:
         tensors = {f"l{i}": torch.arange(4 * 2 * 3 * 5.0).reshape(4, 2, 3, 5) for i in range(2)}
-        ((one,), (two,)) = ([value] for value in KVMemory(tensors, 4).values([1, 3]))
+        ((one,), (two,)) = ([value] for value in KVMemory(tensors, 4).locate_blocks([1, 3]))
         assert [span.nbytes for span in one] == [120, 120]
         assert [span.address for span in two] == [tensor.data_ptr() + 3 * 120 for tensor in tensors.values()]
 
     def test_heads_before_blocks_are_a_span_each(self) -> None:
         tensor = torch.zeros(2, 4, 3, 5).transpose(0, 1)
         memory = KVMemory({"l": tensor}, 4)
-        (value,) = memory.values([2])
+        (value,) = memory.locate_blocks([2])
         assert [span.nbytes for span in value] == [60, 60]
         assert [span.address - tensor.data_ptr() for span in value] == [2 * 60, 4 * 60 + 2 * 60]
         assert memory.layout == "torch.float32[h2,n3,c5]"

@@ -1,8 +1,8 @@
-"""What the two halves of the vLLM connector tell each other, once a step; free of vLLM.
+"""Messages that the two halves of the vLLM connector send each other, once a step; free of vLLM.
 
 Ownership of blocks, kept by both halves: a block that is handed to a transfer is *pinned* (vLLM's own reference count
 of it is raised) in the scheduler, from the step that plans the transfer until every rank has reported the transfer's
-end. A rank reports the end only when no native code touches the block any more, also no call that was given up.
+end. A rank reports the end when ``kvstore_backend.transfers`` says that the block is released.
 Preempting, finishing or aborting the request meanwhile frees its own reference, and the block is still not used for
 anything else.
 """
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """From the scheduler to every worker: what to begin in this step, saves after its forward pass."""
+    """From the scheduler to every worker: the transfers to begin in this step, saves after its forward pass."""
 
     loads: Sequence[Transfer] = ()
     saves: Sequence[Transfer] = ()
@@ -53,7 +53,7 @@ class Report:
     ended: Counter[int] = field(default_factory=Counter)
     short: set[str] = field(default_factory=set)
 
-    def add(self, other: Report) -> None:
-        """Take in what another rank reports."""
+    def add_report(self, other: Report) -> None:
+        """Take in another rank's report."""
         self.ended.update(other.ended)
         self.short |= other.short

@@ -1,0 +1,323 @@
+"""Loads and saves on their way, for engines that do not wait for the pool.
+
+Each load or save is a *transfer*. It runs on a thread of its own, loads one after another on one thread, saves on
+another, and its owner hears of it twice::
+
+    load / save ──► on_end(outcome)   once, soon after the pool's deadline at the latest: so many blocks were moved
+                ──► on_release()      once: all of the transfer's blocks are the owner's again
+
+Mostly both come together (``outcome.is_released``), and the release first. Where the pool gave a call up, native code
+may still write into the blocks, or read them, for as long as that call runs: release comes when it has ended and, after
+a load, the blocks that did not come were cleared of anything it left in them.
+
+**Ownership.** From ``load`` or ``save`` until ``on_release`` the owner keeps a reference on every block of the
+transfer, so that none becomes another sequence's, and gives it back then. That is all an engine has to know.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore_backend.backend import Value
+from kvstore_backend.pool import BlockPool
+
+__all__ = ["DirectMemory", "Outcome", "ReadLeading", "TransferMemory", "Transfers", "Window"]
+
+logger = logging.getLogger(__name__)
+
+_WARN_AFTER_SECONDS = 60.0
+_FLUSH_SECONDS = 5.0
+_LOAD_FAILED = "Loading %d blocks failed; they will be computed"
+_SAVE_FAILED = "Saving %d blocks failed"
+
+ReadLeading = Callable[[int], int]
+"""Reads so many leading blocks of a load; how many of them arrived whole."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a load or a save.
+
+    Attributes:
+        count: how many leading blocks were loaded; or how many blocks the pool has now.
+        seconds: from when it was its turn.
+        is_released: all of its blocks are the owner's again. Else those that were not moved are of no use until
+            ``on_release``, and a sequence that has to go on does so in others.
+    """
+
+    count: int
+    seconds: float
+    is_released: bool
+
+
+class Window(Protocol):
+    """Memory for some leading blocks of a transfer: as much as one call of the pool is given."""
+
+    @property
+    def values(self) -> Sequence[Value]:
+        """Where the pool writes or reads, for each of these blocks."""
+
+    def deliver(self, count: int) -> None:
+        """After a read: the first ``count`` values arrived, the contents of the others are undefined."""
+
+    def set_aside(self) -> bool:
+        """Use this memory for nothing else until ``take_back``.
+
+        Returns:
+            Whether it is the blocks' own, so that they cannot be used either.
+        """
+
+    def take_back(self) -> None:
+        """Hear that no call touches this memory any more."""
+
+
+class TransferMemory(Protocol):
+    """An engine's KV memory, as transfers reach it."""
+
+    def open_incoming(self, blocks: Sequence[int]) -> Window:
+        """Memory that leading ones of ``blocks``, at least one, are to be read into."""
+
+    def open_outgoing(self, blocks: Sequence[int]) -> Window:
+        """Memory that holds the contents of leading ones of ``blocks``, at least one."""
+
+
+class DirectMemory:
+    """KV memory that the pool reads and writes itself.
+
+    Args:
+        values: where each block's bytes lie.
+        clear: makes the contents of blocks finite after a read that failed: attention still meets masked positions,
+            times zero.
+    """
+
+    def __init__(self, values: Callable[[Sequence[int]], list[Value]], clear: Callable[[Sequence[int]], None]) -> None:
+        self._values = values
+        self._clear = clear
+
+    def open_incoming(self, blocks: Sequence[int]) -> Window:
+        return _DirectWindow(blocks, self._values(blocks), self._clear)
+
+    def open_outgoing(self, blocks: Sequence[int]) -> Window:
+        return _DirectWindow(blocks, self._values(blocks), lambda _: None)
+
+
+class _DirectWindow:
+    """The memory of ``blocks`` themselves."""
+
+    def __init__(self, blocks: Sequence[int], values: list[Value], clear: Callable[[Sequence[int]], None]) -> None:
+        self.values = values
+        self._missing = blocks
+        self._clear = clear
+
+    def deliver(self, count: int) -> None:
+        self._missing = self._missing[count:]
+        self._clear(self._missing)
+
+    def set_aside(self) -> bool:
+        return True
+
+    def take_back(self) -> None:
+        self._clear(self._missing)
+
+
+class _Transfer:
+    """One load or save; only its own thread writes to it.
+
+    Attributes:
+        set_aside: the window that a call which was given up may still touch.
+        is_released: whether its blocks are the owner's as soon as it has ended.
+    """
+
+    def __init__(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        on_end: Callable[[Outcome], None],
+        on_release: Callable[[], None],
+    ) -> None:
+        self.hashes = hashes
+        self.blocks = blocks
+        self.on_end = on_end
+        self.on_release = on_release
+        self.set_aside: Window | None = None
+        self.is_released = True
+
+
+class Transfers:
+    """Loads and saves of one engine.
+
+    Args:
+        pool: closed by ``close``.
+        memory: where blocks lie; the owner has it registered.
+        post: runs a callable where the owner's bookkeeping is, one at a time: on its thread, or under its lock.
+            ``on_end`` and ``on_release`` go through it.
+        start_thread: called first on each of the two threads.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: TransferMemory,
+        post: Callable[[Callable[[], None]], None],
+        *,
+        start_thread: Callable[[], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._post = post
+        self._loads = ThreadPoolExecutor(1, "pool-load", start_thread)
+        self._saves = ThreadPoolExecutor(1, "pool-save", start_thread)
+
+    def load(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        on_end: Callable[[Outcome], None],
+        on_release: Callable[[], None],
+        *,
+        decide: Callable[[ReadLeading], int] | None = None,
+    ) -> None:
+        """Begin to read ``blocks``, or as many leading ones as ``decide`` asks for.
+
+        Args:
+            hashes: the blocks' names.
+            blocks: where to.
+            on_end: called with the outcome.
+            on_release: called when the blocks are the owner's again.
+            decide: called on the thread that loads, with a function that reads as many leading blocks as it is told;
+                returns that function's answer, or 0 where nothing is to be read. Default: all blocks are read.
+        """
+        transfer = _Transfer(hashes, blocks, on_end, on_release)
+        self._submit_work(
+            self._loads,
+            lambda: self._run_transfer(transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED),
+        )
+
+    def save(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        on_end: Callable[[Outcome], None],
+        on_release: Callable[[], None],
+    ) -> None:
+        """Begin to write ``blocks``, whose contents must not change before ``on_release``."""
+        transfer = _Transfer(hashes, blocks, on_end, on_release)
+        self._submit_work(
+            self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer), _SAVE_FAILED)
+        )
+
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on a thread of its own once other instances can read all blocks saved so far.
+
+        Or once those were given up, or after some seconds: a look-up tells which are there.
+        """
+
+        def wait() -> None:
+            self._pool.flush_writes(_FLUSH_SECONDS)
+            callback()
+
+        threading.Thread(target=wait, name="pool-flush", daemon=True).start()
+
+    def close(self, flush_seconds: float = 2.0) -> None:
+        """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
+        flushed = threading.Event()
+        self._submit_work(self._saves, flushed.set)
+        flushed.wait(flush_seconds)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._saves.shutdown(wait=False, cancel_futures=True)
+        # A native client takes its time to leave; leaving is not worth more than a moment.
+        leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
+        leaving.start()
+        leaving.join(flush_seconds)
+
+    @staticmethod
+    def _submit_work(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        try:
+            thread.submit(work)
+        except RuntimeError:
+            logger.debug("The pool was left; a transfer was dropped")
+
+    def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
+        """Move the blocks and tell the owner, by way of its ``post``; ``message`` is logged where that raises."""
+        begun = time.monotonic()
+        count = 0
+        try:
+            count = move()
+        except Exception:
+            logger.exception(message, len(transfer.blocks))
+        outcome = Outcome(count, time.monotonic() - begun, transfer.is_released)
+        if transfer.is_released:
+            self._post(lambda: _release_and_end(transfer, outcome))
+        else:
+            self._post(lambda: transfer.on_end(outcome))
+        if transfer.set_aside is not None:
+            self._await_late_calls(transfer, transfer.set_aside)
+
+    def _decide_and_read(self, transfer: _Transfer, decide: Callable[[ReadLeading], int] | None) -> int:
+        def read_leading(count: int) -> int:
+            return self._read_blocks(transfer, count)
+
+        return decide(read_leading) if decide else read_leading(len(transfer.blocks))
+
+    def _read_blocks(self, transfer: _Transfer, wanted: int) -> int:
+        """Read the first ``wanted`` blocks; how many leading ones arrived whole."""
+        loaded = 0
+        while loaded < wanted:
+            window = self._memory.open_incoming(transfer.blocks[loaded:wanted])
+            size, count = len(window.values), 0
+            try:
+                count = self._pool.load_by_deadline(transfer.hashes[loaded : loaded + size], window.values)
+            finally:
+                window.deliver(count)
+                if count < size:
+                    self._set_aside_if_late(transfer, window)
+            loaded += count
+            if count < size:
+                break
+        return loaded
+
+    def _write_blocks(self, transfer: _Transfer) -> int:
+        """Write all blocks; how many the pool has now."""
+        begun = saved = 0
+        while begun < len(transfer.blocks) and transfer.set_aside is None:
+            window = self._memory.open_outgoing(transfer.blocks[begun:])
+            size, count = len(window.values), 0
+            try:
+                count = sum(
+                    map(bool, self._pool.save_by_deadline(transfer.hashes[begun : begun + size], window.values))
+                )
+            finally:
+                if count < size:
+                    self._set_aside_if_late(transfer, window)
+            begun += size
+            saved += count
+        return saved
+
+    def _set_aside_if_late(self, transfer: _Transfer, window: Window) -> None:
+        """After a call that failed: keep its memory out of use if the call still runs."""
+        if not self._pool.wait_for_late_calls(0):
+            transfer.set_aside = window
+            transfer.is_released = not window.set_aside()
+
+    def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
+        """Take the window back, and release the blocks if it is theirs, once no late call touches it."""
+
+        def wait() -> None:
+            while not self._pool.wait_for_late_calls(_WARN_AFTER_SECONDS):
+                logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
+            window.take_back()
+            if not transfer.is_released:
+                self._post(transfer.on_release)
+
+        threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
+
+
+def _release_and_end(transfer: _Transfer, outcome: Outcome) -> None:
+    transfer.on_release()
+    transfer.on_end(outcome)

@@ -1,0 +1,533 @@
+"""Loads and saves on their way: outcomes come in time, blocks come back when nothing touches them any more."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, Transfers, Window
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.wrapper import Wrapper
+from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.faults.held import Held
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+NBYTES = 256
+NUM_BLOCKS = 12
+HASHES = conversation(0, 4)
+CLEARED = b"\0" * NBYTES
+
+
+class KVMemory:
+    """Memory of blocks, as an engine has it."""
+
+    def __init__(self) -> None:
+        self._memory = Memory(NUM_BLOCKS * NBYTES)
+        self.direct = DirectMemory(self.values, self._clear)
+
+    def values(self, blocks: Sequence[int]) -> list[Value]:
+        return [[Span(self._memory.address + block * NBYTES, NBYTES)] for block in blocks]
+
+    def write(self, block: int, content: bytes) -> None:
+        self._memory.fill(content, block * NBYTES)
+
+    def __getitem__(self, block: int) -> bytes:
+        return self._memory.content[block * NBYTES : (block + 1) * NBYTES]
+
+    def _clear(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.write(block, CLEARED)
+
+
+@dataclass
+class Heard:
+    """Events of one transfer, in the order they came."""
+
+    events: list[Outcome | str] = field(default_factory=list)
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.events.append(outcome)
+
+    def on_release(self) -> None:
+        self.events.append("released")
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, waited for."""
+        wait_until(lambda: any(isinstance(event, Outcome) for event in self.events), "the outcome")
+        return next(event for event in self.events if isinstance(event, Outcome))
+
+    @property
+    def is_released(self) -> bool:
+        return "released" in self.events
+
+
+@pytest.fixture
+def store() -> Iterator[Held]:
+    held = Held(CheckedBackend(MemoryStore(1 << 20)))
+    yield held
+    held.let_go()
+
+
+@pytest.fixture
+def pool(store: Held) -> Iterator[BlockPool]:
+    guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=30, transfer_seconds=0.1))
+    assert guarded.wait_ready(30)
+    opened = BlockPool(guarded, NAMESPACE)
+    yield opened
+    store.let_go()
+    opened.close()
+
+
+@pytest.fixture
+def memory() -> KVMemory:
+    return KVMemory()
+
+
+@pytest.fixture
+def transfers(pool: BlockPool, memory: KVMemory) -> Transfers:
+    return Transfers(pool, memory.direct, lambda event: event())
+
+
+def fill_pool(pool: BlockPool, hashes: Sequence[bytes]) -> None:
+    sources = [Memory(right_bytes(block, NBYTES)) for block in hashes]
+    assert all(pool.save(hashes, [source.value for source in sources]))
+
+
+def test_a_load_that_ends_in_time_releases_its_blocks_at_once(
+    pool: BlockPool, memory: KVMemory, transfers: Transfers
+) -> None:
+    fill_pool(pool, HASHES)
+    heard = Heard()
+    transfers.load(HASHES, [7, 3, 5, 0], heard.on_end, heard.on_release)
+    outcome = heard.outcome
+    assert (outcome.count, outcome.is_released) == (4, True)
+    assert heard.events == ["released", outcome]
+    assert [memory[block] for block in (7, 3, 5, 0)] == [right_bytes(block, NBYTES) for block in HASHES]
+
+
+def test_a_load_counts_leading_blocks_and_clears_the_others(
+    pool: BlockPool, memory: KVMemory, transfers: Transfers
+) -> None:
+    fill_pool(pool, [HASHES[0], HASHES[2]])
+    heard = Heard()
+    transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+    assert (heard.outcome.count, heard.outcome.is_released) == (1, True)
+    assert [memory[block] for block in range(4)] == [right_bytes(HASHES[0], NBYTES), CLEARED, CLEARED, CLEARED]
+
+
+def test_a_save_that_ends_in_time_releases_its_blocks_at_once(
+    pool: BlockPool, memory: KVMemory, transfers: Transfers
+) -> None:
+    for block, block_hash in enumerate(HASHES):
+        memory.write(block, right_bytes(block_hash, NBYTES))
+    heard = Heard()
+    transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+    outcome = heard.outcome
+    assert (outcome.count, heard.events) == (4, ["released", outcome])
+    assert pool.lookup(HASHES) == 4
+
+
+class TestDeciding:
+    """An engine may look first, and read fewer blocks, or none."""
+
+    def test_as_many_leading_blocks_are_read_as_it_asks_for(
+        self, pool: BlockPool, memory: KVMemory, transfers: Transfers
+    ) -> None:
+        fill_pool(pool, HASHES)
+        heard = Heard()
+        transfers.load(
+            HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda read_leading: read_leading(2)
+        )
+        assert heard.outcome.count == 2
+        assert memory[1] == right_bytes(HASHES[1], NBYTES)
+        assert memory[2] == b"\xee" * NBYTES
+
+    def test_it_may_read_none(self, memory: KVMemory, transfers: Transfers) -> None:
+        heard = Heard()
+        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda _: 0)
+        assert (heard.outcome.count, heard.is_released) == (0, True)
+        assert memory[0] == b"\xee" * NBYTES
+
+    def test_where_it_raises_nothing_is_loaded_and_the_blocks_come_back(
+        self, transfers: Transfers, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def decide(read_leading: ReadLeading) -> int:
+            raise RuntimeError("a look-up that fails")
+
+        heard = Heard()
+        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=decide)
+        assert (heard.outcome.count, heard.is_released) == (0, True)
+        assert "Loading 4 blocks failed; they will be computed" in caplog.text
+
+    def test_it_runs_on_the_thread_of_loads(self, pool: BlockPool, memory: KVMemory) -> None:
+        started: list[str] = []
+        transfers = Transfers(
+            pool,
+            memory.direct,
+            lambda event: event(),
+            start_thread=lambda: started.append(threading.current_thread().name),
+        )
+        names: list[str] = []
+
+        def decide(read_leading: ReadLeading) -> int:
+            names.append(threading.current_thread().name)
+            return 0
+
+        heard = Heard()
+        transfers.load(HASHES[:1], [0], heard.on_end, heard.on_release, decide=decide)
+        assert heard.outcome.count == 0
+        assert names == started
+        assert names[0].startswith("pool-load")
+
+
+class TestLateCalls:
+    """A transfer that was given up ends in time; its blocks are released when no call touches them."""
+
+    def test_a_late_read_ends_in_time_and_its_blocks_come_back_cleared(
+        self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
+    ) -> None:
+        fill_pool(pool, HASHES)
+        store.hold()
+        heard = Heard()
+        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert (heard.outcome.count, heard.outcome.is_released) == (0, False)
+        assert heard.events == [heard.outcome]
+        store.let_go()
+        wait_until(lambda: heard.is_released, "the release")
+        assert heard.events == [heard.outcome, "released"]
+        assert [memory[block] for block in range(4)] == [CLEARED] * 4, "the late read wrote, and then it was cleared"
+
+    def test_a_late_write_keeps_its_blocks_as_they_are(
+        self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
+    ) -> None:
+        for block, block_hash in enumerate(HASHES):
+            memory.write(block, right_bytes(block_hash, NBYTES))
+        store.hold()
+        heard = Heard()
+        transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert (heard.outcome.count, heard.outcome.is_released) == (0, False)
+        time.sleep(0.05)
+        assert not heard.is_released
+        store.let_go()
+        wait_until(lambda: heard.is_released, "the release")
+        assert [memory[block] for block in range(4)] == [right_bytes(block, NBYTES) for block in HASHES]
+        wait_until(lambda: pool.lookup(HASHES) == 4, "the pool")
+
+    def test_transfers_after_a_late_one_end_at_once_and_keep_their_blocks_only_if_they_were_read_into(
+        self, pool: BlockPool, store: Held, transfers: Transfers
+    ) -> None:
+        fill_pool(pool, HASHES)
+        store.hold()
+        late, later = Heard(), Heard()
+        transfers.load(HASHES, [0, 1, 2, 3], late.on_end, late.on_release)
+        assert not late.outcome.is_released
+        begun = time.monotonic()
+        transfers.load(HASHES, [4, 5, 6, 7], later.on_end, later.on_release, decide=lambda _: pool.lookup(HASHES))
+        assert (later.outcome.count, later.outcome.is_released) == (0, True)
+        assert time.monotonic() - begun < 5
+        store.let_go()
+        wait_until(lambda: late.is_released, "the release")
+
+    def test_each_transfer_is_released_once(self, pool: BlockPool, store: Held, transfers: Transfers) -> None:
+        fill_pool(pool, HASHES)
+        store.hold()
+        all_heard = [Heard() for _ in range(4)]
+        for number, heard in enumerate(all_heard):
+            start = transfers.load if number % 2 else transfers.save
+            start(HASHES[:1], [number], heard.on_end, heard.on_release)
+        assert [heard.outcome.count for heard in all_heard[1::2]] == [0, 0]
+        store.let_go()
+        wait_until(lambda: all(heard.is_released for heard in all_heard), "the releases")
+        time.sleep(0.05)
+        assert [heard.events.count("released") for heard in all_heard] == [1] * 4
+
+
+class Buffers:
+    """Memory whose blocks pass through buffers of two blocks."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self.set_aside: list[_Buffer] = []
+        self.taken_back: list[_Buffer] = []
+        self.current = _Buffer(self)
+
+    def open_incoming(self, blocks: Sequence[int]) -> Window:
+        return self.current.open(blocks)
+
+    def open_outgoing(self, blocks: Sequence[int]) -> Window:
+        window = self.current.open(blocks)
+        for i, block in enumerate(window.blocks):
+            window.memory.fill(self._memory[block], i * NBYTES)
+        return window
+
+    def write(self, block: int, content: bytes) -> None:
+        self._memory.write(block, content)
+
+
+class _Buffer:
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self.memory = Memory(2 * NBYTES)
+        self.blocks: Sequence[int] = []
+
+    def open(self, blocks: Sequence[int]) -> _Buffer:
+        self.blocks = blocks[:2]
+        return self
+
+    @property
+    def values(self) -> list[Value]:
+        return [[Span(self.memory.address + i * NBYTES, NBYTES)] for i in range(len(self.blocks))]
+
+    def deliver(self, count: int) -> None:
+        for i, block in enumerate(self.blocks[:count]):
+            self._buffers.write(block, self.memory.content[i * NBYTES : (i + 1) * NBYTES])
+
+    def set_aside(self) -> bool:
+        self._buffers.set_aside.append(self)
+        self._buffers.current = _Buffer(self._buffers)
+        return False
+
+    def take_back(self) -> None:
+        self._buffers.taken_back.append(self)
+
+
+class TestBuffers:
+    """Memory may pass blocks through buffers: then those are set aside, and blocks come back with the outcome."""
+
+    @pytest.fixture
+    def buffers(self, memory: KVMemory) -> Buffers:
+        return Buffers(memory)
+
+    @pytest.fixture
+    def transfers(self, pool: BlockPool, buffers: Buffers) -> Transfers:
+        return Transfers(pool, buffers, lambda event: event())
+
+    def test_blocks_pass_in_parts(self, pool: BlockPool, memory: KVMemory, transfers: Transfers) -> None:
+        for block in range(3):
+            memory.write(block, right_bytes(HASHES[block], NBYTES))
+        saved, loaded = Heard(), Heard()
+        transfers.save(HASHES[:3], [0, 1, 2], saved.on_end, saved.on_release)
+        assert saved.outcome.count == 3
+        transfers.load(HASHES, [4, 5, 6, 7], loaded.on_end, loaded.on_release)
+        assert loaded.outcome.count == 3
+        assert [memory[block] for block in (4, 5, 6)] == [right_bytes(block, NBYTES) for block in HASHES[:3]]
+        assert memory[7] == b"\xee" * NBYTES
+
+    @pytest.mark.parametrize("call", ["load", "save"])
+    def test_a_late_call_keeps_its_buffer_and_no_block(
+        self, pool: BlockPool, store: Held, buffers: Buffers, transfers: Transfers, call: str
+    ) -> None:
+        if call == "load":
+            fill_pool(pool, HASHES)
+        store.hold()
+        heard = Heard()
+        getattr(transfers, call)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
+        assert (heard.outcome.count, heard.outcome.is_released) == (0, True)
+        assert heard.events == ["released", heard.outcome]
+        (late,) = buffers.set_aside
+        assert buffers.taken_back == []
+        assert buffers.current is not late
+        store.let_go()
+        wait_until(lambda: buffers.taken_back == [late], "the buffer")
+
+
+class TestLeaving:
+    def test_a_running_save_is_given_a_moment_and_the_rest_is_dropped(
+        self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
+    ) -> None:
+        fill_pool(pool, HASHES[:1])
+        first, second = Heard(), Heard()
+        store.hold()
+        transfers.save(HASHES[1:2], [0], first.on_end, first.on_release)
+        assert store.waiting.wait(30)
+        store.let_go()
+        transfers.close(30)
+        assert first.outcome.count == 1
+        transfers.save(HASHES[2:3], [1], second.on_end, second.on_release)
+        transfers.load(HASHES[:1], [2], second.on_end, second.on_release)
+        assert second.events == []
+        assert pool.lookup(HASHES) == 0, "the pool was left"
+
+    def test_a_hung_save_does_not_keep_it(self, store: Held, transfers: Transfers) -> None:
+        store.hold()
+        heard = Heard()
+        transfers.save(HASHES[:1], [0], heard.on_end, heard.on_release)
+        begun = time.monotonic()
+        transfers.close(0.1)
+        assert time.monotonic() - begun < 10
+
+    def test_whoever_waits_for_flushed_writes_hears_of_them(self, transfers: Transfers) -> None:
+        flushed = threading.Event()
+        transfers.call_after_flush(flushed.set)
+        assert flushed.wait(30)
+
+
+class Erratic(Wrapper):
+    """Now and then a transfer takes longer than its deadline, before its bytes move or after."""
+
+    def __init__(self, store: StorageBackend, chance: random.Random) -> None:
+        super().__init__(store)
+        self._chance = chance
+        self.is_calm = False
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._delay(lambda: super(Erratic, self)._put(keys, values))
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        def get() -> list[Status]:
+            for target in targets:  # as a transport may that is cut off half-way
+                for address, nbytes in target:
+                    ctypes.memset(address, 0xFF, nbytes)
+            return super(Erratic, self)._get(keys, targets)
+
+        return self._delay(get)
+
+    def _delay(self, call: Callable[[], list[Status]]) -> list[Status]:
+        if not self.is_calm and self._chance.random() < 0.3:
+            time.sleep(self._chance.uniform(0, 0.1))
+        answer = call()
+        if not self.is_calm and self._chance.random() < 0.1:
+            time.sleep(0.06)
+        return answer
+
+
+class TinyEngine:
+    """Sequences that share a few blocks of memory, and give them to others as soon as they may.
+
+    It keeps to the one rule that it knows: a reference on each block of a transfer until its release.
+    """
+
+    def __init__(self, pool: BlockPool, chance: random.Random) -> None:
+        self.memory = KVMemory()
+        self.expected: dict[int, bytes] = {}  # contents of blocks that are a sequence's and under no transfer
+        self.references = [0] * NUM_BLOCKS
+        self.mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.saved: list[list[bytes]] = []
+        self.num_late = 0
+        self._chance = chance
+        self.transfers = Transfers(pool, self.memory.direct, self.mail.put)
+
+    def read_mail(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.mail.get_nowait()()
+
+    def take(self, count: int) -> list[int]:
+        """Free blocks, overwritten at once as their new owner does."""
+        free = [block for block, references in enumerate(self.references) if not references]
+        blocks = self._chance.sample(free, min(count, len(free)))
+        for block in blocks:
+            self.references[block] = 1
+            self.memory.write(block, b"\xaa" * NBYTES)
+        return blocks
+
+    def compute(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            self.expected[block] = right_bytes(block_hash, NBYTES)
+            self.memory.write(block, self.expected[block])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                self.expected.pop(block, None)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.references[block] += 1
+
+    def compute_and_save(self, hashes: list[bytes]) -> None:
+        """A sequence that computes blocks, saves them and is over."""
+        blocks = self.take(len(hashes))
+        hashes = hashes[: len(blocks)]
+        self.compute(blocks, hashes)
+        self.hold(blocks)
+        self.saved.append(hashes)
+        self.transfers.save(hashes, blocks, self.note, lambda: self.release(blocks))
+        self.release(blocks)
+
+    def load_and_run(self, hashes: list[bytes]) -> None:
+        """A sequence that loads blocks, computes those that did not come, and runs for a while."""
+        blocks = self.take(len(hashes))
+
+        def on_end(outcome: Outcome) -> None:
+            self.note(outcome)
+            for block, block_hash in zip(blocks[: outcome.count], hashes, strict=False):
+                self.expected[block] = right_bytes(block_hash, NBYTES)
+            if outcome.is_released:
+                self.compute(blocks[outcome.count :], hashes[outcome.count :])
+                self.running.append(blocks)
+            else:
+                self.release(blocks)
+                others = self.take(len(hashes))
+                self.compute(others, hashes)
+                self.running.append(others)
+
+        self.hold(blocks)
+        self.transfers.load(hashes[: len(blocks)], blocks, on_end, lambda: self.release(blocks))
+
+    def note(self, outcome: Outcome) -> None:
+        self.num_late += not outcome.is_released
+
+    def check(self) -> None:
+        """Every block holds its owner's bytes."""
+        for block, content in self.expected.items():
+            assert self.memory[block] == content, f"block {block} was touched by a call that was given up"
+
+    running: list[list[int]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: int) -> None:
+    chance = random.Random(seed)
+    sound = CheckedBackend(MemoryStore(1 << 20))
+    # Delays around the checks and below them: late puts compute their checksums late, too.
+    erratic = [Erratic(sound, random.Random(seed + 1))]
+    erratic.append(Erratic(erratic[0], random.Random(seed + 2)))
+    guarded = GuardedBackend(lambda: erratic[1], Deadlines(lookup_seconds=30, transfer_seconds=0.03))
+    assert guarded.wait_ready(30)
+    engine = TinyEngine(BlockPool(guarded, NAMESPACE), chance)
+    engine.running = []
+    conversations = [conversation(number, 4) for number in range(40)]
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        engine.read_mail()
+        engine.check()
+        (engine.compute_and_save if chance.random() < 0.5 else engine.load_and_run)(chance.choice(conversations))
+        while len(engine.running) > 1:
+            engine.release(engine.running.pop(0))
+        time.sleep(0.005)
+    for each in erratic:
+        each.is_calm = True
+    engine.release([block for blocks in engine.running for block in blocks])
+    engine.running.clear()
+
+    def is_idle() -> bool:
+        engine.read_mail()
+        engine.release([block for blocks in engine.running for block in blocks])
+        engine.running.clear()
+        return not any(engine.references)
+
+    wait_until(is_idle, "all blocks to come back")
+    assert engine.num_late > 0, "no call was late, so nothing was tried"
+    for hashes in engine.saved:
+        for block_hash in hashes:
+            target = Memory(NBYTES)
+            (status,) = sound.get([NAMESPACE.key(block_hash)], [target.value])
+            assert status is Status.ABSENT or target.content == right_bytes(block_hash, NBYTES)
+    assert sound.rejected == {}
+    engine.transfers.close()
