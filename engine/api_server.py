@@ -52,7 +52,7 @@ from engine.protocol import (
 from engine.registration import host_ip_towards, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
-from kvstore_backend.config import find_checkpoint
+from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
 
 __all__ = ["Instance", "create_app", "main"]
 
@@ -112,7 +112,7 @@ class Instance:
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(folder)
-        memory = self._open_block_memory(runner)
+        memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
@@ -132,7 +132,7 @@ class Instance:
             f"pool: {args.kvcache_storage_backend or 'none'}"
         )
 
-    def _open_block_memory(self, runner: ModelRunner) -> BlockMemory | None:
+    def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
         """The blocks that direct hand-overs read and write; None where there is no hand-over, or no way to do it."""
         if self.args.splitwise_role == "mixed":
             return None
@@ -140,8 +140,9 @@ class Instance:
             if runner.device.type != "cpu":
                 raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
             memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
-            protocol = choose_protocol(self.args.cache_transfer_protocol)
-            return BlockMemory(self.core, runner, Transfer(self._own_address(), protocol, memory, nbytes))
+            protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
+            transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
+            return BlockMemory(self.core, runner, transfer)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None

@@ -12,11 +12,13 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router.access import Admission, Auth
 from router.fleet import (
+    ORDERS,
     HealthMonitor,
     Instance,
     PairInfo,
@@ -28,9 +30,23 @@ from router.fleet import (
     Snapshot,
     Tasks,
     add_listed_instances,
+    clear_prefix_caches,
 )
-from router.http import ApiError, BadBody, ConnectionPool, Headers, Refused, UpstreamError, parse_object
-from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services
+from router.http import (
+    ApiError,
+    BadBody,
+    ConnectionPool,
+    Headers,
+    Refused,
+    UpstreamError,
+    echo_request_id,
+    error_reply,
+    is_normal_path,
+    json_reply,
+    parse_object,
+    refusal_reply,
+)
+from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
@@ -42,9 +58,14 @@ MODELS_SECONDS = 5.0
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
-# Paths that change the instances, or tell where they are, are for the holder of the admin token. The rest of the
-# control plane is for probes and figures, or, under /v1, for clients.
-_GUARDED = frozenset({"/register", "/registered", "/decode_instances"})
+# FastAPI's own pages load their scripts from the internet.
+DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
+
+# Paths that change the instances, or tell where they are, are for the holder of the admin token; two of them also for
+# instances, which may have a token of their own. The rest of the control plane is for probes and figures, or, under
+# /v1, for clients.
+_GUARDED = frozenset({"/registered"})
+_FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
 
 
 class RouterApp:
@@ -86,6 +107,7 @@ class RouterApp:
                 aborter=self.aborter,
                 metrics=self.metrics,
                 audit=self.audit,
+                is_debugging=_log.isEnabledFor(logging.DEBUG),
             )
         )
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
@@ -94,11 +116,19 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of the control plane; ``RouterProtocol`` gives the data plane's to ``proxy``."""
         if scope["type"] == "http":
+            if echo := echo_request_id(scope["headers"]):
+                send = _add_headers(send, echo)
+            if not is_normal_path(scope["path"]):
+                message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
+                await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
+                return
             try:
                 self._check_access(scope["path"], scope["headers"])
             except Refused as refused:
-                await _refusal_reply(refused)(scope, receive, send)
+                await refusal_reply(refused)(scope, receive, send)
                 return
+            if scope["method"] == "HEAD":  # uvicorn leaves out the body
+                scope = {**scope, "method": "GET"}
         try:
             await self.control(scope, receive, send)
         except ClientDisconnect:
@@ -106,7 +136,9 @@ class RouterApp:
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _GUARDED or path.startswith("/admin/"):
+        if path in _FOR_INSTANCES:
+            self.auth.check_registration(headers)
+        elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
         elif path.startswith("/v1/") and path != ABORT_PATH:  # its check depends on its body
             self.auth.identify_client(headers)
@@ -129,7 +161,36 @@ def _control_plane(router: RouterApp) -> FastAPI:
         router.upstream.close()
         router.audit.close()
 
-    app = FastAPI(title="KV router", lifespan=lifespan)
+    app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    _add_error_handlers(app)
+    _add_probes(app, router)
+    _add_fleet(app, router)
+    _add_admin(app, router)
+    _add_clients(app, router)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Errors in OpenAI's form."""
+
+    @app.exception_handler(HTTPException)
+    async def explain_unknown_route(request: Request, exc: HTTPException) -> Response:
+        path = request.url.path
+        if exc.status_code == 405:
+            allowed = (exc.headers or {}).get("Allow", "another method")
+            answer = error_reply(ApiError(405, f"{path} takes {allowed}, not {request.method}", "method_not_allowed"))
+        else:
+            answer = error_reply(ApiError(exc.status_code, f"the router has no path {path!r}", "unknown_path"))
+        answer.headers.update(exc.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def explain_failure(_: Request, __: Exception) -> Response:
+        return error_reply(ApiError(500, "the router failed to handle the request", "router_error"))
+
+
+def _add_fleet(app: FastAPI, router: RouterApp) -> None:
+    """The paths for instances, and those that list them."""
 
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
@@ -138,29 +199,33 @@ def _control_plane(router: RouterApp) -> FastAPI:
             await router.health.probe_and_register(registration)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
-            return _json_reply(400, {"detail": str(exc)})
-        return _json_reply(200, {"status": "success"})
+            return json_reply(400, {"detail": str(exc)})
+        return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
     async def list_instances() -> Response:
         instances: dict[str, Any] = {role.value: [] for role in Role}
         for instance in router.registry:
             instances[instance.role.value].append(_describe_instance(instance))
-        return _json_reply(200, {"code": 200, "msg": "success", **instances})
+        return json_reply(200, {"code": 200, "msg": "success", **instances})
 
     @app.get("/registered_number")
     async def count_healthy_instances() -> Response:
         numbers = {role.value: 0 for role in Role}
         for instance in router.registry:
             numbers[instance.role.value] += instance.healthy
-        return _json_reply(200, numbers)
+        return json_reply(200, numbers)
 
     @app.get("/decode_instances")
     async def list_decode_instances(version: str | None = None) -> Response:
         # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
         wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
-        return _json_reply(200, wanted)
+        return json_reply(200, wanted)
+
+
+def _add_probes(app: FastAPI, router: RouterApp) -> None:
+    """The paths for probes, for figures, and for who looks for a description."""
 
     @app.get("/health")
     async def answer_health_probe() -> Response:
@@ -171,41 +236,85 @@ def _control_plane(router: RouterApp) -> FastAPI:
         troubles = await router.health.find_troubles()
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
         if bad or not troubles:
-            return _json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
-        return _json_reply(200, {"code": 200, "msg": "Health check complete"})
+            return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
+        return json_reply(200, {"code": 200, "msg": "Health check complete"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
         return Response(router.metrics.render_text(), media_type=CONTENT_TYPE)
 
-    @app.post("/admin/drain")
-    async def drain_instance(request: Request) -> Response:
-        return _drain_instance(router.registry, await request.body())
+    @app.get("/docs", include_in_schema=False)
+    @app.get("/redoc", include_in_schema=False)
+    async def tell_where_docs_are() -> Response:
+        return Response(DOCS, media_type="text/plain")
+
+
+def _add_admin(app: FastAPI, router: RouterApp) -> None:
+    """The paths for operators."""
+
+    async def carry_out_order(request: Request) -> Response:
+        try:
+            return json_reply(200, ORDERS[request.url.path](router.registry, await request.body()))
+        except Refused as refused:
+            return refusal_reply(refused)
+
+    for path in ORDERS:
+        app.post(path, name=path.rpartition("/")[2])(carry_out_order)
+
+    @app.post("/admin/clear_prefix_cache")
+    async def clear_caches() -> Response:
+        outcomes = await clear_prefix_caches(router.registry, router.upstream)
+        is_done = all(outcome == "success" for outcome in outcomes.values())
+        status = "success" if is_done else "error"
+        return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
-            return _error_reply(ApiError(404, message, "unknown_request"))
-        return _json_reply(200, explanation)
+            return error_reply(ApiError(404, message, "unknown_request"))
+        return json_reply(200, explanation)
+
+
+def _add_clients(app: FastAPI, router: RouterApp) -> None:
+    """The paths for clients that concern all instances at once."""
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        return await _gather_models(router, request)
+        models = await _gather_models(router, request)
+        return json_reply(200, {"object": "list", "data": list(models.values())})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def show_model(request: Request, model_id: str) -> Response:
+        models = await _gather_models(router, request)
+        if model_id in models:
+            return json_reply(200, models[model_id])
+        known = ", ".join(models) or "none"
+        message = f"no instance serves a model {model_id!r}; served are: {known}"
+        return error_reply(ApiError(404, message, "model_not_found", "model"))
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
         try:
             return await _pass_on_abort(router, request.headers.raw, await request.body())
         except Refused as refused:
-            return _refusal_reply(refused)
-
-    return app
+            return refusal_reply(refused)
 
 
-async def _gather_models(router: RouterApp, request: Request) -> Response:
-    """The models of all instances, each once."""
+def _add_headers(send: Send, headers: Headers) -> Send:
+    """``send``, which adds ``headers`` to the response."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *headers]
+        await send(message)
+
+    return send_with_headers
+
+
+async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
+    """The models of all instances, each once, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
     async def ask(instance: Instance) -> list[dict[str, Any]]:
@@ -217,14 +326,14 @@ async def _gather_models(router: RouterApp, request: Request) -> Response:
         except (UpstreamError, ValueError, KeyError, TypeError) as exc:
             _log.warning("instance %s did not list its models: %s", instance.key, exc)
             return []
-        return [model for model in listed if isinstance(model, dict)]
+        return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
     for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return _json_reply(200, {"object": "list", "data": list(models.values())})
+    return models
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
@@ -236,51 +345,33 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
     try:
         members = parse_object(body)
     except BadBody as exc:
-        return _error_reply(ApiError(400, str(exc), "invalid_body"))
+        return error_reply(ApiError(400, str(exc), "invalid_body"))
     req_ids = members.get("req_ids")
     if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
         message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
-        return _error_reply(ApiError(400, message, "invalid_body", "req_ids"))
+        return error_reply(ApiError(400, message, "invalid_body", "req_ids"))
     if members.get("abort_all") and router.auth.has_admin_token:
         router.auth.check_admin(headers)
     else:
         router.auth.identify_client(headers)
     if members.get("abort_all"):
         router.proxy.abort(None)
-    elif isinstance(req_ids, list):
-        called = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
-        body = orjson.dumps({**members, "req_ids": [*req_ids, *called]})
-    outcome = await router.aborter.abort_everywhere(router.registry, body)
-    return _json_reply(
+        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        not_found = outcome.not_found
+    else:
+        assert isinstance(req_ids, list)
+        found, engine_ids = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
+        body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
+        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        not_found = [each for each in list_unknown_ids(req_ids, outcome.aborted) if each not in found]
+    return json_reply(
         200,
         {
             "status": "error" if outcome.errors else "success",
-            "result": {"aborted": outcome.aborted, "not_found": outcome.not_found},
+            "result": {"aborted": outcome.aborted, "not_found": not_found},
             "errors": outcome.errors,
         },
     )
-
-
-def _drain_instance(registry: Registry, body: bytes) -> Response:
-    """Let an instance take no new requests, or, with ``undrain``, take them again."""
-    try:
-        members = parse_object(body)
-    except BadBody as exc:
-        return _error_reply(ApiError(400, str(exc), "invalid_body"))
-    key, undrain = members.get("instance"), members.get("undrain", False)
-    if not isinstance(key, str):
-        return _error_reply(ApiError(400, f"instance is {key!r}; it must be 'host:port'", "invalid_body", "instance"))
-    if not isinstance(undrain, bool):
-        return _error_reply(
-            ApiError(400, f"undrain is {undrain!r}; it must be true or false", "invalid_body", "undrain")
-        )
-    instance = registry.get(key)
-    if instance is None:
-        known = ", ".join(each.key for each in registry) or "none"
-        return _error_reply(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
-    instance.set_draining(not undrain)
-    state, running = instance.state, instance.load.requests
-    return _json_reply(200, {"instance": key, "state": state, "running_requests": running})
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:
@@ -327,17 +418,3 @@ def _format_text(value: Any) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return None if value is None else str(value)
-
-
-def _json_reply(status: int, value: Any) -> Response:
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
-
-
-def _error_reply(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, media_type="application/json")
-
-
-def _refusal_reply(refused: Refused) -> Response:
-    answer = _error_reply(refused.error)
-    answer.raw_headers += refused.headers
-    return answer

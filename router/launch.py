@@ -31,6 +31,8 @@ _log = logging.getLogger("router.launch")
 
 # Requests that still run get so long; then they are ended with an error. Kubernetes kills 30 s after its SIGTERM.
 GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
+# Stopping that takes longer is explained, and explained again after each further so long.
+QUIET_SECONDS, PROGRESS_SECONDS = 2.0, 5.0
 # A client that has not taken its response's end by then is cut off.
 FLUSH_SECONDS = 1.0
 # Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
@@ -58,9 +60,23 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; wait for requests that run, or end them."""
-        ending = asyncio.ensure_future(self._end_requests())
+        meanwhile = [asyncio.ensure_future(self._end_requests()), asyncio.ensure_future(self._tell_progress())]
         await super().shutdown(sockets)
-        ending.cancel()
+        for task in meanwhile:
+            task.cancel()
+
+    async def _tell_progress(self) -> None:
+        """Say why it takes long to stop, if it does."""
+        await asyncio.sleep(QUIET_SECONDS)
+        while True:
+            requests = self._router.proxy.num_requests
+            left = max(0.0, self._ends_requests_at - time.monotonic())
+            if requests:
+                what = "1 request that runs" if requests == 1 else f"{requests} requests that run"
+                _log.info("stopping: waiting for %s, for %.0f s at most; a second signal ends that at once", what, left)
+            else:
+                _log.info("stopping: waiting for %d connections to close", len(self.server_state.connections))
+            await asyncio.sleep(PROGRESS_SECONDS)
 
     async def _end_requests(self) -> None:
         while time.monotonic() < self._ends_requests_at:
@@ -79,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = _open_listener(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
         logging.basicConfig(
-            level=settings.log_level.upper(),
+            level="INFO" if settings.log_level == "debug" else settings.log_level.upper(),
             handlers=[handler],
             format="%(asctime)s %(levelname)s %(name)s %(message)s",
         )
+        logging.getLogger("router").setLevel(settings.log_level.upper())  # the libraries' details tell nobody anything
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         router = RouterApp(settings)
     except SettingsError as exc:

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from router.settings import SettingsError, read_token
+from router.settings import FlagParser, SettingsError, read_token
 
 __all__ = ["Sidecar", "main"]
 
@@ -44,7 +44,7 @@ class Sidecar:
         router: the router's URL.
         payload: the registration payload: ``role``, ``port``, and ``host_ip`` and ``connector_port`` where known.
             Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time.
-        token: the router's admin token, where it has one.
+        token: the router's registration token or admin token, where it has one.
     """
 
     def __init__(self, router: str, payload: dict[str, Any], token: str = "") -> None:
@@ -94,7 +94,7 @@ class Sidecar:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
-    parser = argparse.ArgumentParser(prog="router.register", description="Register a server that cannot by itself.")
+    parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
     parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
     parser.add_argument("--role", choices=ROLES, required=True, help="what the server does")
     parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
@@ -102,9 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--connector-port", type=_parse_port, help="where it takes KV from prefill instances, if it does"
     )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
-    arguments = parser.parse_args(argv)
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
+    )
     try:
+        arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
     except SettingsError as exc:
         print(f"router.register: {exc}", file=sys.stderr)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.support.ascend import AscendMachine
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
 
@@ -29,3 +31,9 @@ def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moonca
     log = tmp_path_factory.mktemp("mooncake") / "master.log"
     with running_mooncake_master(log, "--default_kv_lease_ttl=200") as master:
         yield master
+
+
+@pytest.fixture
+def ascend_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AscendMachine:
+    """Stands in for a machine with Ascend cards on which everything is as MindIE's guide wants it."""
+    return AscendMachine(tmp_path / "ascend", monkeypatch)

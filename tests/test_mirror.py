@@ -23,11 +23,14 @@ TESTED_IN = {
     "router/http/errors.py": "tests/router/http/test_exchange.py",
     "router/http/message.py": "tests/router/http/test_exchange.py",
     "router/http/pool.py": "tests/router/http/test_exchange.py",
+    "router/http/request_id.py": "tests/router/http/test_server.py",
+    "router/http/replies.py": "tests/router/test_app.py",
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
+    "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     "router/serving/retry.py": "tests/router/serving/test_attempt.py",
     # Every backend passes the same suite.

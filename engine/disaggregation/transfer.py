@@ -31,12 +31,13 @@ class Transfer:
         protocol: ``tcp`` or ``rdma``.
         address: where the memory begins.
         nbytes: how long it is.
+        devices: names of the RDMA devices to use, separated by commas; empty: Mooncake's choice.
 
     Raises:
         TransferUnavailable: the library cannot be loaded, or it refuses.
     """
 
-    def __init__(self, host: str, protocol: str, address: int, nbytes: int) -> None:
+    def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str = "") -> None:
         set_native_defaults()
         try:
             from mooncake.engine import TransferEngine
@@ -44,8 +45,9 @@ class Transfer:
             raise TransferUnavailable(f"Mooncake's library cannot be loaded ({exc})") from exc
         self.protocol = protocol
         self._engine: Any = TransferEngine()
-        if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
-            raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {protocol}: code {code}")
+        if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices if protocol == "rdma" else ""):
+            over = f"{protocol} ({devices})" if protocol == "rdma" and devices else protocol
+            raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {over}: code {code}")
         if code := self._engine.register_memory(address, nbytes):
             raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
@@ -67,12 +69,13 @@ class Transfer:
         return code == 0
 
 
-def choose_protocol(wanted: Sequence[str]) -> str:
+def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
     """TransferEngine's protocol for the values of ``--cache-transfer-protocol``: rdma if wanted and there, else tcp.
 
+    ``tcp`` as ``named`` by ``MOONCAKE_PROTOCOL`` settles it, as it does for the pool, whatever else is there.
     ``ipc`` is tcp: FastDeploy means memory shared within one machine by it, which TransferEngine reaches over loopback.
     """
-    if "rdma" not in wanted:
+    if "rdma" not in wanted or named == "tcp":
         return "tcp"
     if list_rdma_devices():
         return "rdma"

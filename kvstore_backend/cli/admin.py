@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +14,14 @@ import httpx
 
 from kvstore_backend.config import MooncakeSettings
 
-__all__ = ["MasterAdmin", "Segment", "find_admin", "list_clusters_in_etcd"]
+__all__ = ["MasterAdmin", "Segment", "find_admin", "find_clients_gone", "list_clusters_in_etcd"]
 
 _TIMEOUT_SECONDS = 2.0
 # FastDeploy runs a master on 15001 with metrics on 15003; Mooncake's own default for metrics is 9003.
 _METRICS_OFFSET = 2
 _MOONCAKE_METRICS_PORT = 9003
+_MAX_PROBES = 32
+_NOBODY_LISTENS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 _VIEW_PREFIX = "mooncake-store/"
 
 
@@ -25,7 +30,9 @@ class Segment:
     """Memory that a client gives to the pool.
 
     Attributes:
-        name: the client's host and port.
+        name: the client's host and port, by which others know it.
+        client: the master's id of the client, which may give several.
+        endpoint: with ``P2PHANDSHAKE``, where the client listens.
         is_handshaking: whether the client joined with ``P2PHANDSHAKE``, not with a metadata server. Mooncake does
             not say so; it shows in the endpoint, which then is not the segment's name (seen with 0.3.13).
         used: bytes.
@@ -33,6 +40,8 @@ class Segment:
     """
 
     name: str
+    client: str
+    endpoint: str
     is_handshaking: bool
     used: int
     capacity: int
@@ -64,6 +73,8 @@ class MasterAdmin:
             return [
                 Segment(
                     each["segment_name"],
+                    each.get("client_id", each["segment_name"]),
+                    each["te_endpoint"],
                     each["te_endpoint"] != each["segment_name"],
                     int(each["allocator_used_bytes"]),
                     int(each["allocator_capacity_bytes"]),
@@ -101,6 +112,45 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
             continue
         return admin
     return None
+
+
+def find_clients_gone(segments: Sequence[Segment], metadata_server: str) -> set[str]:
+    """The clients that are listed and gone: a master lists one that crashed for ten seconds more.
+
+    A client that does not answer in time may be behind a firewall: that is not taken for gone.
+    """
+    with ThreadPoolExecutor(_MAX_PROBES) as threads:
+        are_gone = threads.map(lambda segment: _is_gone(segment, metadata_server), segments)
+        return {segment.client for segment, is_gone in zip(segments, are_gone, strict=True) if is_gone}
+
+
+def _is_gone(segment: Segment, metadata_server: str) -> bool:
+    """Whether nobody listens any more where the client of this segment did."""
+    try:
+        host, _, port = (
+            segment.endpoint if segment.is_handshaking else _look_up_endpoint(segment.name, metadata_server)
+        ).rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_SECONDS).close()
+    except LookupError:
+        return True  # it took its leave of the metadata server
+    except OSError as exc:
+        return exc.errno in _NOBODY_LISTENS
+    except (httpx.HTTPError, ValueError):
+        return False
+    return False
+
+
+def _look_up_endpoint(name: str, metadata_server: str) -> str:
+    """Where a client listens, as it told the metadata server; ``LookupError`` where that knows no such client."""
+    params = {"key": f"mooncake/rpc_meta/{name}"}
+    response = httpx.get(metadata_server, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False)
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise LookupError(name)
+    told = response.raise_for_status().json()
+    try:
+        return f"{told['ip_or_host_name']}:{told['rpc_port']}"
+    except (KeyError, TypeError) as exc:
+        raise ValueError(f"{metadata_server} tells no address of {name}") from exc
 
 
 def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:

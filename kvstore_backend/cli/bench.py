@@ -33,6 +33,8 @@ class _Row:
     bytes_per_second: float | None
     median_seconds: float
     worst_seconds: float
+    min_seconds: float
+    batches: int
 
 
 _LookUp = Callable[[Sequence[bytes]], int]
@@ -45,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", default="1MiB", metavar="SIZE", help="bytes of a block (default 1MiB)")
     parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks in a batch (default 16)")
     parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches of each operation (default 5)")
+    parser.add_argument(
+        "--warm-up", type=int, default=1, metavar="N", help="batches before those, which do not count (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 
 
@@ -65,13 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--block-size is {arguments.block_size!r}; {exc}") from None
     if min(block_bytes, arguments.blocks, arguments.batches) < 1:
         raise ConfigError("--block-size, --blocks and --batches must be at least 1")
+    if arguments.warm_up < 0:
+        raise ConfigError("--warm-up must not be negative")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
-    meter = _Meter(block_bytes, arguments.blocks, arguments.batches)
+    meter = _Meter(block_bytes, arguments.blocks, arguments.batches, arguments.warm_up)
     _measure_bare_store(meter, config, namespace)
     _measure_full_stack(meter, config, namespace)
     if arguments.json:
         rows = [asdict(row) for row in meter.rows]
-        print_json({"block_bytes": block_bytes, "blocks": arguments.blocks, "rows": rows})
+        figures = {"block_bytes": block_bytes, "blocks": arguments.blocks, "warm_up": arguments.warm_up}
+        print_json({**figures, "rows": rows})
     else:
         _print_rows(meter.rows, block_bytes, arguments.blocks)
     return 0
@@ -80,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 class _Meter:
     """Memory to move blocks from and to, and a row of figures for each operation measured with it."""
 
-    def __init__(self, block_bytes: int, blocks: int, batches: int) -> None:
+    def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int) -> None:
         """Raises ``ConfigError`` where the machine has no room for one batch's memory."""
         nbytes = block_bytes * blocks
         try:
@@ -92,6 +100,7 @@ class _Meter:
         self._block_bytes = block_bytes
         self._blocks = blocks
         self._batches = batches
+        self._warm_up = warm_up
         self.rows: list[_Row] = []
 
     def register_memory(self, register: Callable[[int, int], None]) -> None:
@@ -100,17 +109,43 @@ class _Meter:
             register(memory.ctypes.data, memory.nbytes)
 
     def measure(self, through: str, put: _Move, get: _Move, exists: _LookUp) -> None:
-        """Put batches of new blocks, look them up and get them."""
-        batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(self._batches)]
+        """Put batches of new blocks, look them up and get them; the first find connections and memory still cold."""
+        number = self._warm_up + self._batches
+        batches = [[os.urandom(32) for _ in range(self._blocks)] for _ in range(number)]
         sources, targets = _values(self._source, self._block_bytes), _values(self._target, self._block_bytes)
         nbytes = self._source.nbytes
         self.rows += [
-            _time_batches("put", through, nbytes, lambda hashes: put(hashes, sources), batches),
-            _time_batches("exists", through, None, exists, batches),
-            _time_batches("get", through, nbytes, lambda hashes: get(hashes, targets), batches),
+            self._time_batches("put", through, nbytes, lambda hashes: put(hashes, sources), batches),
+            self._time_batches("exists", through, None, exists, batches),
+            self._time_batches("get", through, nbytes, lambda hashes: get(hashes, targets), batches),
         ]
         if not np.array_equal(self._source, self._target):
             raise PoolUnavailable(f"{through}: what was read is not what was stored")
+
+    def _time_batches(
+        self,
+        operation: str,
+        through: str,
+        nbytes: int | None,
+        call: _LookUp,
+        batches: Sequence[Sequence[bytes]],
+    ) -> _Row:
+        """Time ``call`` over the batches that count; it must answer how many blocks it was good for."""
+        seconds = []
+        for hashes in batches:
+            start = time.perf_counter()
+            done = call(hashes)
+            seconds.append(time.perf_counter() - start)
+            if done != len(hashes):
+                raise PoolUnavailable(
+                    f"{operation} through the {through} did {done} of {len(hashes)} blocks: the pool may be too small "
+                    f"for {len(batches)} batches of them; try fewer --batches or --blocks"
+                )
+        counted = seconds[self._warm_up :]
+        rate = nbytes * len(counted) / sum(counted) if nbytes else None
+        return _Row(
+            operation, through, rate, statistics.median(counted), max(counted), min(counted), batches=len(counted)
+        )
 
 
 def _measure_bare_store(meter: _Meter, config: PoolConfig, namespace: Namespace) -> None:
@@ -161,35 +196,18 @@ def _values(memory: np.typing.NDArray[np.uint8], block_bytes: int) -> list[Value
     return [[Span(memory.ctypes.data + start, block_bytes)] for start in range(0, memory.nbytes, block_bytes)]
 
 
-def _time_batches(
-    operation: str, through: str, nbytes: int | None, call: _LookUp, batches: Sequence[Sequence[bytes]]
-) -> _Row:
-    """Time ``call`` over all batches; it must answer how many blocks it was good for."""
-    seconds = []
-    for hashes in batches:
-        start = time.perf_counter()
-        done = call(hashes)
-        seconds.append(time.perf_counter() - start)
-        if done != len(hashes):
-            raise PoolUnavailable(
-                f"{operation} through the {through} did {done} of {len(hashes)} blocks: the pool may be too small for "
-                f"{len(batches)} batches of them; try fewer --batches or --blocks"
-            )
-    rate = nbytes * len(seconds) / sum(seconds) if nbytes else None
-    return _Row(operation, through, rate, statistics.median(seconds), max(seconds))
-
-
 def _print_rows(rows: Sequence[_Row], block_bytes: int, blocks: int) -> None:
     """A table, each operation of the full stack under the bare store's."""
-    print(f"batches of {blocks} blocks of {format_bytes(block_bytes)}")
+    print(f"{rows[0].batches} batches of {blocks} blocks of {format_bytes(block_bytes)}; times are a batch's")
     bare = {row.operation: row for row in rows if row.through == "bare store"}
     print_table(
-        ("operation", "through", "GB/s", "median", "worst", "times bare"),
+        ("operation", "through", "GB/s", "min", "median", "max", "median / bare"),
         [
             (
                 row.operation,
                 row.through,
                 f"{row.bytes_per_second / 1e9:.2f}" if row.bytes_per_second else "-",
+                f"{row.min_seconds * 1000:.2f} ms",
                 f"{row.median_seconds * 1000:.2f} ms",
                 f"{row.worst_seconds * 1000:.2f} ms",
                 f"{row.median_seconds / bare[row.operation].median_seconds:.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -36,11 +37,14 @@ __all__ = [
     "check_metadata_server",
     "check_protocol",
     "check_sharing",
+    "find_wheels",
 ]
 
 _CONNECT_SECONDS = 1.5
 _SYSTEM_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
-_WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+_WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-npu")
+# Of CANN, which the build for Ascend cards needs.
+_CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
 _PROMPT_TOKENS = 1000
 
@@ -56,13 +60,22 @@ def check_library() -> Iterator[Finding]:
     try:
         import mooncake.store  # noqa: F401
     except ImportError as exc:
-        without_gpu = "libcuda" in str(exc)
         remedy = f"{INSTALL}, or choose another backend, such as file:///dev/shm/kvpool"
-        if without_gpu:
+        if "libcuda" in str(exc):
             remedy = "on a machine without a GPU: pip uninstall mooncake-transfer-engine, then " + remedy
+        if any(name in str(exc) for name in _CANN_LIBRARIES):
+            remedy = "on an Ascend machine: source CANN's set_env.sh first; elsewhere: " + remedy
         yield fail("library", f"Mooncake's library cannot be loaded ({exc})", remedy)
         return
-    yield ok("library", f"Mooncake {_mooncake_version()} can be loaded")
+    wheels = find_wheels()
+    if len(wheels) > 1:
+        yield warn(
+            "library",
+            f"several distributions of Mooncake are installed, which overwrite each other's files: {', '.join(wheels)}",
+            f"pip uninstall {' '.join(wheels)}, then install one",
+        )
+    told = next(iter(wheels.values()), "of unknown version")
+    yield ok("library", f"Mooncake {told} can be loaded")
 
 
 def _can_load(name: str) -> bool:
@@ -73,13 +86,13 @@ def _can_load(name: str) -> bool:
     return True
 
 
-def _mooncake_version() -> str:
+def find_wheels() -> dict[str, str]:
+    """The distributions of Mooncake that are installed, with their versions; a build of one's own has another name."""
+    versions = {}
     for wheel in _WHEELS:
-        try:
-            return importlib.metadata.version(wheel)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[wheel] = importlib.metadata.version(wheel)
+    return versions
 
 
 def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
+from kvstore_backend.cli.checks import find_wheels
+from kvstore_backend.config import did_you_mean
 
 __all__ = ["main"]
+
+_DISTRIBUTION = "fastdeploy-kvstore"
+_COMMANDS = {module.__name__.rpartition(".")[2]: module for module in (doctor, bench, stats, master)}
+# A command that takes longer to stop says so.
+_SILENT_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0 done, 1 something is wrong, 2 the command line is."""
-    parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (doctor, bench, stats, master):
-        summary = (command.__doc__ or "").splitlines()[0]
-        added = commands.add_parser(command.__name__.rpartition(".")[2], help=summary, description=summary)
-        command.add_arguments(added)
-        added.set_defaults(run=command.run)
-    arguments = parser.parse_args(argv)
+    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        with _announce_slow_stop():
+            status: int = arguments.run(arguments)
+            sys.stdout.flush()
     except KVStoreError as exc:
         print(f"kvstore: {exc}", file=sys.stderr)
         return 1
@@ -35,3 +41,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments; ends the process with a sentence for what is not known."""
+    parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
+    parser.add_argument("--version", action="version", version=_describe_version())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    added = {}
+    for name, command in _COMMANDS.items():
+        summary = (command.__doc__ or "").splitlines()[0]
+        added[name] = commands.add_parser(name, help=summary, description=summary)
+        command.add_arguments(added[name])
+        added[name].set_defaults(run=command.run, command=name)
+    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+        parser.error(f"there is no command {argv[0]!r}{did_you_mean(argv[0], _COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and "native" in arguments:
+        arguments.native = unknown
+    elif unknown:
+        flags = [flag for flag in added[arguments.command]._option_string_actions if flag.startswith("--")]
+        word = unknown[0].partition("=")[0]
+        hint = did_you_mean(word, flags) if word.startswith("-") else "; one CONFIG is enough"
+        added[arguments.command].error(f"{word!r} is not known{hint}")
+    return arguments
+
+
+def _describe_version() -> str:
+    """Our version, and those of the distributions of Mooncake that are installed."""
+    try:
+        own = importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        own = "(not installed: run from its folder)"
+    wheels = ", ".join(f"{wheel} {version}" for wheel, version in find_wheels().items())
+    return f"kvstore {own}; {wheels or 'no Mooncake'}"
+
+
+@contextlib.contextmanager
+def _announce_slow_stop() -> Iterator[None]:
+    """Say "stopping ..." where a command takes long to leave its pool after Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # Ctrl-C is ignored here, or somebody else's
+        return
+
+    def on_interrupt(_: int, __: FrameType | None) -> None:
+        announcement = threading.Timer(_SILENT_SECONDS, print, ["kvstore: stopping ..."], {"file": sys.stderr})
+        announcement.daemon = True
+        announcement.start()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

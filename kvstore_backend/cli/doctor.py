@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -12,13 +13,20 @@ from pathlib import Path
 import httpx
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.cli import checks
+from kvstore_backend.cli import ascend, checks
 from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
-from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
+from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import try_pool
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
-from kvstore_backend.integrations.mindie import is_server_config, read_server
+from kvstore_backend.config import (
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    describe_override,
+    read_config,
+)
+from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -44,20 +52,26 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # its warnings are findings here
     findings = list(diagnose(arguments))
     usable = all(finding.level != "fail" for finding in findings)
+    is_tried = any(finding.subject == "trial" for finding in findings)
     if arguments.json:
-        print_json({"usable": usable, "findings": findings})
+        print_json({"usable": usable, "tried": is_tried, "findings": findings})
     else:
         print_findings(findings)
-        print("the pool can be used" if usable else "the pool cannot be used as configured")
+        print(_conclude(usable, is_tried, arguments))
     return 0 if usable else 1
+
+
+def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
+    """The last line for people: no more than was tried."""
+    if arguments.cards is not None and arguments.config is None:
+        return f"{'such a pool can be built' if usable else 'no such pool can be built'}; only sizes were computed"
+    if usable and is_tried:
+        return "the pool can be used"
+    return "the pool cannot be used as configured"
 
 
 def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
     """All findings, in the order in which they should be put right."""
-    if arguments.cards is not None:
-        yield from hccl_sizing(arguments.cards, arguments.memory_factor)
-        if arguments.config is None:
-            return
     kv_bytes = None
     if arguments.model is not None:
         try:
@@ -66,13 +80,21 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
             yield fail("model", str(exc), "give --model the folder of a checkpoint")
             return
         yield ok("model", f"{format_bytes(1000 * kv_bytes)} of KV per 1000 tokens")
-    if arguments.config is not None and is_server_config(arguments.config):
-        findings = list(_diagnose_mindie(Path(arguments.config), arguments))
+    if arguments.config is None and arguments.cards is not None:
+        yield from _size_links(arguments.cards, arguments.memory_factor, kv_bytes)
+        return
+    is_mindie = arguments.config is not None and is_server_config(arguments.config)
+    if is_mindie:
+        findings = list(_diagnose_mindie(Path(arguments.config), arguments, kv_bytes))
         yield from findings
         if any(finding.level == "fail" for finding in findings):
             return
+    elif arguments.cards is not None:
+        yield from _size_links(arguments.cards, arguments.memory_factor, kv_bytes)
+    # MindIE's server reads its files alone.
+    environ: dict[str, str] | None = {} if is_mindie else None
     try:
-        config = read_config(arguments.config)
+        config = read_config(arguments.config, environ=environ)
     except ConfigError as exc:
         yield fail("configuration", str(exc))
         return
@@ -80,11 +102,13 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield fail("configuration", "it says that there is no pool", 'say "backend": "mooncake" in kvPoolConfig')
         return
     yield ok("configuration", _describe_config(config))
+    if overridden := describe_override(arguments.config, environ=environ):
+        yield warn("configuration", overridden, "set the variable for every process here that joins the pool")
     if isinstance(config.fast, FileSettings):
         yield from checks.check_folder(config.fast)
     match config.store:
         case MooncakeSettings():
-            yield from _diagnose_mooncake(config, config.store, kv_bytes, arguments.master_metrics)
+            yield from _diagnose_mooncake(config, config.store, kv_bytes, arguments.master_metrics, is_mindie)
         case FileSettings():
             yield from _diagnose_file(config, config.store, kv_bytes)
         case MemorySettings():
@@ -92,32 +116,46 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
             yield from try_pool(config)
 
 
-def _diagnose_mindie(path: Path, arguments: argparse.Namespace) -> Iterator[Finding]:
+def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
+    """The memory that the links of a pool's cards take, and the context that this costs."""
+    findings = hccl_sizing(cards, memory_factor)
+    yield from findings
+    if all(finding.level != "fail" for finding in findings):
+        yield from context_cost(cards, kv_bytes, cards_per_model)
+
+
+def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | None) -> Iterator[Finding]:
     """Mistakes that MindIE's server would find in its ``config.json``, and the memory that its cards' links take."""
-    try:
-        server = read_server(path)
-    except ConfigError as exc:
-        yield fail("MindIE", str(exc))
+    mistakes = list(find_mistakes(path))
+    yield from (fail("MindIE", each.text) if each.is_fatal else warn("MindIE", each.text) for each in mistakes)
+    if any(mistake.is_fatal for mistake in mistakes):
+        yield from ascend.check_machine(needs_buffers=True)
         return
+    server = read_server(path)
     if server.pool is None:
         return
     yield ok("MindIE", f"its server would take {path}: the prefix cache is on in every model")
+    if kv_bytes is None and server.model is not None:
+        with contextlib.suppress(ConfigError):  # the weights need not be on this machine
+            kv_bytes = kv_bytes_per_token(server.model)
     if arguments.cards is None and server.cards:
         yield warn(
             "cards",
             f"this server has {server.cards}; every card of the pool is linked to every other",
             "give --cards the number of all servers of the pool together",
         )
-        yield from hccl_sizing(server.cards, arguments.memory_factor)
+    if cards := arguments.cards if arguments.cards is not None else server.cards:
+        yield from _size_links(cards, arguments.memory_factor, kv_bytes, server.cards_per_model)
 
 
 def _diagnose_mooncake(
-    config: PoolConfig, settings: MooncakeSettings, kv_bytes: int | None, metrics: str | None
+    config: PoolConfig, settings: MooncakeSettings, kv_bytes: int | None, metrics: str | None, is_mindie: bool
 ) -> Iterator[Finding]:
     found_master, address = checks.check_master(settings)
     findings = [
         *checks.check_library(),
         *checks.check_protocol(settings),
+        *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
         *found_master,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
+from kvstore_backend.config import parse_switch
 from kvstore_backend.stores.mooncake import INSTALL
 
 __all__ = ["add_arguments", "build_command", "run"]
@@ -26,33 +28,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_addresses(parser.add_argument)
     _add_behaviour(parser.add_argument)
     parser.add_argument("--print", action="store_true", help="only print what would be started")
+    parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
+    parser.set_defaults(native=[], own_flags=sorted(parser._option_string_actions))
 
 
 def _add_addresses(add: Callable[..., object]) -> None:
     add(
         "--host",
+        "--rpc_address",
         default="127.0.0.1",
         help="where to listen (default %(default)s); others reach 0.0.0.0, so only on a network you trust",
     )
-    add("--port", type=int, default=15001, help="for clients (default %(default)s)")
+    add("--port", "--rpc_port", type=int, default=15001, help="for clients (default %(default)s)")
     add(
         "--metadata-port",
+        "--http_metadata_server_port",
         type=int,
         default=15002,
         help="for the metadata server (default %(default)s); 0: none, clients use P2PHANDSHAKE",
     )
-    add("--metrics-port", type=int, default=15003, help="for metrics and health (default %(default)s)")
+    add(
+        "--enable_http_metadata_server",
+        type=parse_switch,
+        nargs="?",
+        const=True,
+        default=True,
+        metavar="BOOL",
+        help="false: the same as --metadata-port 0",
+    )
+    add(
+        "--metrics-port", "--metrics_port", type=int, default=15003, help="for metrics and health (default %(default)s)"
+    )
 
 
 def _add_behaviour(add: Callable[..., object]) -> None:
     add(
         "--lease",
+        "--default_kv_lease_ttl",
         default="10s",
         metavar="TIME",
         help="how long a block that was looked up is kept from eviction (default %(default)s)",
     )
     add(
         "--eviction-watermark",
+        "--eviction_high_watermark_ratio",
         type=float,
         default=0.9,
         metavar="SHARE",
@@ -60,6 +79,7 @@ def _add_behaviour(add: Callable[..., object]) -> None:
     )
     add(
         "--eviction-ratio",
+        "--eviction_ratio",
         type=float,
         default=0.05,
         metavar="SHARE",
@@ -67,16 +87,29 @@ def _add_behaviour(add: Callable[..., object]) -> None:
     )
     add(
         "--rpc-threads",
+        "--rpc_thread_num",
         type=int,
         default=max(4, min(16, os.cpu_count() or 4)),
         metavar="N",
         help="threads for clients (default %(default)s)",
     )
-    add("--tenants", metavar="FILE", help="keep tenants apart, with the quotas in this file (default: one tenant)")
+    add(
+        "--tenants",
+        "--tenant_quota_connector_uri",
+        metavar="FILE",
+        help="keep tenants apart, with the quotas in this file (default: one tenant)",
+    )
     add("--ssd", action="store_true", help="let clients keep on SSD what memory has no room for")
-    add("--etcd", metavar="HOST:PORT[;HOST:PORT]", help="one of several masters, the leader elected through etcd")
+    add(
+        "--etcd",
+        "--etcd_endpoints",
+        type=lambda text: text.replace("http://", ""),
+        metavar="HOST:PORT[;HOST:PORT]",
+        help="one of several masters, the leader elected through etcd",
+    )
     add(
         "--cluster-id",
+        "--cluster_id",
         default="mooncake_cluster",
         help="which masters belong together, with --etcd (default %(default)s)",
     )
@@ -89,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         PoolUnavailable: the program is missing or a port is taken.
         ConfigError: a flag's value cannot be used.
     """
+    if not arguments.enable_http_metadata_server:
+        arguments.metadata_port = 0
     command = build_command(arguments)
     if not arguments.print:
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
@@ -137,6 +172,8 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         flags["enable_ha"] = "true"
         flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
         flags["cluster_id"] = arguments.cluster_id
+    if arguments.native:
+        flags |= parse_native_flags(arguments.native, list_native_flags(program), arguments.own_flags)
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -171,6 +208,8 @@ def _client_lines(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"export MOONCAKE_METADATA_SERVER=http://{host}:{arguments.metadata_port}/metadata"
     else:
         yield "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
+    if arguments.host.startswith("127.") and any("server_host" in word for word in arguments.native):
+        yield "# clients on other machines need --host 0.0.0.0, mooncake_master's own default, on a network you trust"
     yield f"# health: curl http://{host}:{arguments.metrics_port}/health"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.cli.report import Finding, fail, ok
+from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
 
-__all__ = ["hccl_sizing", "kv_bytes_per_token"]
+__all__ = ["context_cost", "hccl_sizing", "kv_bytes_per_token"]
 
 # MindIE's figures for pools whose cards are linked by HCCL.
 _MB_PER_LINK = 4
@@ -57,7 +57,6 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
         return [fail(subject, f"{cards} cards make no pool", "give --cards the number of cards or dies in the pool")]
     if not _MAX_HUNDREDTHS / 100 < memory_factor <= 1:
         return [fail(subject, f"{memory_factor:g} is no memory factor that could be lowered", "give one such as 0.92")]
-    links = cards - 1
     if cards > _MAX_LINKS:
         return [
             fail(
@@ -66,8 +65,9 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
                 f"split them: at most {_MAX_LINKS} cards a pool",
             )
         ]
+    links = cards - 1
     mb = links * _MB_PER_LINK
-    hundredths = math.ceil(mb / _MB_PER_HUNDREDTH)
+    hundredths = _count_hundredths(cards)
     lowered = memory_factor - hundredths / 100
     most = memory_factor - _MAX_HUNDREDTHS / 100
     return [
@@ -80,3 +80,31 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
             else f"{memory_factor:.2f} may stay; {most:.2f} if cards may be added later (up to {_MAX_LINKS})",
         ),
     ]
+
+
+def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> list[Finding]:
+    """How much shorter a context fits once the memory factor is lowered for the links of ``cards``.
+
+    Args:
+        cards: in the pool, no more than it can link.
+        kv_bytes: of one token of the model; None: not known.
+        cards_per_model: cards that may share one sequence's KV.
+    """
+    hundredths = _count_hundredths(cards)
+    if not hundredths:
+        return []
+    mb = hundredths * _MB_PER_HUNDREDTH
+    text = f"the lower factor leaves {mb} MB less for KV on every card, so a shorter context fits"
+    remedy = "keep maxSeqLen and the number of sequences within what is left"
+    if kv_bytes is None:
+        return [warn("context", text, f"{remedy}; --model FOLDER tells how many tokens less")]
+    tokens = mb * 10**6 // kv_bytes
+    text += f": about {tokens} tokens less at {format_bytes(kv_bytes)} of KV a token, if one card holds all of it"
+    if cards_per_model > 1:
+        text += f", and up to {tokens * cards_per_model} if the model's {cards_per_model} cards share it"
+    return [warn("context", text, remedy)]
+
+
+def _count_hundredths(cards: int) -> int:
+    """By how many hundredths the memory factor must be lowered for the links of so many cards."""
+    return math.ceil((cards - 1) * _MB_PER_LINK / _MB_PER_HUNDREDTH)

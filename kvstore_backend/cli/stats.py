@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import checks
-from kvstore_backend.cli.admin import find_admin
+from kvstore_backend.cli.admin import MasterAdmin, find_admin, find_clients_gone
 from kvstore_backend.cli.report import format_bytes, print_json, print_table
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
 from kvstore_backend.namespace import parse_key
@@ -25,13 +25,19 @@ __all__ = ["add_arguments", "run"]
 
 @dataclass
 class _PoolFigures:
-    """Figures of a pool; None: cannot be known."""
+    """Figures of a pool; None: cannot be known.
+
+    Attributes:
+        clients: that give memory and are there; the master knows no others.
+        clients_gone: that the master still counts, as it does for ten seconds after one has left or crashed.
+    """
 
     backend: str
     keys: int | None = None
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     clients: int | None = None
+    clients_gone: int | None = None
     evicted_keys: int | None = None
     refused_writes: int | None = None
     reads: int | None = None
@@ -100,22 +106,36 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
     try:
         metrics = admin.fetch_metrics()
         names = Counter(_namespace_of(key) for key in admin.list_keys())
+        clients, gone = _count_clients(admin, settings, int(metrics["master_active_clients"]))
         return _PoolFigures(
             "mooncake",
-            int(metrics["master_key_count"]),
-            int(metrics["master_allocated_bytes"]),
-            int(metrics["master_total_capacity_bytes"]),
-            int(metrics["master_active_clients"]),
-            int(metrics["master_evicted_key_count"]),
-            int(metrics["master_put_start_alloc_failures_total"]),
-            int(metrics["total_get_nums_"]),
-            int(metrics["valid_get_nums_"]),
-            dict(names.most_common()),
+            keys=int(metrics["master_key_count"]),
+            used_bytes=int(metrics["master_allocated_bytes"]),
+            capacity_bytes=int(metrics["master_total_capacity_bytes"]),
+            clients=clients,
+            clients_gone=gone,
+            evicted_keys=int(metrics["master_evicted_key_count"]),
+            refused_writes=int(metrics["master_put_start_alloc_failures_total"]),
+            reads=int(metrics["total_get_nums_"]),
+            reads_found=int(metrics["valid_get_nums_"]),
+            keys_by_namespace=dict(names.most_common()),
         )
     except (httpx.HTTPError, ValueError) as exc:
         raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
     except KeyError as exc:
         raise PoolUnavailable(f"the master's metrics at {admin.address} lack {exc}: another version?") from exc
+
+
+def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) -> tuple[int, int | None]:
+    """Clients that are there, and that are gone; all that are ``active`` where the master tells no more."""
+    try:
+        segments = admin.list_segments()
+    except (httpx.HTTPError, ValueError):
+        return active, None
+    listed = {segment.client for segment in segments}
+    gone = find_clients_gone(segments, settings.metadata_server)
+    # One that took its leave is no longer listed.
+    return len(listed - gone), len(gone) + max(0, active - len(listed))
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
@@ -181,7 +201,7 @@ def _print_figures(figures: _PoolFigures) -> None:
     if figures.backend == "mooncake":
         reads, found = figures.reads or 0, figures.reads_found or 0
         rows += [
-            ("clients", figures.clients),
+            ("clients", f"{figures.clients}{f', {figures.clients_gone} just gone' if figures.clients_gone else ''}"),
             ("evicted keys", figures.evicted_keys),
             ("writes without room", figures.refused_writes),
             ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})"),

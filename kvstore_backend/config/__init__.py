@@ -3,7 +3,8 @@
 settings.py      the settings of each store and of the pool, field by field: variable, parser, default
 values.py        parsers of values: sizes, addresses, switches, folders; and defaults that depend on the machine
 dialects.py      other engines' files and our URLs, translated to our names
-sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins
+sources.py       load_config, read_config: explicit values, URL, JSON file, environment, default: the first one wins,
+                 but for MOONCAKE_PROTOCOL, which comes before a file
 environment.py   variables that are no pool's setting: other engines', and those that Mooncake's library reads
 checkpoints.py   a model's name at a hub -> the folder of its download
 rdma.py          the RDMA devices of this machine
@@ -11,30 +12,45 @@ hints.py         "did you mean ...?"
 """
 
 from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
+from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
+    ascend_buffer_pool,
     fastdeploy_plugins,
+    library_folders,
     named_model,
+    named_protocol,
+    named_rdma_devices,
     set_native_cluster,
     set_native_defaults,
 )
+from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
 from kvstore_backend.config.settings import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
-from kvstore_backend.config.sources import load_config, read_config
-from kvstore_backend.config.values import parse_size
+from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
+from kvstore_backend.config.values import parse_size, parse_switch
 
 __all__ = [
     "FileSettings",
     "MemorySettings",
     "MooncakeSettings",
     "PoolConfig",
+    "ascend_buffer_pool",
+    "describe_override",
+    "did_you_mean",
     "fastdeploy_plugins",
     "find_checkpoint",
     "has_active_port",
     "is_hub_name",
+    "library_folders",
     "list_rdma_devices",
     "load_config",
     "named_model",
+    "named_protocol",
+    "named_rdma_devices",
+    "names_protocol",
+    "parse_mindie_pool",
     "parse_size",
+    "parse_switch",
     "read_config",
     "set_native_cluster",
     "set_native_defaults",

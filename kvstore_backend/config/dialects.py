@@ -3,7 +3,8 @@
 - FastDeploy's JSON: the names of our settings are its own.
 - Mooncake's JSON, as vLLM, SGLang, LMCache and MindIE have it: ``master_server_address``, ``device_name``; a size of
   ``"1GB"`` means 2**30 bytes there.
-- MindIE's server configuration, whose ``kvPoolConfig`` names such a file, or nothing: then the pool is off.
+- MindIE's server configuration, whose ``kvPoolConfig`` (an object, or JSON in a string) names such a file, or nothing:
+  then the pool is off.
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
   etcd), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
@@ -24,7 +25,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.hints import did_you_mean
 
-__all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "read_file", "read_url"]
+__all__ = ["FOREIGN_KEYS", "NATIVE_NAMES", "ParsedConfig", "is_url", "parse_mindie_pool", "read_file", "read_url"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,18 +130,35 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
     )
 
 
-def _read_mindie_pool(pool: object, where: str, folder: Path) -> ParsedConfig:
-    """The pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
-    if not isinstance(pool, dict):
+def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
+    """The members of MindIE's ``kvPoolConfig``: an object, or the same as JSON in a string; an empty string has none.
+
+    Raises:
+        ConfigError: it is neither, or has a member that MindIE does not know.
+    """
+    if isinstance(pool, str):
+        try:
+            members = json.loads(pool, object_pairs_hook=_refuse_duplicates) if pool.strip() else {}
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(f"{where} is {pool!r}, which is not JSON in a string: {exc}") from None
+    else:
+        members = pool
+    if not isinstance(members, dict):
         raise ConfigError(f"{where} is {pool!r}; it must be an object with the keys {', '.join(_MINDIE_KEYS)}")
-    for name in pool:
+    for name in members:
         if name not in _MINDIE_KEYS:
             raise ConfigError(f'unknown key "{name}" in {where}{did_you_mean(name, _MINDIE_KEYS)}')
+    if not isinstance(members.get("configPath", ""), str):
+        raise ConfigError(f'{where} says "configPath": {members["configPath"]!r}; it must be the path of a file')
+    return members
+
+
+def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
+    """The pool of MindIE's ``kvPoolConfig``, and of the file that it names."""
+    pool = parse_mindie_pool(value, where)
     backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
     if backend not in ("", *_SCHEMES.values()):
         raise ConfigError(f'{where} says "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
-    if not isinstance(config_path, str):
-        raise ConfigError(f'{where} says "configPath": {config_path!r}; it must be the path of a file')
     values: dict[str, object] = {}
     places: dict[str, str] = {}
     if backend and config_path:

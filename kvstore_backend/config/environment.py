@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from kvstore_backend.config.settings import MooncakeSettings
+from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
-__all__ = ["fastdeploy_plugins", "named_model", "set_native_cluster", "set_native_defaults"]
+__all__ = [
+    "ascend_buffer_pool",
+    "fastdeploy_plugins",
+    "library_folders",
+    "named_model",
+    "named_protocol",
+    "named_rdma_devices",
+    "set_native_cluster",
+    "set_native_defaults",
+]
 
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
 # call otherwise. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times otherwise, each as long as the time-out.
@@ -23,6 +33,29 @@ def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
 def named_model(environ: Mapping[str, str] | None = None) -> str:
     """The checkpoint's folder by ``KVSTORE_MODEL``, for processes of engines that are not told it; empty: not set."""
     return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
+
+
+def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
+    """``ASCEND_BUFFER_POOL``, the buffers that Mooncake's transfers on Ascend cards go through; empty: not set."""
+    return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
+
+
+def library_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """The folders of ``LD_LIBRARY_PATH``, in which the loader looks for shared libraries first."""
+    named = (os.environ if environ is None else environ).get("LD_LIBRARY_PATH", "")
+    return [Path(folder) for folder in named.split(":") if folder]
+
+
+def named_protocol(environ: Mapping[str, str] | None = None) -> str:
+    """The protocol by ``MOONCAKE_PROTOCOL``, which comes before a file's; empty: not set."""
+    return (os.environ if environ is None else environ).get("MOONCAKE_PROTOCOL", "").strip().lower()
+
+
+def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | None = None) -> str:
+    """The RDMA devices for what goes past the pool: the pool's, or where it has none by ``MOONCAKE_RDMA_DEVICES``."""
+    if pool is not None and isinstance(pool.store, MooncakeSettings):
+        return pool.store.rdma_devices
+    return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()
 
 
 def set_native_defaults() -> None:

@@ -1,19 +1,24 @@
 """Every source of configuration -> one ``PoolConfig``.
 
 A value is taken from the first of these that has it: explicit values, a URL, a JSON file, the environment, a default.
+With one exception: ``MOONCAKE_PROTOCOL`` comes before the ``protocol`` of a file. One file serves a whole cluster, and
+whether there is RDMA is a matter of the machine.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.dialects import NATIVE_NAMES, ParsedConfig, is_url, read_file, read_url
+from kvstore_backend.config.environment import named_protocol
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.settings import (
     STORE_SETTINGS,
@@ -23,8 +28,11 @@ from kvstore_backend.config.settings import (
     PoolConfig,
     StoreSettings,
 )
+from kvstore_backend.config.values import MissingDeviceError
 
-__all__ = ["load_config", "read_config"]
+__all__ = ["describe_override", "load_config", "names_protocol", "read_config"]
+
+logger = logging.getLogger(__name__)
 
 # As near as a typo, and nearer to ours than any other variable that Mooncake or its users define, but for one.
 _NEAR = 0.85
@@ -35,10 +43,11 @@ _OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metad
 
 
 class _Source(NamedTuple):
-    """Values by field name, and how to tell an operator where one of them stands."""
+    """Values by field name, how to tell an operator where one of them stands, and whether that is a file."""
 
     values: Mapping[str, object]
     place: Callable[[str], str]
+    is_file: bool = False
 
 
 def load_config(
@@ -66,12 +75,18 @@ def load_config(
         raise ConfigError(f"storage backend {backend!r} is not known{did_you_mean(backend, STORE_SETTINGS)}")
     environ = os.environ if environ is None else environ
     names = [*_field_names(kind), *_OPTIONS]
+    file = _file_source(kind, names, config_path, environ, is_named=parsed_url is None)
+    environment = _environment_source(kind, environ)
+    overriding = _overriding_source(file, environment)
     sources = [
         _explicit_source(names, explicit or {}),
         *([_parsed_source(names, parsed_url)] if parsed_url else []),
-        _file_source(kind, names, config_path, environ, is_named=parsed_url is None),
-        _environment_source(kind, environ),
+        overriding,
+        file,
+        environment,
     ]
+    if _first_source(sources, "protocol") is overriding and (sentence := _describe_override(file, environ)):
+        _log_once(sentence)
     options = {
         name: _parse_value(option, source)
         for name, option in _OPTIONS.items()
@@ -104,6 +119,42 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
         "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
         "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
     )
+
+
+def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
+    """What ``MOONCAKE_PROTOCOL`` changes of the file that ``read_config`` would read; empty: nothing."""
+    environ = os.environ if environ is None else environ
+    path = source if source is not None else _file_of_environment(environ)[0]
+    if path is None or is_url(str(path)):
+        return ""
+    parsed = read_file(path)
+    return _describe_override(_Source(parsed.values, parsed.places.__getitem__, is_file=True), environ)
+
+
+def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment says which protocol the pool has, by its variable or in the file that it names."""
+    environ = os.environ if environ is None else environ
+    path, named_by = _file_of_environment(environ)
+    return bool(named_protocol(environ)) or (path is not None and "protocol" in read_file(path, named_by).values)
+
+
+def _overriding_source(file: _Source, environment: _Source) -> _Source:
+    """The one value of the environment that comes before a file's."""
+    both = {"protocol"} & file.values.keys() & environment.values.keys()
+    return _Source({name: environment.values[name] for name in both}, environment.place)
+
+
+def _describe_override(file: _Source, environ: Mapping[str, str]) -> str:
+    """A sentence on a protocol that a file says and ``MOONCAKE_PROTOCOL`` says otherwise."""
+    written, named = file.values.get("protocol"), named_protocol(environ)
+    if written is None or not named or str(written).strip().lower() == named:
+        return ""
+    return f"MOONCAKE_PROTOCOL={named} comes before {file.place('protocol')}, which says {written}"
+
+
+@cache
+def _log_once(sentence: str) -> None:
+    logger.warning("%s", sentence)
 
 
 def _fill_settings(kind: type[StoreSettings], sources: Sequence[_Source]) -> StoreSettings:
@@ -163,7 +214,7 @@ def _file_source(
         return _Source({}, str)  # it is Mooncake's variable, first of all
     if not parsed.backend:
         raise ConfigError(f'there is to be no pool ("backend": ""{parsed.where}), but {kind.backend} is asked for')
-    return _parsed_source(names, parsed)
+    return _parsed_source(names, parsed)._replace(is_file=True)
 
 
 def _file_of_environment(environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -198,7 +249,10 @@ def _parse_value(setting: Field[Any], source: _Source) -> Any:
     try:
         return parse(value)
     except ValueError as exc:
-        raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}") from None
+        # The variable is another remedy only where it would be heard.
+        is_overridable = isinstance(exc, MissingDeviceError) and source.is_file
+        remedy = ", or set MOONCAKE_PROTOCOL=tcp, which comes before the file" if is_overridable else ""
+        raise ConfigError(f"{source.place(setting.name)} is {value!r}; {exc}{remedy}") from None
 
 
 def _parse_store_url(value: object) -> MemorySettings | FileSettings:

@@ -20,6 +20,7 @@ from kvstore_backend.config.rdma import list_rdma_devices
 __all__ = [
     "ETCD_SCHEME",
     "SHARED_MEMORY",
+    "MissingDeviceError",
     "default_folder",
     "default_metadata_server",
     "default_protocol",
@@ -47,6 +48,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGN
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
+
+
+class MissingDeviceError(ValueError):
+    """A protocol needs devices that this machine lacks."""
 
 
 def parse_size(value: object) -> int:
@@ -121,12 +126,17 @@ def parse_metadata_server(value: object) -> str:
 
 
 def parse_protocol(value: object) -> str:
-    """A protocol that this machine has the devices for."""
+    """A protocol that this machine has the devices for.
+
+    Raises:
+        MissingDeviceError: it has none for RDMA.
+        ValueError: this is no protocol.
+    """
     if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma", "ascend"):
         raise ValueError("it must be tcp or rdma, or ascend where Mooncake was built for it")
     protocol = value.strip().lower()
     if protocol == "rdma" and not list_rdma_devices():
-        raise ValueError("this machine has no RDMA device: say tcp, or leave it out")
+        raise MissingDeviceError("this machine has no RDMA device: say tcp, or leave it out")
     return protocol
 
 

@@ -5,7 +5,7 @@ it, and each model must run with the prefix cache plugin, on which pooling stand
 
     {"BackendConfig": {
         "npuDeviceIds": [[0, 1, 2, 3]],
-        "kvPoolConfig": {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": false},
+        "kvPoolConfig": {"backend": "mooncake", "configPath": "/path/mooncake.json", "asyncWrite": false},
         "ModelDeployConfig": {"ModelConfig": [{"plugin_params": "{\\"plugin_type\\":\\"prefix_cache\\"}"}]}}}
 
 Its server would tell of a mistake only after its weights are loaded, so this is for finding it before. The rules are
@@ -19,33 +19,50 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_backend.backend import ConfigError, StorageBackend
-from kvstore_backend.config import MooncakeSettings, PoolConfig, load_config, read_config
+from kvstore_backend.config import PoolConfig, load_config, parse_mindie_pool, read_config
 from kvstore_backend.pool import open_backend
 
-__all__ = ["MindieServer", "is_server_config", "read_server"]
+__all__ = ["MindieServer", "Mistake", "find_mistakes", "is_server_config", "read_server"]
 
 _PLUGIN = "prefix_cache"
-_PROTOCOL = "ascend"
+_BACKEND = "mooncake"
 # MindIE wants these in the pool's file, and has no defaults for them.
-_REQUIRED_KEYS = ("local_hostname", "metadata_server", "master_server_address")
+_REQUIRED_KEYS = ("local_hostname", "master_server_address")
+# And these as they stand.
+_REQUIRED_VALUES: dict[str, object] = {
+    "metadata_server": "P2PHANDSHAKE",
+    "protocol": "ascend",
+    "use_ascend_direct": True,
+}
+
+
+class Mistake(NamedTuple):
+    """One sentence on what is wrong, and whether it keeps the server from its pool."""
+
+    text: str
+    is_fatal: bool = True
 
 
 @dataclass(frozen=True)
 class MindieServer:
-    """A server's pool and cards, by its configuration.
+    """A server's pool, cards and model, by its configuration.
 
     Attributes:
         path: the server's ``config.json``.
         pool: the pool it joins; None: pooling is off.
         cards: cards that this server's instances use, 0 where it does not say. All servers of a pool are linked.
+        model: the folder of the first model's weights; None where it does not say.
+        cards_per_model: cards over which that model is spread, its ``worldSize``.
     """
 
     path: Path
     pool: PoolConfig | None
     cards: int
+    model: Path | None = None
+    cards_per_model: int = 1
 
     def open_pool(self, protocol: str = "") -> StorageBackend:
         """Open the pool, as the file says, or by another ``protocol``: where there are no Ascend cards, ``tcp``.
@@ -77,35 +94,71 @@ def read_server(path: str | Path) -> MindieServer:
         ConfigError: MindIE's server would not start with it, or would start without its pool: one sentence.
     """
     path = Path(path)
+    if fatal := next((mistake for mistake in find_mistakes(path) if mistake.is_fatal), None):
+        raise ConfigError(fatal.text)
+    backend = _load_backend(path)
+    has_pool = parse_mindie_pool(backend.get("kvPoolConfig") or {}, "").get("backend")
+    pool = read_config(path, environ={}) if has_pool else None
+    model = next(_list_models(backend), {})
+    weights, world_size = model.get("modelWeightPath"), model.get("worldSize")
+    return MindieServer(
+        path,
+        pool,
+        sum(map(len, backend.get("npuDeviceIds", []))),
+        Path(weights) if isinstance(weights, str) and weights else None,
+        world_size if isinstance(world_size, int) and world_size > 0 else 1,
+    )
+
+
+def find_mistakes(path: str | Path) -> Iterator[Mistake]:
+    """All that is wrong with a server's ``config.json`` and the file that it names, as far as they tell."""
+    path = Path(path)
+    try:
+        backend = _load_backend(path)
+        where = f'"BackendConfig.kvPoolConfig" in {path}'
+        pool = parse_mindie_pool(backend.get("kvPoolConfig") or {}, where)
+    except ConfigError as exc:
+        yield Mistake(str(exc))
+        return
+    yield from _check_cards(backend, path)
+    if not pool.get("backend", ""):
+        return
+    yield from _check_models(backend, path)
+    if pool["backend"] != _BACKEND:
+        yield Mistake(
+            f'{where} says "backend": {pool["backend"]!r}; it must be {_BACKEND}, the only one that MindIE has, '
+            'or "" for no pool'
+        )
+        return
+    yield from _check_pool(pool, where, path)
+
+
+def _load_backend(path: Path) -> dict[str, Any]:
+    """``BackendConfig``, whose rules for a pool's file are otherwise those of every dialect."""
     if not is_server_config(path):
         raise ConfigError(f'{path} is no configuration of a MindIE server: that is JSON with a "BackendConfig"')
-    backend: dict[str, Any] = json.loads(path.read_bytes())["BackendConfig"]
+    backend = json.loads(path.read_bytes())["BackendConfig"]
     if not isinstance(backend, dict):
         raise ConfigError(f'"BackendConfig" in {path} is {backend!r}; it must be an object')
-    # Its rules for kvPoolConfig and the pool's file are those of every dialect.
-    pool = read_config(path, environ={}) if backend.get("kvPoolConfig") else None
-    if pool is not None:
-        _check_models(backend, path)
-        if isinstance(pool.store, MooncakeSettings):
-            _check_mooncake(pool.store, path.parent / backend["kvPoolConfig"]["configPath"])
-    return MindieServer(path, pool, _count_cards(backend, path))
+    return backend
 
 
-def _check_models(backend: dict[str, Any], path: Path) -> None:
+def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
     """Pooling is a second tier of the prefix cache, so every model must have that."""
     models = list(_list_models(backend))
     if not models:
-        raise ConfigError(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
+        yield Mistake(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
     for i, model in enumerate(models):
         where = f'"plugin_params" of ModelConfig[{i}] in {path}'
         text = model.get("plugin_params")
         try:
             params = json.loads(text) if isinstance(text, str) else None
         except ValueError as exc:
-            raise ConfigError(f"{where} is not JSON in a string: {exc}") from exc
+            yield Mistake(f"{where} is not JSON in a string: {exc}")
+            continue
         kinds = str(params.get("plugin_type", "")).split(",") if isinstance(params, dict) else []
         if _PLUGIN not in [kind.strip() for kind in kinds]:
-            raise ConfigError(
+            yield Mistake(
                 f"{where} is {text!r}; a pool needs the prefix cache: "
                 'say "{\\"plugin_type\\":\\"prefix_cache\\"}", beside other plugins with a comma'
             )
@@ -119,18 +172,43 @@ def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield model
 
 
-def _check_mooncake(settings: MooncakeSettings, file: Path) -> None:
-    values = json.loads(file.read_bytes())
+def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistake]:
+    """Where the pool's file is, what every dialect wants of it, and what MindIE wants besides."""
+    config_path = pool.get("configPath", "")
+    if config_path and not Path(config_path).is_absolute():
+        whole = str((path.parent / config_path).absolute())
+        yield Mistake(
+            f'{where} says "configPath": {config_path!r}, which MindIE looks for from the folder that its server is '
+            f"started in, and this command beside the configuration: say {whole!r}",
+            is_fatal=False,
+        )
+    try:
+        values = json.loads((path.parent / config_path).read_bytes()) if config_path else None
+    except (OSError, ValueError, RecursionError):
+        values = None  # told below, in the words of every dialect
+    own = list(_check_values(values, path.parent / config_path)) if isinstance(values, dict) else []
+    yield from own
+    if not own:
+        try:
+            read_config(path, environ={})
+        except ConfigError as exc:
+            yield Mistake(str(exc))
+
+
+def _check_values(values: dict[str, Any], file: Path) -> Iterator[Mistake]:
     for name in _REQUIRED_KEYS:
         if not str(values.get(name, "")).strip():
-            raise ConfigError(f'"{name}" is not in {file}, and MindIE has no default for it')
-    if settings.protocol != _PROTOCOL:
-        raise ConfigError(f'"protocol" in {file} is {settings.protocol!r}; MindIE takes {_PROTOCOL!r} only')
+            yield Mistake(f'"{name}" is not in {file}, and MindIE has no default for it')
+    for name, required in _REQUIRED_VALUES.items():
+        wanted = f"say {json.dumps(name)}: {json.dumps(required)}"
+        if name not in values:
+            yield Mistake(f'"{name}" is not in {file}, and MindIE needs it: {wanted}')
+        elif values[name] != required or type(values[name]) is not type(required):
+            yield Mistake(f'"{name}" in {file} is {values[name]!r}; MindIE takes {required!r} only: {wanted}')
 
 
-def _count_cards(backend: dict[str, Any], path: Path) -> int:
-    """Cards of all instances: ``npuDeviceIds`` has a list of ids for each."""
+def _check_cards(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
+    """``npuDeviceIds`` has a list of card ids for each instance."""
     listed = backend.get("npuDeviceIds", [])
     if not isinstance(listed, list) or not all(isinstance(ids, list) for ids in listed):
-        raise ConfigError(f'"npuDeviceIds" in {path} is {listed!r}; it must be a list of card ids for each instance')
-    return sum(map(len, listed))
+        yield Mistake(f'"npuDeviceIds" in {path} is {listed!r}; it must be a list of card ids for each instance')

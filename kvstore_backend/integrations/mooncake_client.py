@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Span, Status, Value
-from kvstore_backend.config import load_config
+from kvstore_backend.config import load_config, names_protocol
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, open_pool
 
@@ -86,7 +86,8 @@ class PooledClient:
                 "metadata_server": metadata_server,
                 "global_segment_size": global_segment_size,
                 "local_buffer_size": local_buffer_size,
-                "protocol": protocol,
+                # What an engine read from the environment or its file we read there ourselves: by one rule for all.
+                "protocol": None if names_protocol() else protocol,
                 "rdma_devices": rdma_devices,
                 "master_server_addr": master_server_addr,
                 "enable_ssd_offload": enable_ssd_offload,

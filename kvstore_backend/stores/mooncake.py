@@ -42,7 +42,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine)"
+INSTALL = (
+    "pip install mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine, "
+    "on Ascend: mooncake-transfer-engine-npu)"
+)
 """The remedy where Mooncake is missing."""
 
 _NOT_FOUND = -704

@@ -1,6 +1,6 @@
-"""Auth: the API keys of clients, and the token of those who may change the router's instances.
+"""Auth: the API keys of clients, the token of operators, and one for instances that only register.
 
-Both are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so
+All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so
 that neither a look-up's time nor a dump of memory says anything about them.
 """
 
@@ -23,7 +23,7 @@ _SCHEME = b"bearer "
 
 
 class Auth:
-    """Knows the clients' keys and the admin token, as the settings' files had them at start."""
+    """Knows the clients' keys, the admin token and the registration token, as the settings' files had them at start."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
@@ -35,15 +35,13 @@ class Auth:
         if settings.api_keys_file:
             keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
             self._clients = {self._hash_secret(key.encode()): name for name, key in keys.items()}
-        self._admin: bytes | None = None
-        if settings.admin_token_file:
-            token = read_token(Path(settings.admin_token_file), "server.admin-token-file")
-            self._admin = self._hash_secret(token.encode())
-        elif not _is_loopback(settings.host):
+        self._admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
+        self._registration = self._read_token(settings.register_token_file, "server.register-token-file")
+        if self._admin is None and not _is_loopback(settings.host):
+            mischief = "register an instance and read what is sent to it" if self._registration is None else \
+                "drain its instances and see where they are"  # fmt: skip
             _log.warning(
-                "whoever reaches %s can register an instance and read what is sent to it; "
-                "set --admin-token-file, or --host 127.0.0.1",
-                settings.host,
+                "whoever reaches %s can %s; set --admin-token-file, or --host 127.0.0.1", settings.host, mischief
             )
 
     def __repr__(self) -> str:
@@ -85,6 +83,28 @@ class Auth:
             raise Refused(ApiError(401, message, "missing_admin_token"))
         if not secrets.compare_digest(self._hash_secret(sent), self._admin):
             raise Refused(ApiError(401, "the token sent is not the router's admin token", "invalid_admin_token"))
+
+    def check_registration(self, headers: Headers) -> None:
+        """Let pass who may register an instance: who holds the admin token, or the one for instances if there is one.
+
+        Raises:
+            Refused: 401: neither was sent.
+        """
+        if self._registration is None:
+            self.check_admin(headers)
+            return
+        sent = _find_bearer_token(headers)
+        if sent is None:
+            message = "this takes the router's registration token; send it as 'Authorization: Bearer TOKEN'"
+            raise Refused(ApiError(401, message, "missing_register_token"))
+        digest = self._hash_secret(sent)
+        if not any(token and secrets.compare_digest(digest, token) for token in (self._registration, self._admin)):
+            message = "the token sent is neither the router's registration token nor its admin token"
+            raise Refused(ApiError(401, message, "invalid_register_token"))
+
+    def _read_token(self, path: str, setting: str) -> bytes | None:
+        """The hash of the token in a file; None where no file is named."""
+        return self._hash_secret(read_token(Path(path), setting).encode()) if path else None
 
     def _hash_secret(self, secret: bytes) -> bytes:
         return hashlib.blake2b(secret, key=self._salt, digest_size=32).digest()

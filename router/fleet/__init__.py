@@ -7,11 +7,13 @@ registry.py       Registry: all instances by host:port
 pairing.py        which prefill and decode instance may pair, and the addresses that each is given
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
+admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
 register_file.py  instances that are listed in a file instead of registering themselves
 snapshot.py       Snapshot: instances and prefixes for the next start
 tasks.py          Tasks: background work that nobody awaits
 """
 
+from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
 from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair
@@ -23,6 +25,7 @@ from router.fleet.snapshot import Snapshot
 from router.fleet.tasks import Tasks
 
 __all__ = [
+    "ORDERS",
     "STATES",
     "HealthMonitor",
     "Instance",
@@ -36,6 +39,7 @@ __all__ = [
     "Tasks",
     "add_listed_instances",
     "can_decode_for",
+    "clear_prefix_caches",
     "disaggregate_info",
     "may_pair",
 ]

@@ -100,6 +100,7 @@ class HealthMonitor:
         except NoRoom as exc:
             _log.error("%s was not probed: %s", instance.key, exc)
         except UpstreamError as exc:
+            _log.debug("%s failed its probe: %s", instance.key, exc)
             threshold = self._settings.health_failure_threshold
             instance.record_failed_probe(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
         else:

@@ -8,9 +8,9 @@ Its life::
                                                                                               │
     forgotten ◄──its heartbeat stopped; or it never had one, and stays unhealthy as long──────┘
 
-Only healthy instances that are neither paused (by their own account) nor draining (by the operator's order) are
-chosen; those whose circuit breaker is open, only if no other can be. One that comes back from being unhealthy is taken
-for restarted: its cache is taken for empty, and it gets its share of requests little by little.
+Only healthy instances that are neither paused (by their own account, or the operator's order) nor draining (by the
+operator's order) are chosen; those whose circuit breaker is open, only if no other can be. One that comes back from
+being unhealthy is taken for restarted: its cache is taken for empty, and it gets its share little by little.
 
 All times are seconds of one monotonic clock, ``time.monotonic`` where nobody injects another.
 """
@@ -69,7 +69,10 @@ class Instance:
         self.breaker = Breaker()
         self.healthy = proven
         self.trouble = "" if proven else "it has not answered a probe yet"
-        self.draining = False
+        self.draining = self.paused = False
+        """Whether the operator lets it take nothing new: for good, or for the time being."""
+        self.share = 1.0
+        """The part of its share of requests that the operator lets it have."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
         self.last_registered = self.last_healthy = now
         self._registry = registry
@@ -89,18 +92,18 @@ class Instance:
             return "unhealthy"
         if self.draining:
             return "draining"
-        return "paused" if self.registration.is_paused else "healthy"
+        return "paused" if self.paused or self.registration.is_paused else "healthy"
 
     @property
     def is_available(self) -> bool:
         """Whether it may be chosen."""
-        return self.healthy and not self.draining and not self.registration.is_paused
+        return self.healthy and not self.draining and not self.paused and not self.registration.is_paused
 
     def weight(self, now: float) -> float:
-        """The part of its share of requests that it should get: less than 1 for a while after it came back."""
+        """The part of its share of requests that it should get: less than ``share`` for a while after it came back."""
         if now >= self._warm_at:
-            return 1.0
-        return max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
+            return self.share
+        return self.share * max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
 
     def is_silent(self, now: float, expiry: float) -> bool:
         """Whether it is gone: a permanent one never is.
@@ -128,6 +131,20 @@ class Instance:
         if self.draining != draining:
             _log.info("%s instance %s %s", self.role.value, self.key, "drains" if draining else "takes requests again")
             self.draining = draining
+            self._registry.bump_generation()
+
+    def set_pause(self, paused: bool) -> None:
+        """Take no new requests for the time being, or take them again; the requests it runs are not touched."""
+        if self.paused != paused:
+            _log.info("%s instance %s is %s", self.role.value, self.key, "paused" if paused else "paused no more")
+            self.paused = paused
+            self._registry.bump_generation()
+
+    def set_share(self, share: float) -> None:
+        """Take this part of its share of requests; with 0, only those that no other instance can take."""
+        if self.share != share:
+            _log.info("%s instance %s has weight %g", self.role.value, self.key, share)
+            self.share = share
             self._registry.bump_generation()
 
     def record_success(self, now: float) -> None:

@@ -60,7 +60,9 @@ class Registry:
         instance = self._instances.get(registration.key)
         if instance is None:
             _log.info("%s instance %s registered", registration.role.value, registration.key)
+            _log.debug("it says of itself: %s", dict(registration.fields))
             return self._add_instance(Instance(registration, self, now, proven=True))
+        _log.debug("%s instance %s registered again: %s", registration.role.value, registration.key, instance)
         instance.renew_registration(registration, now)
         return instance
 

@@ -121,6 +121,8 @@ class Snapshot:
                 registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
             )
         known.set_draining(entry["draining"])
+        known.set_pause(entry["paused"])
+        known.set_share(entry["weight"])
 
     def _restore_policy(self, role: str, state: dict[str, Any]) -> None:
         policy = self._policies.get(Role(role))
@@ -142,6 +144,8 @@ class Snapshot:
                     "has_heartbeat": instance.has_heartbeat,
                     "permanent": instance.permanent,
                     "draining": instance.draining,
+                    "paused": instance.paused,
+                    "weight": instance.share,
                 }
                 for instance in self._registry
             ],
@@ -193,7 +197,8 @@ class Snapshot:
             age = self._clock() - document["written_at"]
             splitwise = document["splitwise"]
             document["instances"] = [
-                (Registration.from_fields(entry["registration"]), _read_flags(entry)) for entry in document["instances"]
+                (Registration.from_fields(entry["registration"]), _read_orders(entry))
+                for entry in document["instances"]
             ]
             document["policies"] = {
                 Role(role).value: {"policy": state["policy"], "data": base64.b64decode(state["data"], validate=True)}
@@ -208,5 +213,10 @@ class Snapshot:
         return document
 
 
-def _read_flags(entry: dict[str, Any]) -> dict[str, bool]:
-    return {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
+def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
+    """The flags and the weight of an instance; files of earlier versions have no pause and no weight."""
+    flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
+    weight = float(entry.get("weight", 1.0))
+    if not 0 <= weight <= 1:
+        raise ValueError(f"it is damaged: a weight is {weight}")
+    return {**flags, "paused": bool(entry.get("paused", False)), "weight": weight}

@@ -7,7 +7,9 @@ pool.py         the connections to all instances
 errors.py       why an exchange with an instance failed
 api_error.py    the errors that a client gets, in OpenAI's form
 message.py      the parts of a message: address, headers, head
+replies.py      responses of the control plane: JSON, and errors in that form
 body.py         a request's body: parsed once, extended without being serialised again
+request_id.py   the id that a client gives its request in a header
 usage.py        token figures, read from a response without parsing it
 """
 
@@ -26,13 +28,26 @@ from router.http.body import (
 )
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
 from router.http.exchange import Exchange
-from router.http.message import HOP_BY_HOP, Address, Headers, PreparedHead, Response, end_to_end, prepare_head
+from router.http.message import (
+    HOP_BY_HOP,
+    NOT_PASSED_BACK,
+    Address,
+    Headers,
+    PreparedHead,
+    Response,
+    end_to_end,
+    prepare_head,
+)
 from router.http.pool import ConnectionPool
-from router.http.server import ClientRequest, RouterProtocol
+from router.http.replies import error_reply, json_reply, refusal_reply
+from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
+from router.http.server import ClientRequest, RouterProtocol, is_normal_path
 from router.http.usage import Usage, read_usage
 
 __all__ = [
     "HOP_BY_HOP",
+    "MAX_ID_CHARACTERS",
+    "NOT_PASSED_BACK",
     "Address",
     "ApiError",
     "BadBody",
@@ -52,14 +67,21 @@ __all__ = [
     "TimedOut",
     "UpstreamError",
     "Usage",
+    "echo_request_id",
     "encode_member",
+    "encode_request_id",
     "end_to_end",
+    "error_reply",
     "estimate_tokens",
+    "find_request_id",
     "hide_escapes",
+    "is_normal_path",
+    "json_reply",
     "parse_inference",
     "parse_object",
     "prepare_head",
     "read_usage",
+    "refusal_reply",
     "show_escapes",
     "splice",
     "whole_number",

@@ -11,15 +11,11 @@ import orjson
 
 __all__ = ["ApiError", "Refused"]
 
+# Of other statuses: those below 500 are the client's mistake.
 _TYPES = {
-    400: "invalid_request_error",
-    401: "invalid_request_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
+    403: "permission_error",
+    408: "timeout",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     502: "upstream_error",
     503: "service_unavailable",
     504: "timeout",
@@ -36,7 +32,7 @@ class ApiError(NamedTuple):
 
     def body(self) -> bytes:
         """The JSON body of the answer."""
-        kind = _TYPES.get(self.status, "internal_error")
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "internal_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -22,6 +22,9 @@ __all__ = [
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
 # Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
 _BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
+# Everything to a space, but the ends of lines, which keep the numbers of those that follow.
+_BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
+_COMMA = 0x2C
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
 # More sequences than any engine makes of one request; a client's number must not size a list here.
@@ -122,20 +125,32 @@ def show_escapes(data: bytes) -> bytes:
 
 
 def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
-    """The body with members set; all other members keep every byte, and their order.
+    """The body with members set; all other members keep every byte, and their place.
 
-    Members of the same name that the client sent are taken out, so that no reader can prefer them.
+    The new members stand behind them, so that a place in the body that an instance finds fault with is the same in the
+    client's. Members of the same name that the client sent are blanked, so that no reader can prefer them.
 
     Args:
         added: by name, each as ``encode_member`` made it.
     """
-    data = body.data
-    new = b",".join(added.values())
-    if added.keys().isdisjoint(body.members):
-        opening = data.index(b"{") + 1
-        return b"".join((data[:opening], new, b"," if body.members else b"", data[opening:]))
-    kept = [data[start:end] for key, start, end in _members(data) if key not in added]
-    return b"{" + b",".join([new, *kept]) + b"}"
+    data, has_members = body.data, bool(body.members)
+    if not added.keys().isdisjoint(body.members):
+        data, has_members = _blank_members(data, added)
+    end = data.rindex(b"}")
+    return b"".join((data[:end], b"," if has_members else b"", b",".join(added.values()), data[end:]))
+
+
+def _blank_members(data: bytes, names: Container[str]) -> tuple[bytes, bool]:
+    """``data`` with spaces in place of the members of these names; whether others are left."""
+    blanked, is_any_left = bytearray(data), False
+    for key, start, end in _members(data):
+        if key not in names:
+            is_any_left = True
+            continue
+        # The comma before it goes with it; or, where nothing is left before it, the one behind it.
+        first, last = (start - 1, end) if is_any_left else (start, end + (data[end] == _COMMA))
+        blanked[first:last] = data[first:last].translate(_BLANK)
+    return bytes(blanked), is_any_left
 
 
 def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
@@ -160,8 +175,16 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:
     # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python read them.
+    # ``error`` may be about one of these, and the mistake stand behind it.
     try:
         return json.loads(data.decode())
+    except UnicodeDecodeError as exc:
+        line = data.count(b"\n", 0, exc.start) + 1
+        column = exc.start - data.rfind(b"\n", 0, exc.start)
+        where = f"line {line} byte {column} (byte {exc.start}) is 0x{data[exc.start]:02x}"
+        raise BadBody(f"the body is not valid JSON: it is not UTF-8: {where}") from None
+    except json.JSONDecodeError as exc:
+        raise BadBody(f"the body is not valid JSON: {exc}") from None
     except (ValueError, RecursionError):
         raise BadBody(f"the body is not valid JSON: {error}") from None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["HOP_BY_HOP", "Address", "Headers", "PreparedHead", "Response", "end_to_end", "prepare_head"]
+__all__ = [
+    *("HOP_BY_HOP", "NOT_PASSED_BACK", "Address", "Headers", "PreparedHead", "Response", "end_to_end", "prepare_head"),
+]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -17,6 +19,10 @@ HOP_BY_HOP = frozenset(
     )
 )
 """Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
+
+NOT_PASSED_BACK = HOP_BY_HOP | {b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id"}
+"""Names of headers of an instance's response that no client gets: those that would lead it past the router, and one
+that the router writes itself."""
 
 
 class Address(NamedTuple):

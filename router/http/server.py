@@ -19,8 +19,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.api_error import ApiError, Refused
 from router.http.message import Headers
+from router.http.request_id import echo_request_id
 
-__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "path_of"]
+__all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "path_of"]
 
 
 # A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
@@ -47,7 +48,7 @@ class DataPlane(Protocol):
     async def serve(self, request: ClientRequest) -> None:
         """Answer a request whose body has been read."""
 
-    def on_refused(self, method: str, path: str, error: ApiError) -> None:
+    def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
 
 
@@ -248,8 +249,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
-                message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
-                self._refuse_request(ApiError(431, message, "head_too_large"))
+                self._refuse_request(self._head_too_large())
             if self._is_reading:
                 self._last_read = self.loop.time()
                 if self._reading is None:
@@ -298,6 +298,8 @@ class RouterProtocol(HttpToolsProtocol):
         if not self.url.startswith((b"/", b"*")):
             self.url = _origin_form(self.url)
         path = path_of(self.url)
+        if path[-1] == "/" or "//" in path or "/." in path or "#" in path:
+            path = self._normalize_target()
         if not self._data_plane.takes(path):
             super().on_headers_complete()
             return
@@ -382,6 +384,18 @@ class RouterProtocol(HttpToolsProtocol):
             if isinstance(request, ClientRequest):
                 request.on_client_gone()
 
+    def _normalize_target(self) -> str:
+        """Drop a slash at the path's end, and a fragment; return the path, "" where the control plane is to refuse it.
+
+        Otherwise an instance might take it for another path than the router, or redirect the client to itself.
+        """
+        target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
+        if path_of(target)[1:].endswith("/"):
+            target = target[:-1] if target.endswith(b"/") else target[: -len(b"%2F")]
+        self.url = target + question_mark + query
+        path = path_of(target)
+        return path if is_normal_path(path) else ""
+
     def _decline_upgrade(self, rest: bytes) -> None:
         """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
 
@@ -402,13 +416,21 @@ class RouterProtocol(HttpToolsProtocol):
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
             error = refused.error
-            self._data_plane.on_refused(request.method, request.path, error)
-            headers = [(b"content-type", b"application/json"), *refused.headers]
+            echo = echo_request_id(request.headers)
+            self._data_plane.on_refused(request.method, request.path, error, echo[0][1].decode() if echo else "")
+            headers = [(b"content-type", b"application/json"), *refused.headers, *echo]
             request.send_response(error.status, headers, error.body())
 
     def _has_its_turn(self, request: Any) -> bool:
         """Whether the request that is being read does not wait for the answer to another one before it."""
         return not self.pipeline or self.pipeline[0][0] is not request
+
+    def _head_too_large(self) -> ApiError:
+        if len(self.url) < HEAD_BYTES // 2:
+            message = f"the head is larger than the {HEAD_BYTES} bytes this router takes"
+            return ApiError(431, message, "head_too_large")
+        message = f"the path and its query are longer than the {HEAD_BYTES} bytes this router takes"
+        return ApiError(414, message, "target_too_long")
 
     def _too_large(self) -> ApiError:
         limit = self._data_plane.max_body_bytes
@@ -450,6 +472,11 @@ def path_of(target: bytes) -> str:
     """The path in a request's target, without query and escapes."""
     path = target.partition(b"?")[0].decode("latin-1")
     return urllib.parse.unquote(path) if "%" in path else path
+
+
+def is_normal_path(path: str) -> bool:
+    """Whether no segment of the path is empty, ``.`` or ``..``, so that all servers take it for the same."""
+    return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 
 def _origin_form(target: bytes) -> bytes:

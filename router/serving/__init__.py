@@ -6,13 +6,14 @@ retry.py        the instances it may still try, and the pause before the next at
 response.py     the response to its client
 attempt.py      one try at one instance or one pair
 resume.py       segments of a preempted request merged into one response
+trace.py        the way of each request in the log, at level debug
 selection.py    the instance or the pair that serves a request
 aborts.py       requests that nobody waits for, stopped at their engines
 """
 
-from router.serving.aborts import ABORT_PATH, Aborter
+from router.serving.aborts import ABORT_PATH, Aborter, list_unknown_ids
 from router.serving.proxy import Proxy
 from router.serving.request import Services
 from router.serving.selection import Selector
 
-__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services"]
+__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services", "list_unknown_ids"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ import orjson
 from router.fleet import Instance, Tasks
 from router.http import ConnectionPool, UpstreamError
 
-__all__ = ["AbortOutcome", "Aborter"]
+__all__ = ["ABORT_PATH", "AbortOutcome", "Aborter", "list_unknown_ids"]
 
 _log = logging.getLogger("router.serving.aborts")
 
 ABORT_PATH = "/v1/abort_requests"
 ABORT_SECONDS = 5.0
+
+_PREFIX, _NUMBER = re.compile("^(chatcmpl|cmpl)-"), re.compile(r"_\d+$")
 
 
 class AbortOutcome(NamedTuple):
@@ -47,6 +50,7 @@ class Aborter:
     def abort_soon(self, instance: Instance, engine_ids: Sequence[str]) -> None:
         """Abort requests at one instance, in the background; a failure is logged and otherwise ignored."""
         self._count(instance.key)
+        _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:
@@ -84,6 +88,20 @@ class Aborter:
         except orjson.JSONDecodeError:
             value = None
         return value if isinstance(value, dict) else {}
+
+
+def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
+    """Those of ``asked`` that mean none of the requests that instances say they ``aborted``.
+
+    An instance says ``chatcmpl-<id>_0``, or an object with that as its ``request_id``; a client may write less of it.
+    """
+    known: set[Any] = set()
+    for entry in aborted:
+        name = entry.get("request_id") if isinstance(entry, dict) else entry
+        if isinstance(name, str):
+            for form in (name, _NUMBER.sub("", name)):
+                known |= {form, _PREFIX.sub("", form)}
+    return [each for each in asked if not (isinstance(each, str) and known & {each, _PREFIX.sub("", each)})]
 
 
 def _entries(found: dict[str, Any], name: str) -> list[Any]:

@@ -22,7 +22,7 @@ from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 
-__all__ = ["Attempt", "EngineIds", "Leg", "LegFailed"]
+__all__ = ["REDIRECTIONS", "Attempt", "EngineIds", "Leg", "LegFailed"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -34,6 +34,8 @@ PD_ERROR = "PD Error"
 SILENCE_SECONDS = 30.0
 # Prefill's last bytes may come after decode's when the response is short; after this long it is aborted.
 PREFILL_GRACE_SECONDS = 5.0
+# Of these statuses, a client would follow the Location. 300, 304 and 305 are answers.
+REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
@@ -324,5 +326,7 @@ async def _read_refusal(leg: Leg) -> LegFailed:
 def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     response = Response(leg.exchange.status, leg.exchange.headers, body)
     message = f"{leg.instance.key} answered with {response.status}"
+    if response.status in REDIRECTIONS:
+        message += ", a redirection, which the router neither follows nor passes on"
     in_hand_over = response.status >= 500 and _PD_ERROR in body
     return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)

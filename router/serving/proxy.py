@@ -37,9 +37,14 @@ class Proxy:
     def __repr__(self) -> str:
         return f"<Proxy {len(self._live)} requests>"
 
+    @property
+    def num_requests(self) -> int:
+        """How many requests live: those that are served, and those that wait in line."""
+        return len(self._live)
+
     def takes(self, path: str) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
-        return path.startswith("/v1/") and path not in _NOT_TAKEN
+        return path.startswith("/v1/") and path not in _NOT_TAKEN and not path.startswith("/v1/models/")
 
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
@@ -58,9 +63,9 @@ class Proxy:
         finally:
             self._live.discard(serving)
 
-    def on_refused(self, method: str, path: str, error: ApiError) -> None:
+    def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""
-        record = RequestRecord(method, path, time.time(), status=error.status, error=error.code)
+        record = RequestRecord(method, path, time.time(), request_id=request_id, status=error.status, error=error.code)
         self._services.audit.add_record(record)
 
     def stop(self) -> None:
@@ -80,9 +85,19 @@ class Proxy:
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)
 
-    def abort(self, asked: Collection[str] | None) -> list[str]:
-        """Try the requests that clients know by these ids, or all, no more; answer the ids that engines know now."""
-        return [known for serving in self._live for known in serving.abort(asked)]
+    def abort(self, asked: Collection[str] | None) -> tuple[set[str], list[str]]:
+        """Try the requests that clients know by these ids, or all, no more.
+
+        Returns:
+            The ids of those asked that mean a request here, and all ids by which engines know these requests now.
+        """
+        found: set[str] = set()
+        engine_ids: list[str] = []
+        for serving in self._live:
+            meant, known = serving.abort(asked)
+            found.update(meant)
+            engine_ids += known
+        return found, engine_ids
 
     def _end_older(self, error: ApiError, started_before: float) -> None:
         for serving in [serving for serving in self._live if serving.started <= started_before]:

@@ -15,6 +15,8 @@ from router.access import Admission, Auth
 from router.fleet import HealthMonitor, Instance, PairInfo, Role
 from router.http import (
     HOP_BY_HOP,
+    MAX_ID_CHARACTERS,
+    NOT_PASSED_BACK,
     ApiError,
     BadBody,
     ClientRequest,
@@ -26,9 +28,12 @@ from router.http import (
     Refused,
     UpstreamError,
     Usage,
+    echo_request_id,
     encode_member,
+    encode_request_id,
     end_to_end,
     estimate_tokens,
+    find_request_id,
     parse_inference,
     prepare_head,
     read_usage,
@@ -36,11 +41,12 @@ from router.http import (
 )
 from router.policies import Decision, Outcome, RequestFeatures, request_features
 from router.serving.aborts import Aborter
-from router.serving.attempt import Attempt, EngineIds, Leg, LegFailed
+from router.serving.attempt import REDIRECTIONS, Attempt, EngineIds, Leg, LegFailed
 from router.serving.response import ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
+from router.serving.trace import log_attempt_end, log_choice, log_request_end
 from router.settings import RouterSettings
 from router.telemetry import AttemptRecord, Audit, RequestRecord, RouterMetrics
 
@@ -50,15 +56,14 @@ _log = logging.getLogger("router.serving.request")
 
 # A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
 MAX_ATTEMPTS = 6
-# Longer ids are not taken: they are kept in memory, and sent back in a header.
-MAX_ID_CHARACTERS = 256
 DETOKENIZE_SECONDS = 5.0
 
 # Engines name a request's sequences <prefix><request_id>_<number>.
 _ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding"}  # the router reads their responses
+# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 _JSON = [(b"content-type", b"application/json")]
 _NO_FEATURES = RequestFeatures(0)
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
@@ -77,6 +82,8 @@ class Services(NamedTuple):
     aborter: Aborter
     metrics: RouterMetrics
     audit: Audit
+    is_debugging: bool
+    """Whether the log shows each request's way; looked up once, at start."""
 
 
 class ServingRequest:
@@ -95,6 +102,7 @@ class ServingRequest:
         "_response",
         "_retries",
         "_selection",
+        "_sent_id",
         "_services",
         "_started_unix",
         "_trace_id",
@@ -121,7 +129,7 @@ class ServingRequest:
         self._request = request
         self._response = ClientResponse(request)
         self._services = services
-        self._trace_id = ""
+        self._trace_id = self._sent_id = ""
         self._features = _NO_FEATURES
         self._selection: Selection | None = None
         self._retries = Retries()
@@ -143,7 +151,7 @@ class ServingRequest:
             self._read_request()
             await self._answer_client()
         except Refused as refused:
-            response.send_rejection(refused, self._own_headers())
+            response.send_rejection(refused, echo_request_id(self._request.headers))
         except RequestEnded as ended:
             self._end_with(ended.error)
         except NoRoom as exc:
@@ -172,16 +180,22 @@ class ServingRequest:
                 self._queueing.cancel()
             self._request.unblock_sending()
 
-    def abort(self, asked: Collection[str] | None) -> Sequence[str]:
-        """If one of these ids, or all (None), means this request: try it no more, and answer its engines' ids."""
+    def abort(self, asked: Collection[str] | None) -> tuple[Collection[str], Sequence[str]]:
+        """If one of these ids, or all (None), means this request, try it no more.
+
+        Returns:
+            The ids of those asked that mean it, and its engines' ids.
+        """
         if self.body is None or self.attempt is None:
-            return ()
+            return (), ()
+        meant: Collection[str] = ()
         if asked is not None:
             sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, self.body.choices)
-            if {self.request_id, sent.whole, *sent.list_ids()}.isdisjoint(asked):
-                return ()
+            meant = {self.request_id, sent.whole, *sent.list_ids()}.intersection(asked)
+            if not meant:
+                return (), ()
         self._is_aborted = True
-        return self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
+        return meant, self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
 
     async def _wait_in_line(self, client: str) -> None:
         """Wait until it is this request's turn.
@@ -219,7 +233,12 @@ class ServingRequest:
         for name, value in request.headers:
             if name == b"traceparent":
                 self._trace_id = value[3:35].decode("latin-1")
+        try:
+            self._sent_id = self.request_id = find_request_id(request.headers)
+        except BadBody as exc:
+            raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         if request.path not in _ID_PREFIXES:
+            self.request_id = self._sent_id or _make_request_id()
             self._features = RequestFeatures(estimate_tokens(request.body))
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
@@ -234,7 +253,7 @@ class ServingRequest:
                 message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
                 raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
             self._features = request_features(body.members, body.prompt_tokens, request.headers)
-            self.request_id = body.request_id or _make_request_id()
+            self.request_id = body.request_id or self._sent_id or _make_request_id()
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
         self._head = prepare_head(request.method, request.target, headers)
 
@@ -374,6 +393,8 @@ class ServingRequest:
                 self._response.expect_segments(self.body)
         data, engine_ids = self._next_body(pair_info)
         self._selection = selection
+        if services.is_debugging:
+            log_choice(self.request_id, self._num_attempts, selection, self._features.prompt_tokens)
         self.attempt = Attempt(
             self._make_leg(answering, data, selection.decisions[-1].work),
             self._make_leg(prefill, data, selection.decisions[0].work) if prefill else None,
@@ -423,13 +444,18 @@ class ServingRequest:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
         decisions = self._selection.decisions if self._selection else ()
         self._records.append(AttemptRecord(decisions, how))
+        if self._services.is_debugging:
+            log_attempt_end(self.request_id, len(self._records), self.attempt, how)
 
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
         response, role = failure.response, failure.instance.role
+        if response is not None and response.status in REDIRECTIONS:
+            raise RequestEnded(ApiError(502, str(failure), "instance_redirects"))
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
         if response is not None and is_own and not self._request.response_started:
-            self._response.send(response.status, end_to_end(response.headers), response.body, self._own_headers())
+            headers = end_to_end(response.headers, NOT_PASSED_BACK)
+            self._response.send(response.status, headers, response.body, self._own_headers())
         else:
             message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))
@@ -448,6 +474,7 @@ class ServingRequest:
         if self.request_id:
             # A client's own id may hold any printable character.
             headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
+            headers.append(encode_request_id(self._sent_id or self.request_id))
         selection = self._selection
         if selection is not None:
             decision = selection.decisions[0]
@@ -480,6 +507,8 @@ class ServingRequest:
         if self._selection is not None and self.attempt is not None and self.body is not None:
             self._record_serving(record, self._selection, self.attempt)
         self._services.audit.add_record(record)
+        if self._services.is_debugging:
+            log_request_end(record)
 
     def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
         """Note who served a completion, and the engine's figures of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from router.http import (
+    NOT_PASSED_BACK,
     ApiError,
     ClientRequest,
     Headers,
@@ -20,7 +21,7 @@ from router.serving.resume import ResponseMerger, StreamMerger
 __all__ = ["CLIENT_LEFT", "ClientResponse", "RequestEnded"]
 
 CLIENT_LEFT = 499
-"""The status that is recorded where the client left before it had one."""
+"""The status that is recorded where the client left before it had the whole response."""
 
 # A response that is no event stream is held up to here until it is whole, so that a leg dying half-way can be made
 # good; one that may have to be continued by another attempt, up to there. Other responses are relayed as they come.
@@ -113,7 +114,7 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        self.send(exchange.status, end_to_end(exchange.headers), body, own_headers)
+        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
         attempt.finish()
         return True
 
@@ -139,7 +140,7 @@ class ClientResponse:
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         if not request.response_started:
             self.status, self.first_byte_at = exchange.status, time.perf_counter()
-            request.start_response(exchange.status, end_to_end(exchange.headers) + own_headers)
+            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
         data, held = first, b""
         while True:
             is_end = exchange.is_taken
@@ -192,6 +193,7 @@ class ClientResponse:
         if request.response_complete:
             return
         if error is None:
+            self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
             self.send(error.status, _JSON, error.body(), own_headers)

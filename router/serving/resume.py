@@ -133,7 +133,6 @@ class StreamMerger:
     @property
     def complete(self) -> bool:
         """Whether the preempted segment had already generated as many tokens as were asked for."""
-        self._fold_events()
         is_exact = not self._blind and self._body.choices == 1
         return is_exact and _count_remaining(self._body.members, len(self._shown)) == 0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+from asyncio import sleep
 
 from router.policies import RequestFeatures
 from router.serving.attempt import LegFailed
@@ -57,4 +57,4 @@ class Retries:
             self._excluded.add(key)
         self._failures += 1
         if self._failures > 1:
-            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
+            await sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))

@@ -131,9 +131,18 @@ class Selector:
         """The instances that may be chosen; then the same with those that had better not be, as a last resort."""
         available = self._list_available(excluded)
         admitted = [i for i in available if i.breaker.admits(now)]
-        yield [i for i in admitted if i.weight(now) >= 1.0 or self._chance() < i.weight(now)]
+        yield self._apply_weights(admitted, now)
         yield admitted
         yield available
+
+    def _apply_weights(self, instances: Sequence[Instance], now: float) -> list[Instance]:
+        """Each with the probability that is its weight; of a role that leaves none, those with any weight, or all."""
+        chosen = []
+        for role in self._registry.roles:
+            of_role = [(instance, instance.weight(now)) for instance in instances if instance.role is role]
+            drawn = [instance for instance, weight in of_role if weight >= 1.0 or self._chance() < weight]
+            chosen += drawn or [i for i, weight in of_role if weight > 0.0] or [i for i, _ in of_role]
+        return chosen
 
     def _list_available(self, excluded: Collection[str]) -> list[Instance]:
         return [i for i in self._registry if i.is_available and i.key not in excluded]

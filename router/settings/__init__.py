@@ -2,11 +2,13 @@
 
 router_settings.py   RouterSettings: each setting with its default, its key and its bounds
 sources.py           load_settings: reads flags, the YAML file and the environment
+flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
+from router.settings.flags import FlagParser
 from router.settings.hints import suggest_name
 from router.settings.router_settings import RouterSettings, SettingsError
 from router.settings.secret_file import read_keys, read_token
@@ -14,6 +16,7 @@ from router.settings.sources import load_settings
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
+    "FlagParser",
     "RouterSettings",
     "SettingsError",
     "YamlFileError",

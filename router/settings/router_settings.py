@@ -145,6 +145,12 @@ class RouterSettings:
         "file with the token that /register, /registered and /admin ask for, as 'Authorization: Bearer TOKEN'; "
         "FastDeploy's instances send none: list them in a register file then; no file leaves all of these open",
     )
+    register_token_file: str = _declare(
+        "",
+        "server.register-token-file",
+        "file with a token that /register and /decode_instances take beside the admin's, so that instances need not "
+        "hold that one",
+    )
 
     without_effect: tuple[str, ...] = ()
     """One sentence for each setting that was given and means nothing here."""

@@ -1,19 +1,18 @@
 """load_settings: reads an operator's settings from flags, the YAML file and the environment, in this order of rank.
 
 An environment variable is ``KVROUTER__`` and the field's name in capitals, with two underscores because Kubernetes
-itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``.
+itself sets ``KVROUTER_PORT`` beside a service named ``kvrouter``. FastDeploy's ``FD_DEBUG=1`` sets the log's level.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from router.settings.flags import FlagParser
 from router.settings.hints import suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
@@ -59,32 +58,15 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     return RouterSettings(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one sentence that names the nearest flag."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            raise SettingsError(f"{flag} is not a flag of the router{suggest_name(flag, self._option_string_actions)}")
-        return known
-
-
-def _make_parser() -> _Parser:
-    parser = _Parser(
+def _make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m router.launch",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",
         description="Sends each OpenAI request to an inference instance, or to a prefill and a decode instance.",
         epilog="Instances register themselves: start them with --router HOST:PORT. "
         f"Each setting may also stand in the YAML file under the key in brackets, or in the environment as "
         f"{_ENV_PREFIX}NAME; a flag wins over the file, and the file over the environment.",
-        allow_abbrev=False,
     )
-    version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
-    parser.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
     parser.add_argument("--config-path", metavar="FILE", help="YAML file, as of FastDeploy's Go router")
     for field in SETTINGS:
         flag = "--" + field.name.replace("_", "-")
@@ -112,8 +94,9 @@ def _normalize_flag(arg: str) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    # FastDeploy's own switch: shows what a person debugging wants, in whatever process it is set.
+    values: dict[str, Any] = {"log_level": "debug"} if environ.get("FD_DEBUG") in ("1", "true", "True") else {}
     names = {_ENV_PREFIX + field.name.upper(): field for field in SETTINGS}
-    values = {}
     for name in sorted(environ):
         if name.startswith(_ENV_PREFIX):
             if name not in names:

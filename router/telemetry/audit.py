@@ -64,7 +64,7 @@ class RequestRecord:
     trace_id: str = ""
     """Of the W3C trace context it came with."""
     status: int = 499
-    """As the client got it; 499 if the client left before."""
+    """As the client got it; 499 if the client left before it had all of the response."""
     error: str = ""
     """The code of the error that ended it; ``""`` if none did."""
     mixed: str = ""

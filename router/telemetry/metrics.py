@@ -100,7 +100,7 @@ class RouterMetrics(Collector):
         self._preemptions[instance] = self._preemptions.get(instance, 0) + 1
 
     def _count_responses(self, records: Sequence[RequestRecord]) -> None:
-        """Count by endpoint; the status is 499 where the client left before the response."""
+        """Count by endpoint; the status is 499 where the client left before the response's end."""
         for record in records:
             endpoint = record.path if record.path in _ENDPOINTS else "other"
             key = (record.method, endpoint, record.status)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer, stalls
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -233,6 +235,79 @@ def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, 
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
 
 
+@pytest.mark.parametrize("name", ["a", "Qwen/Qwen3-0.6B", "a/"])
+def test_a_model_is_shown_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
+    instance = stand_in()
+    instance.models = ("a", "Qwen/Qwen3-0.6B")
+    router = make_router(instance)
+    response = router.client.get(f"/v1/models/{name}")
+    assert (response.status_code, response.json()) == (200, {"id": name.rstrip("/"), "object": "model"})
+    assert not instance.received
+
+
+def test_a_model_that_nobody_serves_is_a_404_that_names_those_served(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    response = make_router(stand_in()).client.get("/v1/models/other")
+    assert (response.status_code, error_of(response)) == (404, ("invalid_request_error", "model_not_found"))
+    assert "'other'; served are: m" in response.json()["error"]["message"]
+
+
+def error_of(response: httpx.Response) -> tuple[str, str]:
+    """Type and code of an error in OpenAI's form."""
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error["type"], error["code"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/m", 405, "method_not_allowed"),
+        ("GET", "/v1/abort_requests", 405, "method_not_allowed"),
+        ("GET", "/v1/models//m", 404, "unknown_path"),
+        ("GET", "/v1", 404, "unknown_path"),
+        ("GET", "/nothing", 404, "unknown_path"),
+        ("PUT", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_every_error_of_the_control_plane_has_openais_form(
+    make_router: MakeRouter, method: str, path: str, status: int, code: str
+) -> None:
+    response = make_router().client.request(method, path)
+    assert (response.status_code, error_of(response)) == (status, ("invalid_request_error", code))
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_a_failure_of_the_router_itself_has_openais_form(
+    make_router: MakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = make_router()
+    monkeypatch.delattr(router.app, "registry")
+    response = router.client.get("/v1/models")
+    assert (response.status_code, error_of(response)) == (500, ("internal_error", "router_error"))
+
+
+def test_head_answers_as_get_does_without_a_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    for path in ("/health", "/v1/models", "/v1/models/m", "/metrics", "/registered", "/registered_number", "/nothing"):
+        head, get = router.client.head(path), router.client.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        assert head.headers["content-type"] == get.headers["content-type"] if get.content else True
+    assert router.client.head("/v1/abort_requests").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_docs_need_no_internet(make_router: MakeRouter, path: str) -> None:
+    client = make_router().client
+    response = client.get(path)
+    assert response.status_code == 200
+    assert "http" not in response.text
+    assert "/openapi.json" in response.text
+    assert "/admin/drain" in client.get("/openapi.json").json()["paths"]
+
+
 @pytest.mark.parametrize("splitwise", [True, False])
 @pytest.mark.parametrize("body", [{"req_ids": ["chatcmpl-1_0"]}, {"abort_all": True}])
 def test_an_abort_reaches_every_instance(
@@ -260,6 +335,21 @@ def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
     }
     assert answer["status"] == "error"
     assert dead.key in answer["errors"][0]
+
+
+def test_an_abort_says_which_ids_nobody_knows(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    says_nothing, says_it = stand_in(), stand_in()
+    says_nothing.abort_answer = {"code": 0, "aborted": ["chatcmpl-a_0", {"request_id": "cmpl-b_5_1"}, 7]}
+    says_it.abort_answer = {"result": {"aborted": [], "not_found": ["a", "b_5", "c"]}}
+    router = make_router(says_nothing, says_it)
+    asked = ["a", "chatcmpl-a", "b_5", "b", "c", "chatcmpl-c_0", 5]
+    answer = router.client.post("/v1/abort_requests", json={"req_ids": asked}).json()
+    assert answer["result"]["not_found"] == ["b", "c", "chatcmpl-c_0", 5]
+
+
+def test_without_instances_every_id_is_unknown(make_router: MakeRouter) -> None:
+    answer = make_router().client.post("/v1/abort_requests", json={"req_ids": ["a"]}).json()
+    assert answer["result"] == {"aborted": [], "not_found": ["a"]}
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"req_ids": []}', b'{"req_ids": "a"}', b"[]", b"x"])
@@ -290,6 +380,20 @@ def test_metrics_count_requests_under_the_go_routers_names(make_router: MakeRout
     assert metric(router, "http_requests_total", **chat, status_code="400") == 1
     assert metric(router, "http_request_duration_seconds_count", **chat) == 2
     assert metric(router, "inference_requests_total", **workers, status_code="200") == 1
+
+
+def test_a_stream_that_its_client_leaves_counts_as_499(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    log = tmp_path / "access.log"
+    router = make_router(stand_in("mixed", stalls("1")), access_log=str(log))
+    with router.stream() as response:
+        assert next(response.iter_raw()) == b"data: 1\n\n"
+    wait_until(lambda: log.read_text(), "the line of the access log")
+    line = json.loads(log.read_text())
+    assert (line["status"], line["error"]) == (499, "client_left")
+    chat = {"method": "POST", "endpoint": "/v1/chat/completions"}
+    assert metric(router, "http_requests_total", **chat, status_code="499") == 1
 
 
 def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -324,7 +428,8 @@ def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
     with ThreadPoolExecutor(2) as clients:
         asked = [clients.submit(router.chat, request_id=f"r{i}") for i in range(2)]
         wait_until(lambda: other.running == 2, "both requests")
-        router.client.post("/v1/abort_requests", json={"req_ids": ["chatcmpl-r0_0", "r1"]})
+        answer = router.client.post("/v1/abort_requests", json={"req_ids": ["chatcmpl-r0_0", "r1"]}).json()
+        assert answer["result"]["not_found"] == []
         assert [one.result(10).status_code for one in asked] == [200, 200]
     ids = {f"chatcmpl-{request.json['request_id']}_0" for request in other.received}
     assert any(known.endswith("-retry1_0") for known in ids)

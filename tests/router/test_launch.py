@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -139,6 +140,52 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
         instance.thread.loop.call_soon_threadsafe(must_go_on.set)
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
+
+
+def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_in: MakeStandIn) -> None:
+    may_end = asyncio.Event()
+
+    async def ends_late(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await may_end.wait()
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    instance = stand_in("mixed", ends_late)
+    instance.register(url_of(running))
+    with httpx.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}, trust_env=False) as response:
+        pieces = response.iter_raw()
+        next(pieces)
+        running.signal(signal.SIGTERM)
+        wait_until(lambda: "stopping: waiting for 1 request that runs, for 2" in running.output, "the line")
+        instance.thread.loop.call_soon_threadsafe(may_end.set)
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
+    assert running.wait() == 0
+
+
+@pytest.mark.parametrize("switch", ["flag", "variable"])
+def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, switch: str) -> None:
+    instance = stand_in()
+    texts = {}
+    for level in ("info", "debug"):
+        flags = ["--log-level", level] if switch == "flag" else []
+        environ = {**os.environ, "FD_DEBUG": "1" if level == "debug" else "0"}
+        command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--access-log", "off", *flags]
+        if switch == "flag":
+            environ.pop("FD_DEBUG")
+        with child(command, tmp_path / f"{level}.log", env=environ) as process:
+            process.wait_for(lambda process=process: "router listens at" in process.output, "listening")  # type: ignore[misc]
+            url = url_of(process)
+            instance.register(url)
+            httpx.post(f"{url}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
+            process.signal(signal.SIGTERM)
+            assert process.wait() == 0
+            texts[level] = process.output
+    assert "request r, attempt 1: mixed" not in texts["info"]
+    assert f"request r, attempt 1: mixed {instance.key} because of policy=pool_aware" in texts["debug"]
+    assert "request r: POST /v1/chat/completions 200" in texts["debug"]
+    assert "asyncio" not in texts["debug"]
 
 
 def refuses(running: Child) -> bool:

@@ -127,6 +127,7 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
         (["--port", "0"], "'0' is not a port"),
         (["--role", "both"], "invalid choice: 'both'"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
+        (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of the router; did you mean --router?"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_sentence(flags: list[str], said: str) -> None:
@@ -135,4 +136,15 @@ def test_a_command_line_that_makes_no_sense_is_refused_in_one_sentence(flags: li
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2
     assert said in run.stderr
-    assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_mistyped_flag_is_told_before_those_that_are_missing() -> None:
+    command = [sys.executable, "-m", "router.register", "--rooter", "127.0.0.1:1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "did you mean --router?" in run.stderr
+
+
+def test_the_version_is_one_line() -> None:
+    run = subprocess.run([sys.executable, "-m", "router.register", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()[0], run.stderr) == (0, "kvrouter", "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from engine.disaggregation import choose_protocol
+from engine.disaggregation import Transfer, choose_protocol
 from kvstore_backend.config import rdma
 
 
@@ -35,3 +37,36 @@ def test_shared_memory_of_one_machine_is_tcp_over_loopback(
 ) -> None:
     assert choose_protocol(["ipc"]) == "tcp"
     assert not caplog.messages
+
+
+def test_the_variable_that_says_tcp_settles_it_for_the_hand_over_too(
+    rdma_devices: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (rdma_devices / "mlx5_0").mkdir()
+    assert choose_protocol(["rdma"], "tcp") == "tcp"
+    assert choose_protocol(["rdma"], "rdma") == "rdma"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(("protocol", "told"), [("rdma", "mlx5_0,mlx5_1"), ("tcp", "")])
+def test_the_devices_that_are_named_reach_the_transfer_engine(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, told: str
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    class TransferEngine:
+        """Stands in for Mooncake's, which refuses rdma where there is none."""
+
+        def initialize(self, *arguments: str) -> int:
+            started.append(arguments)
+            return 0
+
+        def register_memory(self, *_: int) -> int:
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+    monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=TransferEngine))
+    Transfer("127.0.0.1", protocol, 0, 1, "mlx5_0,mlx5_1")
+    assert started == [("127.0.0.1", "P2PHANDSHAKE", protocol, told)]

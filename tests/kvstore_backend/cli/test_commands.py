@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import re
+import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +20,7 @@ import httpx
 import prometheus_client
 import pytest
 
+from kvstore_backend.cli import bench
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
@@ -22,6 +28,7 @@ from tests.kvstore_backend.cli.command import doctor, kvstore
 from tests.kvstore_backend.cli.test_doctor import url
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.peer import Peer
 from tests.support.ports import free_ports
 from tests.support.processes import child
 
@@ -90,9 +97,14 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench", "memory:", "--block-size", "100TB"], "more than this machine has room for"),
         (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
+        (["bench", "memory:", "--warm-up", "-1"], "--warm-up must not be negative"),
         (["bench"], "no pool is configured"),
         (["master", "--eviction-ratio", "3", "--print"], "--eviction-ratio is 3.0; it must be a share between 0 and 1"),
         (["master", "--port", "99999"], "--port is 99999; it must be from 1 to 65535"),
+        (
+            ["master", "--print", "--evction_ratio", "3"],
+            "--evction_ratio is no flag of kvstore master, nor of mooncake_",
+        ),
         (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
         (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a file of quotas"),
     ],
@@ -152,7 +164,25 @@ def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> 
     assert {(row["operation"], row["through"]) for row in rows} == {
         (operation, through) for operation in ("put", "get", "exists") for through in ("bare store", "full stack")
     }
-    assert all(row["median_seconds"] > 0 for row in rows)
+    assert all(0 < row["min_seconds"] <= row["median_seconds"] <= row["worst_seconds"] for row in rows)
+    assert {row["batches"] for row in rows} == {2}
+
+
+def test_bench_does_not_count_the_batches_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = [100.0, 50.0, 1.0, 3.0, 2.0]
+    readings = itertools.chain.from_iterable((0.0, duration) for duration in durations)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    meter = bench._Meter(block_bytes=4096, blocks=1, batches=3, warm_up=2)
+    row = meter._time_batches("put", "bare store", 4096, len, [[b"block"]] * 5)
+    assert (row.batches, row.min_seconds, row.median_seconds, row.worst_seconds) == (3, 1.0, 2.0, 3.0)
+    assert row.bytes_per_second == 4096 * 3 / 6
+
+
+def test_bench_shows_its_spread(tmp_path: Path) -> None:
+    arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "3", "--warm-up", "0"]
+    lines = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments).output.splitlines()
+    assert lines[0] == "3 batches of 4 blocks of 4 KiB; times are a batch's"
+    assert lines[1].split()[:6] == ["operation", "through", "GB/s", "min", "median", "max"]
 
 
 def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path) -> None:
@@ -227,4 +257,101 @@ def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
 def test_a_command_that_is_not_known_is_refused() -> None:
     ended = kvstore("docter")
     assert ended.status == 2
-    assert "invalid choice: 'docter'" in ended.errors
+    assert "there is no command 'docter'; did you mean doctor?" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bench", "--bloks", "3"], "'--bloks' is not known; did you mean --blocks?"),
+        (["stats", "memory:", "memory:"], "'memory:' is not known; one CONFIG is enough"),
+    ],
+)
+def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[str], sentence: str) -> None:
+    ended = kvstore(*arguments)
+    assert ended.status == 2
+    assert ended.errors.endswith(f"error: {sentence}\n")
+
+
+def test_the_version_is_told_with_mooncakes() -> None:
+    ended = kvstore("--version")
+    assert ended.status == 0
+    assert re.match(r"kvstore \S.*; (mooncake-transfer-engine\S* \S+|no Mooncake)\n", ended.output)
+
+
+def test_fastdeploys_line_for_a_master_is_taken_as_it_is() -> None:
+    line = (
+        "--port=15001 --enable_http_metadata_server=true --http_metadata_server_host=0.0.0.0 "
+        "--http_metadata_server_port=15002 --metrics_port=15003"
+    )
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    started = shlex.split(lines[0].removeprefix("# "))[1:]
+    assert {"--rpc_port=15001", *line.split()[1:]} <= set(started)
+    assert lines[2] == "export MOONCAKE_METADATA_SERVER=http://127.0.0.1:15002/metadata"
+    assert "clients on other machines need --host 0.0.0.0" in lines[3]
+
+
+def test_mindies_line_for_a_master_is_taken_as_it_is() -> None:
+    line = "--port 12345 --eviction_high_watermark_ratio 0.8 --eviction_ratio 0.05 --rpc_thread_num 128"
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    wanted = {
+        "--rpc_port=12345",
+        "--eviction_high_watermark_ratio=0.8",
+        "--eviction_ratio=0.05",
+        "--rpc_thread_num=128",
+    }
+    assert wanted <= set(lines[0].split())
+    assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:12345"
+
+
+def test_a_master_may_have_no_metadata_server_in_mooncakes_words() -> None:
+    lines = kvstore("master", "--print", "--enable_http_metadata_server=false").output.splitlines()
+    assert "metadata_server" not in lines[0]
+    assert lines[2] == "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
+
+
+def test_other_masters_behind_etcd_are_named_in_mooncakes_words() -> None:
+    line = "--enable_ha=true --etcd_endpoints=http://h1:2379;http://h2:2379 --cluster_id=prod"
+    lines = kvstore("master", "--print", *line.split()).output.splitlines()
+    assert set(line.split()) <= set(shlex.split(lines[0].removeprefix("# ")))
+    assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR='etcd://h1:2379;h2:2379'"
+
+
+def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "master.log") as master:
+        pool = url(master, metadata_server="P2PHANDSHAKE")
+        arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "100000"]
+        command = [sys.executable, "-m", "kvstore_backend.cli", "bench", pool, *arguments]
+        with child(command, tmp_path / "log") as bench:
+            keys = master.metrics_url.replace("/metrics", "/get_all_keys")
+            bench.wait_for(lambda: bool(httpx.get(keys, trust_env=False).text.strip()), "storing")
+            master.process.signal(signal.SIGSTOP)
+            bench.signal(signal.SIGINT)
+            bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "saying so")
+            master.process.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("metadata_server", [None, "P2PHANDSHAKE"])
+def test_stats_do_not_count_a_client_that_crashed(tmp_path: Path, metadata_server: str | None) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        changes: dict[str, object] = {"metadata_server": metadata_server} if metadata_server else {}
+        opened = functools.partial(open_store, master.config(**changes))
+        arguments = ["stats", url(master, **changes), "--master-metrics", master.metrics_url.split("/")[2]]
+        with Peer(opened), Peer(opened) as doomed:
+            assert json.loads(kvstore(*arguments, "--json").output)["clients"] == 2
+            doomed.kill()
+            figures = json.loads(kvstore(*arguments, "--json").output)
+            people = kvstore(*arguments).output
+    assert figures["clients"] == 1
+    # The master lists it for ten seconds, which this machine may have taken.
+    assert figures["clients_gone"] == 1 or figures["capacity_bytes"] == 64 << 20
+    assert re.search(r"clients +1(, 1 just gone)?\n", people)
+
+
+def test_stats_do_not_count_a_client_that_took_its_leave(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        arguments = ["--json", url(master), "--master-metrics", master.metrics_url.split("/")[2]]
+        open_store(master.config()).close()
+        figures = json.loads(kvstore("stats", *arguments).output)
+    assert figures["clients"] == 0
+    assert figures["clients_gone"] in (0, 1)

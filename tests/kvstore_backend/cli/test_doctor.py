@@ -262,4 +262,38 @@ def test_a_model_that_is_none_is_named(tmp_path: Path) -> None:
 def test_only_the_sizing_is_told_where_only_that_is_asked() -> None:
     diagnosis = doctor("--cards", 128, "--memory-factor", 0.92)
     assert diagnosis.status == 0
-    assert [each["subject"] for each in diagnosis.findings] == ["HCCL links", "memory factor"]
+    assert [each["subject"] for each in diagnosis.findings] == ["HCCL links", "memory factor", "context"]
+
+
+def test_a_file_that_says_rdma_passes_with_the_variable_that_says_tcp(
+    mooncake_master: MooncakeMaster, tmp_path: Path
+) -> None:
+    path = tmp_path / "mooncake_config.json"
+    path.write_text(json.dumps(mooncake_master.settings(protocol="rdma")))
+    named = {"MOONCAKE_CONFIG_PATH": str(path)}
+    if not list_rdma_devices():
+        told(doctor(**named), "configuration", f"\"protocol\" in {path} is 'rdma'", "or set MOONCAKE_PROTOCOL=tcp")
+    for diagnosis in (doctor(**named, MOONCAKE_PROTOCOL="tcp"), doctor(path, MOONCAKE_PROTOCOL="tcp")):
+        assert diagnosis.status == 0, diagnosis.failures
+        assert f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma' in [
+            each["text"] for each in diagnosis.of("warn")
+        ]
+
+
+def test_where_only_sizes_were_computed_no_pool_is_said_to_be_tried() -> None:
+    ended = kvstore("doctor", "--cards", 128)
+    assert ended.status == 0
+    assert ended.output.splitlines()[-1] == "such a pool can be built; only sizes were computed"
+    assert not json.loads(kvstore("doctor", "--cards", 128, "--json").output)["tried"]
+    assert "no such pool can be built" in kvstore("doctor", "--cards", 600).output
+
+
+def test_a_pool_that_was_tried_is_told_from_one_that_was_not(tmp_path: Path) -> None:
+    assert json.loads(kvstore("doctor", "--json", "memory:?size=1MiB").output)["tried"]
+    assert not json.loads(kvstore("doctor", "--json", f"file://{__file__}").output)["tried"]
+
+
+def test_the_context_that_links_cost_is_told_in_tokens_of_the_model(model: Path) -> None:
+    (finding,) = [each for each in doctor("--cards", 128, "--model", model).findings if each["subject"] == "context"]
+    assert "600 MB less for KV on every card" in finding["text"]
+    assert "about 73242 tokens less at 8 KiB of KV a token" in finding["text"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.cli.sizing import hccl_sizing, kv_bytes_per_token
+from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
 
 QWEN2 = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}
 
@@ -75,3 +75,21 @@ def test_a_model_of_text_and_images_has_its_figures_one_level_down(tmp_path: Pat
 def test_a_configuration_that_does_not_say_enough(tmp_path: Path, config: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         kv_bytes_per_token(model(tmp_path, config))
+
+
+@pytest.mark.parametrize(("cards", "tokens"), [(2, 600), (151, 600), (152, 1200), (512, 2400)])
+def test_the_context_is_shorter_by_the_memory_that_links_take(cards: int, tokens: int) -> None:
+    (finding,) = context_cost(cards, 10**6, 8)
+    assert finding.level == "warn"
+    assert f"about {tokens} tokens less" in finding.text
+    assert f"up to {tokens * 8} if the model's 8 cards share it" in finding.text
+
+
+def test_the_context_of_a_model_that_is_not_known_is_shorter_without_a_figure() -> None:
+    (finding,) = context_cost(128, None)
+    assert "600 MB less for KV on every card" in finding.text
+    assert "--model FOLDER tells how many tokens less" in finding.remedy
+
+
+def test_one_card_alone_costs_no_context() -> None:
+    assert context_cost(1, 10**6) == []

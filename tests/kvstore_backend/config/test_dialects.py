@@ -290,3 +290,23 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
         read(path)
     assert sentence.replace("{}", str(path)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_mindies_pool_may_be_json_in_a_string(tmp_path: Path) -> None:
+    written(tmp_path / "mooncake.json", MINDIE)
+    pool = {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": True}
+    config = read(written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": json.dumps(pool)}}))
+    assert config.async_write
+    assert config.store == mooncake(tmp_path / "mooncake.json")
+
+
+@pytest.mark.parametrize("text", ["", '{"backend": "", "configPath": ""}'])
+def test_a_string_that_names_no_backend_is_no_pool(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": text}})
+    assert read_config(path, environ={}) is None
+
+
+def test_a_string_that_is_not_json_gets_one_sentence(tmp_path: Path) -> None:
+    path = written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": "{'backend': 'mooncake'}"}})
+    with pytest.raises(ConfigError, match=r"kvPoolConfig. in .* which is not JSON in a string"):
+        read_config(path, environ={})

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from kvstore_backend.config import (
     MooncakeSettings,
+    ascend_buffer_pool,
     fastdeploy_plugins,
+    library_folders,
     named_model,
+    named_protocol,
+    named_rdma_devices,
     read_config,
     set_native_cluster,
     set_native_defaults,
@@ -39,3 +44,20 @@ def test_plugins_are_separated_by_commas() -> None:
 def test_the_model_is_named_by_a_variable() -> None:
     assert named_model({"KVSTORE_MODEL": "/models/m"}) == "/models/m"
     assert named_model({}) == ""
+
+
+def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
+    assert named_protocol({"MOONCAKE_PROTOCOL": " TCP "}) == "tcp"
+    assert named_protocol({}) == ""
+    environ = {"MOONCAKE_RDMA_DEVICES": "mlx5_1"}
+    mooncake = read_config("mooncake://h:1?protocol=tcp&rdma_devices=mlx5_0", environ=environ)
+    assert named_rdma_devices(mooncake, environ) == "mlx5_0"
+    assert named_rdma_devices(read_config("memory:", environ={}), environ) == "mlx5_1"
+    assert named_rdma_devices(None, environ) == "mlx5_1"
+
+
+def test_what_a_machine_with_ascend_cards_is_told_by_variables() -> None:
+    environ = {"ASCEND_BUFFER_POOL": " 4:8", "LD_LIBRARY_PATH": "/usr/local/lib::/opt/mooncake"}
+    assert ascend_buffer_pool(environ) == "4:8"
+    assert library_folders(environ) == [Path("/usr/local/lib"), Path("/opt/mooncake")]
+    assert (ascend_buffer_pool({}), library_folders({})) == ("", [])

@@ -13,7 +13,9 @@ from kvstore_backend.config import (
     MemorySettings,
     MooncakeSettings,
     PoolConfig,
+    describe_override,
     load_config,
+    names_protocol,
     read_config,
 )
 
@@ -309,3 +311,77 @@ def test_a_wrong_variable_of_file_and_memory_gets_one_sentence(
     with pytest.raises(ConfigError) as caught:
         load_config(backend, environ=environ)
     assert sentence in str(caught.value)
+
+
+RDMA_FILE = {
+    "master_server_addr": "10.0.0.1:15001",
+    "metadata_server": "http://10.0.0.1:15002/metadata",
+    "protocol": "rdma",
+}
+
+
+def test_the_variable_of_the_protocol_comes_before_the_file_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = json_file(tmp_path, {**RDMA_FILE, "rdma_devices": ""})
+    environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "tcp"}
+    assert mooncake(environ).protocol == mooncake(environ).protocol == "tcp"
+    assert caplog.messages == [f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma']
+
+
+def test_the_variable_of_the_protocol_is_heard_beside_a_file_that_is_named_otherwise(tmp_path: Path) -> None:
+    config = read_config(json_file(tmp_path, RDMA_FILE), environ={"MOONCAKE_PROTOCOL": "tcp"})
+    assert config is not None
+    assert isinstance(config.store, MooncakeSettings)
+    assert config.store.protocol == "tcp"
+
+
+def test_no_other_variable_comes_before_the_file(tmp_path: Path) -> None:
+    values = {"protocol": "tcp", "rdma_devices": "mlx5_0", "local_hostname": "file", "global_segment_size": 32 << 20}
+    path = json_file(tmp_path, {**RDMA_FILE, **values})
+    environ = {
+        "MOONCAKE_CONFIG_PATH": str(path),
+        "MOONCAKE_RDMA_DEVICES": "mlx5_9",
+        "MOONCAKE_LOCAL_HOSTNAME": "environment",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "64MiB",
+        "MOONCAKE_MASTER_SERVER_ADDR": "h:1",
+    }
+    assert mooncake(environ) == mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
+
+
+def test_the_variable_of_the_protocol_does_not_come_before_a_url_or_an_explicit_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    environ = {**MASTER, "MOONCAKE_PROTOCOL": "ascend"}
+    assert mooncake(environ, explicit={"protocol": "tcp"}).protocol == "tcp"
+    config = read_config("mooncake://h:1?protocol=tcp&metadata_server=P2PHANDSHAKE", environ=environ)
+    assert config is not None
+    assert isinstance(config.store, MooncakeSettings)
+    assert config.store.protocol == "tcp"
+    assert not caplog.messages
+
+
+def test_rdma_that_is_not_there_is_refused_with_the_file_the_word_and_the_variable(tmp_path: Path) -> None:
+    path = json_file(tmp_path, RDMA_FILE)
+    with pytest.raises(ConfigError) as caught:
+        mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
+    assert str(caught.value) == (
+        f"\"protocol\" in {path} is 'rdma'; this machine has no RDMA device: say tcp, or leave it out, "
+        "or set MOONCAKE_PROTOCOL=tcp, which comes before the file"
+    )
+
+
+def test_what_the_variable_changes_is_told_to_whoever_asks(tmp_path: Path) -> None:
+    path = json_file(tmp_path, RDMA_FILE)
+    environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "TCP"}
+    sentence = f'MOONCAKE_PROTOCOL=tcp comes before "protocol" in {path}, which says rdma'
+    assert describe_override(environ=environ) == describe_override(path, environ=environ) == sentence
+    assert describe_override(path, environ={}) == describe_override("mooncake://h:1", environ=environ) == ""
+    assert describe_override(path, environ={"MOONCAKE_PROTOCOL": "rdma"}) == describe_override(environ={}) == ""
+
+
+def test_the_environment_names_a_protocol_by_its_variable_or_in_the_file(tmp_path: Path) -> None:
+    path = str(json_file(tmp_path, RDMA_FILE))
+    assert names_protocol({"MOONCAKE_PROTOCOL": "tcp"})
+    assert names_protocol({"MOONCAKE_CONFIG_PATH": path})
+    assert not names_protocol({})

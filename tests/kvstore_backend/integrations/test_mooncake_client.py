@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import list_rdma_devices
 from kvstore_backend.integrations import mooncake_client
 from kvstore_backend.integrations.mooncake_client import PooledClient
 from kvstore_backend.namespace import Namespace
@@ -20,6 +24,7 @@ from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.blocks import NAMESPACE
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
+from tests.support.mooncake import mooncake_master
 from tests.support.waiting import wait_until
 
 GIVEN_UP = -800
@@ -68,3 +73,27 @@ def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
         assert not wait([asked], timeout=0.3).done
         one.store.go_on()
         assert asked.result(10) == [GIVEN_UP]
+
+
+class NamedClient(PooledClient):
+    """A client that knows whose blocks it holds."""
+
+    def namespace(self) -> Namespace:
+        return Namespace("model", "float32", 64, 1, 1, 1, "bytes")
+
+
+def test_an_engine_that_read_rdma_from_its_file_is_served_by_the_variable_that_says_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mooncake_master(tmp_path / "log") as master:
+        path = tmp_path / "mooncake_config.json"
+        path.write_text(json.dumps(master.settings(protocol="rdma")))
+        monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+        client = NamedClient()
+        read = ("127.0.0.1", master.metadata_server, 64 << 20, 16 << 20, "rdma", "", master.address)
+        if not list_rdma_devices():
+            with pytest.raises(ConfigError, match=f'"protocol" in {path} is .rdma.; this machine has no RDMA device'):
+                client.setup(*read)
+        monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+        assert client.setup(*read) == 0
+        client.close()

@@ -258,6 +258,23 @@ class TestOpening:
         assert known[12288] == (30, False)
         guard.close()
 
+    def test_memory_that_is_taken_back_is_taken_back_from_the_store(self) -> None:
+        known: set[int] = set()
+
+        class Registering(MemoryStore):
+            def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+                known.add(address)
+
+            def unregister(self, address: int, nbytes: int) -> None:
+                known.remove(address)
+
+        guard = GuardedBackend(lambda: Registering(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        guard.register(4096, 10)
+        guard.unregister(4096, 10)
+        assert not known
+        guard.close()
+
 
 class TestClosing:
     def test_closing_while_the_store_is_being_opened_closes_it_when_it_is_open(self) -> None:
@@ -285,6 +302,34 @@ class TestClosing:
         guard.close()
         assert not guard.wait_for_late_calls(0)
         assert guard.exists(["a"]) == [FAILED]
+        assert store.calls == ["exists"]
+
+    def test_a_store_is_not_closed_under_a_call_that_hangs(self) -> None:
+        closed, go = threading.Event(), threading.Event()
+
+        class Hangs(MemoryStore):
+            def _exists(self, keys: Sequence[str]) -> list[Status]:
+                go.wait()
+                return super()._exists(keys)
+
+            def close(self) -> None:
+                closed.set()
+
+        guard = GuardedBackend(lambda: Hangs(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        guard.exists(["a"])
+        guard.close()
+        assert not closed.is_set()
+        go.set()
+
+    def test_closing_ends_the_threads_that_call_the_store(self) -> None:
+        before = set(threading.enumerate())
+        guard = GuardedBackend(lambda: MemoryStore(1 << 20), DEADLINES)
+        assert guard.wait_ready(30)
+        workers = {each for each in threading.enumerate() if each.name.startswith("pool-call")} - before
+        assert workers
+        guard.close()
+        wait_until(lambda: not any(worker.is_alive() for worker in workers), "the end of the threads")
 
     def test_closing_does_not_wait_for_a_store_that_does_not_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
         go = threading.Event()

@@ -67,7 +67,14 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     assert refused.value.headers == [(b"www-authenticate", b"Bearer")]
 
 
-@pytest.mark.parametrize("named", [{"api_keys_file": "/no/such/file"}, {"admin_token_file": "/no/such/file"}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"api_keys_file": "/no/such/file"},
+        {"admin_token_file": "/no/such/file"},
+        {"register_token_file": "/no/such/file"},
+    ],
+)
 def test_a_file_that_cannot_be_read_is_one_sentence(named: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"/no/such/file: No such file or directory"):
         Auth(RouterSettings(**named))
@@ -127,3 +134,41 @@ def test_only_the_admin_aborts_everybodys_requests(tmp_path: Path, make_router: 
     assert abort("sk-1", req_ids=["chatcmpl-1_0"]) == 200
     assert abort("sk-1", abort_all=True) == 401
     assert abort("s3cret", abort_all=True) == 200
+
+
+def test_an_instance_may_hold_a_token_that_only_registers(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    tokens = {name: written(tmp_path / name, f"{name}\n") for name in ("admin", "instance")}
+    router = make_router(admin_token_file=tokens["admin"], register_token_file=tokens["instance"])
+    registration = stand_in().registration()
+
+    def status(method: str, path: str, token: str) -> int:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        body = registration if method == "POST" else None
+        return router.client.request(method, path, json=body, headers=headers).status_code
+
+    for method, path, allowed in (
+        ("POST", "/register", {"admin", "instance"}),
+        ("GET", "/decode_instances", {"admin", "instance"}),
+        ("GET", "/registered", {"admin"}),
+        ("POST", "/admin/clear_prefix_cache", {"admin"}),
+    ):
+        passed = {token for token in ("", "admin", "instance", "other") if status(method, path, token) != 401}
+        assert passed == allowed, path
+
+
+def test_a_refused_registration_says_which_tokens_there_are(make_router: MakeRouter, tmp_path: Path) -> None:
+    router = make_router(register_token_file=written(tmp_path / "token", "t"))
+    sent = router.client.post("/register", headers={"Authorization": "Bearer x"}).json()["error"]
+    assert sent["code"] == "invalid_register_token"
+    assert "neither the router's registration token nor its admin token" in sent["message"]
+    assert router.client.post("/register").json()["error"]["code"] == "missing_register_token"
+
+
+def test_without_an_admin_token_the_rest_stays_open(
+    make_router: MakeRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = make_router(register_token_file=written(tmp_path / "token", "t"))
+    assert router.client.get("/registered").status_code == 200
+    assert "whoever reaches 0.0.0.0 can drain its instances" in caplog.text

@@ -75,6 +75,36 @@ def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None
     assert (first.state, first.weight(51.0)) == ("healthy", 1.0)
 
 
+def test_an_operators_orders_outlive_the_router(path: Path) -> None:
+    before, after = Registry(splitwise=False), Registry(splitwise=False)
+    before.register(mixed(1), now=0.0).set_pause(True)
+    before.register(mixed(2), now=0.0).set_share(0.25)
+    snapshot(path, before).save()
+    snapshot(path, after).restore(now=50.0)
+    assert [(each.paused, each.share) for each in after] == [(True, 1.0), (False, 0.25)]
+
+
+def test_a_file_of_an_earlier_version_has_no_pause_and_no_weight(path: Path) -> None:
+    entry = {"registration": dict(mixed(1).fields), "has_heartbeat": True, "permanent": False, "draining": True}
+    path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
+    registry = Registry(splitwise=False)
+    snapshot(path, registry).restore(now=0.0)
+    assert [(each.draining, each.paused, each.share) for each in registry] == [(True, False, 1.0)]
+
+
+@pytest.mark.parametrize("weight", [2, -1, None, "x"])
+def test_a_file_with_an_impossible_weight_is_left_aside(
+    path: Path, caplog: pytest.LogCaptureFixture, weight: object
+) -> None:
+    flags = {"has_heartbeat": True, "permanent": False, "draining": True}
+    entry = {"registration": dict(mixed(1).fields), **flags, "weight": weight}
+    path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
+    registry = Registry(splitwise=False)
+    snapshot(path, registry).restore(now=0.0)
+    assert "is left aside: " in caplog.text
+    assert not list(registry)
+
+
 def test_an_instance_that_sent_heartbeats_is_forgotten_if_it_sends_no_more(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for _ in range(2):

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.http.api_error import ApiError
 from router.http.server import HEAD_BYTES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
@@ -205,7 +206,7 @@ def test_a_chunked_body_with_trailers_arrives_without_them(
     trailers = b"authorization: Bearer late\r\nx-late: 1\r\n"
     client.send(head(b"transfer-encoding: chunked") + b'1\r\n{\r\n5\r\n"a":1\r\n1\r\n}\r\n0\r\n' + trailers + b"\r\n")
     assert client.status() == 200
-    assert instance.received[0].body.endswith(b'"a":1}')
+    assert instance.received[0].body.startswith(b'{"a":1,')
     assert not {"authorization", "x-late"} & set(dict(instance.received[0].headers))
 
 
@@ -265,6 +266,90 @@ def test_a_target_may_name_the_host(router: RouterUnderTest, connect: Connect, p
     assert client.answer()[0] == 200
 
 
+@pytest.mark.parametrize("target", [f"{CHAT}/", f"{CHAT}/?a=b", f"{CHAT}%2F", f"{CHAT}#part", "http://a" + CHAT + "/"])
+def test_a_slash_after_a_path_or_a_fragment_changes_nothing(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, target: str
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance))
+    client.send(request(path=target))
+    status, answered, _ = client.answer()
+    assert status == 200
+    assert "x-router-request-id" in answered
+    assert instance.received[0].target.partition("?")[0] == CHAT
+
+
+@pytest.mark.parametrize("path", ["/v1/abort_requests/", "/v1/abort_requests#", "/v1/abort_requests?x", "/register/"])
+def test_an_odd_way_to_write_a_path_leads_to_the_same_guard(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path, path: str
+) -> None:
+    instance = stand_in()
+    (tmp_path / "token").write_text("secret\n")
+    router = make_router(admin_token_file=str(tmp_path / "token"))
+    client = connect(router)
+    client.send(request(b'{"abort_all": true}', path=path))
+    assert client.error() == (401, "missing_admin_token")
+    assert not instance.received
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1/chat/completions", "/v1//chat/completions", f"{CHAT}//", "/v1/./chat/completions", "/v1/../register"),
+        *("/v1/%2e%2e/health", "/v1/chat%2F%2Fcompletions", "/v1/..", "//", "/./health", "/health//", "/v1/"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_that_servers_read_differently_is_a_404(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, path: str, method: str
+) -> None:
+    instance = stand_in()
+    client = connect(make_router(instance))
+    client.send(request(method=method, path=path))
+    status, _, body = client.answer()
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["code"]) == (404, "invalid_request_error", "unknown_path")
+    assert not instance.received
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_an_instances_redirection_is_no_way_past_the_router(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int, path: str
+) -> None:
+    elsewhere = ("location", "http://10.0.0.1/v1/chat/completions")
+    instance = stand_in("mixed", answers(status, b"", elsewhere))
+    router = make_router(instance)
+    client = connect(router)
+    client.send(request(path=path))
+    answered, headers, body = client.answer()
+    assert (answered, json.loads(body)["error"]["code"]) == (502, "instance_redirects")
+    assert f"{instance.key} answered with {status}, a redirection" in json.loads(body)["error"]["message"]
+    assert "location" not in headers
+    (registered,) = router.app.registry
+    assert registered.breaker.failures == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_neither_instance_of_a_pair_can_redirect(make_router: MakeRouter, stand_in: MakeStandIn, role: str) -> None:
+    redirects = answers(307, b"", ("location", "http://10.0.0.1/"))
+    pair = [stand_in(each, redirects if each == role else None) for each in ("prefill", "decode")]
+    response = make_router(*pair, splitwise=True).chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "instance_redirects")
+
+
+@pytest.mark.parametrize("status", [200, 201, 400, 404])
+def test_headers_that_would_lead_past_the_router_are_not_passed_on(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int
+) -> None:
+    names = ("location", "content-location", "refresh", "alt-svc")
+    client = connect(make_router(stand_in("mixed", answers(status, b"{}", *((name, "http://x/") for name in names)))))
+    client.send(request())
+    answered, headers, _ = client.answer()
+    assert answered == status
+    assert not set(names) & headers.keys()
+
+
 @pytest.mark.parametrize("target", ["http://", "x:y", "v1/chat/completions", "http://a:b:c/v1"])
 def test_a_target_that_is_none_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
     client = connect(router)
@@ -294,7 +379,6 @@ def test_who_is_refused_while_it_still_sends_can_read_why(router: RouterUnderTes
     [
         pytest.param(head()[:-2] + b"x: " + b"a" * 4 * HEAD_BYTES, id="a header"),
         pytest.param(head()[:-2] + b"x: 1\r\n" * HEAD_BYTES, id="headers"),
-        pytest.param(b"GET /" + b"a" * 4 * HEAD_BYTES, id="a path"),
         pytest.param(head(b"transfer-encoding: chunked") + b"0\r\nx: " + b"a" * 4 * HEAD_BYTES, id="a trailer"),
         pytest.param(head(b"transfer-encoding: chunked") + b"0\r\n" + b"x: 1\r\n" * HEAD_BYTES, id="trailers"),
         pytest.param(head(b"transfer-encoding: chunked") + b"1;" + b"a" * 4 * HEAD_BYTES, id="a chunk's extension"),
@@ -304,6 +388,31 @@ def test_a_head_without_end_is_not_read_without_end(router: RouterUnderTest, con
     client = connect(router)
     client.send(endless)
     assert client.error() == (431, "head_too_large")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (403, "permission_error"),
+        (408, "timeout"),
+        (414, "invalid_request_error"),
+        (431, "invalid_request_error"),
+        (499, "invalid_request_error"),
+        (500, "internal_error"),
+        (503, "service_unavailable"),
+    ],
+)
+def test_each_status_has_its_type(status: int, kind: str) -> None:
+    assert json.loads(ApiError(status, "message", "code").body())["error"]["type"] == kind
+
+
+def test_a_target_without_end_is_a_414_with_its_type(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(b"GET /" + b"a" * 4 * HEAD_BYTES)
+    status, _, body = client.answer()
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["code"]) == (414, "invalid_request_error", "target_too_long")
 
 
 @pytest.mark.parametrize("bad", [b"not json", b"[]", b'{"request_id": 5}'])
@@ -413,6 +522,71 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     client.send(request(b"{}", b"authorization: Bearer sk-alice"))
     assert client.status() == 200
     assert len(instance.received) == 1
+
+
+def error_body(body: bytes) -> tuple[str, str]:
+    """Code and param of an error."""
+    error = json.loads(body)["error"]
+    return error["code"], error["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/models", "/nothing", "/v1/chat//completions"])
+def test_the_id_in_a_header_is_given_back(
+    router: RouterUnderTest, stand_in: MakeStandIn, connect: Connect, path: str
+) -> None:
+    client = connect(router)
+    client.send(request(b"{}", b"X-Request-Id: mine-1", path=path))
+    assert client.answer()[1]["x-request-id"] == "mine-1"
+
+
+def test_the_id_in_a_header_is_the_requests_where_its_body_has_none(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    instance = stand_in("mixed", answers(200, None, ("x-request-id", "the instance's")))
+    router = make_router(instance)
+    client = connect(router)
+    for body, id_of_request in ((b"{}", "mine"), (b'{"request_id": "body"}', "body")):
+        client.send(request(body, b"X-Request-Id: mine"))
+        _, headers, _ = client.answer()
+        assert (headers["x-router-request-id"], headers["x-request-id"]) == (id_of_request, "mine")
+    assert [got.json["request_id"] for got in instance.received] == ["mine", "body"]
+    assert all(got.header("x-request-id") is None for got in instance.received)
+    assert router.client.get("/admin/explain/mine").json()["request_id"] == "mine"
+
+
+def test_a_request_without_an_id_is_given_one_under_both_names(router: RouterUnderTest, connect: Connect) -> None:
+    client = connect(router)
+    client.send(request())
+    _, headers, _ = client.answer()
+    assert headers["x-request-id"] == headers["x-router-request-id"] != ""
+
+
+@pytest.mark.parametrize("sent", [b"x" * 257, b"a\tb", b"\xff"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+def test_a_header_that_cannot_be_an_id_is_refused(
+    router: RouterUnderTest, connect: Connect, sent: bytes, path: str
+) -> None:
+    client = connect(router)
+    client.send(request(b"{}", b"X-Request-Id: " + sent, path=path))
+    status, headers, body = client.answer()
+    assert (status, *error_body(body)) == (400, "invalid_header", "X-Request-Id")
+    assert "x-request-id" not in headers
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"request_id": 5}', b" " * (LIMIT + 1)])
+def test_a_refused_request_has_its_id_back(router: RouterUnderTest, connect: Connect, body: bytes) -> None:
+    client = connect(router)
+    client.send(request(body, b"X-Request-Id: mine"))
+    status, headers, _ = client.answer()
+    assert (status >= 400, headers["x-request-id"]) == (True, "mine")
+
+
+def test_who_has_no_key_has_its_id_back(make_router: MakeRouter, connect: Connect, keys: str) -> None:
+    client = connect(make_router(api_keys_file=keys))
+    for path in (CHAT, "/v1/models"):
+        client.send(request(b"{}", b"X-Request-Id: mine", path=path))
+        status, headers, _ = client.answer()
+        assert (status, headers["x-request-id"]) == (401, "mine")
 
 
 def test_a_trace_is_passed_on_and_recorded(router: RouterUnderTest, stand_in: MakeStandIn) -> None:

@@ -435,6 +435,6 @@ def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
     monkeypatch.setattr("router.serving.retry.random.uniform", lambda low, high: 1.0)
     prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
     router = make_router(prefill, stand_in("decode", hangs()), splitwise=True)
-    monkeypatch.setattr("router.serving.retry.asyncio.sleep", slept)
+    monkeypatch.setattr("router.serving.retry.sleep", slept)
     assert router.chat().status_code == 502
     assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]

@@ -46,7 +46,7 @@ def test_a_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: Mak
     instance = stand_in()
     make_router(instance).client.post("/v1/chat/completions", content=ODD_BODY.encode())
     sent = instance.received[0]
-    assert sent.body == b'{"request_id":"%s",' % sent.json["request_id"].encode() + ODD_BODY[1:].encode()
+    assert sent.body == ODD_BODY[:-1].encode() + b',"request_id":"%s"}' % sent.json["request_id"].encode()
 
 
 def test_client_headers_pass_on_except_those_of_the_hop(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -76,7 +76,7 @@ def test_a_chunked_body_arrives_whole(make_router: MakeRouter, stand_in: MakeSta
     instance = stand_in()
     pieces = iter([b'{"a":', b" [1.0", b"]}"])
     make_router(instance).client.post("/v1/chat/completions", content=pieces)
-    assert instance.received[0].body.endswith(b'"a": [1.0]}')
+    assert instance.received[0].body.startswith(b'{"a": [1.0],')
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 400, 401, 404, 429, 500, 503])

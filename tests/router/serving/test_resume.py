@@ -122,6 +122,14 @@ def test_a_stream_is_resumed_after_each_token(token: int, form: str) -> None:
     assert seen["usage"] == [{"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}]
 
 
+_PREEMPTION = b'data: {"error":{"message":"PD Error"}}\n\n'
+
+
+def _event(**choice: Any) -> bytes:
+    """An event with one choice."""
+    return b"data: " + orjson.dumps({"choices": [{"index": 0, **choice}]}) + b"\n\n"
+
+
 def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
     merger = StreamMerger(body)
     for event in engine.stream({**body.members, "return_token_ids": True}, 0, after, "error"):
@@ -183,8 +191,55 @@ def test_text_without_ids_cannot_be_resumed() -> None:
 
 def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
     count = 2000
-    merger = _preempted(_body(stream=True), Engine([b"x" * 20] * (count + 1)), count)
+    engine = Engine([b"x" * 500] * (count + 1))
+    tracemalloc.start()
+    try:
+        merger = _preempted(_body(stream=True), engine, count)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert merger.resumption() == {"completion_token_ids": list(range(100, 100 + count))}
+    assert peak < count * 500 / 2
+
+
+def test_the_id_zero_is_a_token_and_negative_ones_are_not() -> None:
+    merger = StreamMerger(_body(stream=True))
+    merger.feed(_event(delta={"content": "a", "completion_token_ids": [0, -1, 1]}) + _PREEMPTION)
+    assert merger.resumption() == {"completion_token_ids": [0, 1]}
+
+
+def test_reasoning_beside_an_empty_content_is_text_that_was_shown() -> None:
+    merger = StreamMerger(_body(stream=True))
+    delta = {"content": "", "reasoning_content": "hm", "completion_token_ids": [1, 2]}
+    merger.feed(_event(delta=delta) + _PREEMPTION)
+    assert merger.resumption() == {"completion_token_ids": [1, 2]}
+
+
+def test_a_stream_that_has_shown_a_tool_call_is_given_up() -> None:
+    merger = StreamMerger(_body(stream=True))
+    merger.feed(_event(delta={"tool_calls": [{"index": 0}], "completion_token_ids": [1]}) + _PREEMPTION)
+    assert merger.resumption() is None
+
+
+def test_a_stream_that_is_not_preempted_passes_byte_for_byte() -> None:
+    events = b'data: { "choices": [ {"delta": {"role": "assistant"}} ] }\n\n' * 2 + b": a comment\n\n"
+    assert StreamMerger(_body(stream=True)).feed(events) == events
+
+
+@pytest.mark.parametrize(("is_chat", "said"), [(True, {"delta": {}}), (False, {"text": ""})])
+def test_the_end_of_a_complete_stream_has_the_form_of_its_chunks(is_chat: bool, said: dict[str, Any]) -> None:
+    merger = _preempted(_body(stream=True, max_tokens=1), Engine([b"a", b"b"], is_chat), 1)
+    assert merger.complete
+    end = json.loads(merger.make_end().removeprefix(b"data: ").removesuffix(b"data: [DONE]\n\n"))
+    assert end["choices"] == [{"index": 0, **said, "finish_reason": "length"}]
+
+
+def test_offsets_of_text_go_on_after_what_was_shown() -> None:
+    merger = StreamMerger(_body(stream=True))
+    merger.feed(_event(text="abc", completion_token_ids=[1]) + _PREEMPTION)
+    merger.begin_segment()
+    given = merger.feed(_event(text="de", completion_token_ids=[2], logprobs={"text_offset": [0, 1]}))
+    assert json.loads(given.removeprefix(b"data: "))["choices"][0]["logprobs"] == {"text_offset": [3, 4]}
 
 
 def test_an_error_that_is_no_preemption_reaches_the_client() -> None:
@@ -198,7 +253,7 @@ def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
     merger = StreamMerger(_body(stream=True))
     delta = b'{"reasoning_content":"hm","completion_token_ids":[1,2]}'
     merger.feed(b'data: {"choices":[{"index":0,"delta":' + delta + b"}]}\n\n")
-    merger.feed(b'data: {"error":{"message":"PD Error"}}\n\n')
+    merger.feed(_PREEMPTION)
     merger.begin_segment()
     details = {"completion_tokens_details": {"reasoning_tokens": 3}, "prompt_tokens_details": {"cached_tokens": 6}}
     usage = {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11, **details}
@@ -354,6 +409,56 @@ def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> N
     assert merger.feed(200, orjson.dumps(last)) is None
     assert merger.resumption() == {}
     assert merger.feed(200, orjson.dumps(last)) == orjson.dumps(last)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        *({"n": 2}, {"logprobs": 0}, {"tools": [{}]}, {"functions": [{}]}, {"echo": True}),
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_an_answer_that_cannot_be_merged_exactly_begins_again(members: dict[str, Any]) -> None:
+    merger = ResponseMerger(_body(**members))
+    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    assert merger.resumption() == {}
+
+
+@pytest.mark.parametrize("status", [300, 500])
+def test_an_answer_after_a_seam_that_is_no_success_passes_untouched(status: int) -> None:
+    engine = Engine([b"a", b"b"], tells_text=True)
+    merger = ResponseMerger(_body())
+    merger.feed(200, engine.answer({}, 0, 1))
+    last = engine.answer(merger.resumption(), 1, None)
+    assert merger.feed(status, last) == last
+    assert merger.feed(299, last) != last
+
+
+def test_an_answer_goes_on_before_an_unfinished_character_that_was_detokenized() -> None:
+    engine = Engine([b"a", b"\xe4", b"\xb8", b"\xad", b"b"])
+    merger = ResponseMerger(_body())
+    merger.feed(200, engine.answer({}, 0, 3))
+    asked = []
+    while (ids := merger.ids_to_detokenize) is not None:
+        asked.append(ids)
+        merger.take_text(engine.text(ids))
+    assert asked == [[100, 101, 102], [100, 101], [100]]
+    assert merger.resumption() == {"completion_token_ids": [100]}
+
+
+def test_an_answer_that_is_only_an_unfinished_character_begins_again_at_once() -> None:
+    merger = ResponseMerger(_body())
+    merger.feed(200, Engine([b"\xe4", b"\xb8", b"\xad"], tells_text=True).answer({}, 0, 1))
+    assert merger.ids_to_detokenize is None
+    assert merger.resumption() == {}
+
+
+def test_a_merged_answer_counts_the_reasoning_that_the_engine_counted() -> None:
+    merger = ResponseMerger(_body())
+    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    usage = {"prompt_tokens": 5, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 0}}
+    last = merger.feed(200, orjson.dumps({"choices": [{"message": {"content": "b"}}], "usage": usage}))
+    assert json.loads(last or b"")["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 _odd = st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["a", "PD Error", "pd_reschedule"])

@@ -243,3 +243,13 @@ def test_a_wrong_environment_variable_is_one_sentence(name: str, value: str, sai
     with pytest.raises(SettingsError) as refused:
         load_settings([], {name: value})
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("value", "level"), [("1", "debug"), ("true", "debug"), ("0", "info"), ("", "info")])
+def test_fastdeploys_switch_for_debugging_sets_the_level(value: str, level: str) -> None:
+    assert load_settings([], {"FD_DEBUG": value}).log_level == level
+
+
+def test_a_level_that_is_given_wins_over_fastdeploys_switch(tmp_path: Path) -> None:
+    assert load_settings([], {"FD_DEBUG": "1", "KVROUTER__LOG_LEVEL": "error"}).log_level == "error"
+    assert load_settings(["--log-level", "warn"], {"FD_DEBUG": "1"}).log_level == "warn"

@@ -1,0 +1,63 @@
+"""The flags of ``mooncake_master`` itself, as its ``--help`` lists them, for those who write them by habit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Sequence
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.config import did_you_mean
+
+__all__ = ["list_native_flags", "parse_native_flags"]
+
+_HELP_SECONDS = 20.0
+# "    -rpc_port (Port for RPC server ...) type: int32 default: 0", over several lines.
+_FLAG = re.compile(r"^ +-(\w+) \(.*?\)\s+type: (\w+)\s+default:", re.MULTILINE | re.DOTALL)
+
+
+def list_native_flags(program: str) -> dict[str, bool]:
+    """The flags that the program knows, each with whether it is a switch.
+
+    Raises:
+        PoolUnavailable: the program cannot be run.
+    """
+    try:
+        told = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise PoolUnavailable(f"{program} --help cannot be run: {exc}") from exc
+    return {name: kind == "bool" for name, kind in _FLAG.findall(told.stdout)}
+
+
+def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Collection[str]) -> dict[str, str]:
+    """The values of flags on a command line that are the program's: ``--name value``, ``--name=value``, ``--switch``.
+
+    Args:
+        words: all that is on the command line beside our own flags.
+        native: the flags of the program, each with whether it is a switch.
+        own: our flags, for the sentence on one that neither has.
+
+    Raises:
+        ConfigError: a word is no flag of either, or a flag has no value.
+    """
+    values: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} is no flag of kvstore master: a flag has two dashes, and one value")
+        if name.startswith("no") and native.get(name[2:]) and not equals:
+            values[name[2:]] = "false"
+        elif name not in native:
+            near = did_you_mean(f"--{name}", [*own, *(f"--{each}" for each in native)])
+            hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
+            raise ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")
+        elif equals or not native[name]:
+            if not equals and (not rest or rest[0].startswith("--")):
+                raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
+            values[name] = value if equals else rest.pop(0)
+        else:
+            values[name] = "true"
+    return values

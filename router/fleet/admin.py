@@ -1,0 +1,142 @@
+"""The operator's orders about instances: drain, pause, resume, weigh, and empty their prefix caches.
+
+They hold until the operator takes them back: neither a heartbeat nor a router's restart with a snapshot undoes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from router.fleet.instance import Instance
+from router.fleet.registry import Registry
+from router.http import ApiError, BadBody, ConnectionPool, Refused, UpstreamError, parse_object
+
+__all__ = ["ORDERS", "clear_prefix_caches"]
+
+_log = logging.getLogger("router.fleet.admin")
+
+CLEAR_SECONDS = 10.0
+# Our engine's path, vLLM's (with VLLM_SERVER_DEV_MODE=1) and SGLang's.
+CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
+
+
+def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
+    """Let an instance take no new requests, or, with ``undrain``, take them again.
+
+    Raises:
+        Refused: the body makes no sense.
+    """
+    key, members = _parse_order(body)
+    undrain = members.get("undrain", False)
+    if not isinstance(undrain, bool):
+        raise _refuse_body(f"undrain is {undrain!r}; it must be true or false", "undrain")
+    instance = _find_instance(registry, key)
+    instance.set_draining(not undrain)
+    return _describe_outcome(instance)
+
+
+def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
+    """Let an instance take no new requests for the time being; those it runs go on.
+
+    Raises:
+        Refused: the body makes no sense.
+    """
+    instance = _find_instance(registry, _parse_order(body)[0])
+    instance.set_pause(True)
+    return _describe_outcome(instance)
+
+
+def resume_instance(registry: Registry, body: bytes) -> dict[str, Any]:
+    """Let an instance that was paused or drained take requests again.
+
+    Raises:
+        Refused: the body makes no sense.
+    """
+    instance = _find_instance(registry, _parse_order(body)[0])
+    instance.set_pause(False)
+    instance.set_draining(False)
+    return _describe_outcome(instance)
+
+
+def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
+    """Give an instance a part of its share of the requests.
+
+    Raises:
+        Refused: the body makes no sense.
+    """
+    key, members = _parse_order(body)
+    weight = members.get("weight")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
+        message = f"weight is {weight!r}; it must be a number from 0 to 1, the part of its share that it gets"
+        raise _refuse_body(message, "weight")
+    instance = _find_instance(registry, key)
+    instance.set_share(float(weight))
+    return {**_describe_outcome(instance), "weight": instance.share}
+
+
+ORDERS: dict[str, Callable[[Registry, bytes], dict[str, Any]]] = {
+    "/admin/drain": drain_instance,
+    "/admin/pause": pause_instance,
+    "/admin/resume": resume_instance,
+    "/admin/weight": weigh_instance,
+}
+"""What carries out a ``POST`` to each of these paths."""
+
+
+async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> dict[str, str]:
+    """Make all instances forget the prefixes in their own caches; the pool keeps what it has.
+
+    Returns:
+        By instance, ``success`` or why not.
+    """
+    instances = list(registry)
+    outcomes = await asyncio.gather(*(_clear_prefix_cache(instance, upstream) for instance in instances))
+    for instance, outcome in zip(instances, outcomes, strict=True):
+        if outcome == "success":
+            registry.announce_lost_cache(instance)
+        _log.info("clearing the prefix cache of %s: %s", instance.key, outcome)
+    return {instance.key: outcome for instance, outcome in zip(instances, outcomes, strict=True)}
+
+
+async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> str:
+    for path in CLEAR_PATHS:
+        try:
+            response = await upstream.fetch(instance.address, "POST", path, timeout=CLEAR_SECONDS)
+        except UpstreamError as exc:
+            return str(exc)
+        if response.status == 200:
+            return "success"
+        if response.status not in (404, 405):
+            return f"{instance.key} answered POST {path} with {response.status}"
+    return f"{instance.key} has none of the paths {', '.join(CLEAR_PATHS)}"
+
+
+def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
+    """The key of the instance that an order is about, and all members of its body."""
+    try:
+        members = parse_object(body)
+    except BadBody as exc:
+        raise _refuse_body(str(exc)) from None
+    key = members.get("instance")
+    if not isinstance(key, str):
+        raise _refuse_body(f"instance is {key!r}; it must be 'host:port'", "instance")
+    return key, members
+
+
+def _find_instance(registry: Registry, key: str) -> Instance:
+    instance = registry.get(key)
+    if instance is None:
+        known = ", ".join(each.key for each in registry) or "none"
+        raise Refused(ApiError(404, f"no instance {key!r} is registered; known are: {known}", "unknown_instance"))
+    return instance
+
+
+def _refuse_body(message: str, param: str | None = None) -> Refused:
+    return Refused(ApiError(400, message, "invalid_body", param))
+
+
+def _describe_outcome(instance: Instance) -> dict[str, Any]:
+    return {"instance": instance.key, "state": instance.state, "running_requests": instance.load.requests}

@@ -1,0 +1,29 @@
+"""Responses of the control plane: JSON, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import Response
+
+from router.http.api_error import ApiError, Refused
+
+__all__ = ["error_reply", "json_reply", "refusal_reply"]
+
+
+def json_reply(status: int, value: Any) -> Response:
+    """A response with ``value`` as JSON."""
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def error_reply(error: ApiError) -> Response:
+    """A response that is an error."""
+    return Response(error.body(), status_code=error.status, media_type="application/json")
+
+
+def refusal_reply(refused: Refused) -> Response:
+    """A response to a request that is not served, with the headers that say how it would be."""
+    answer = error_reply(refused.error)
+    answer.raw_headers += refused.headers
+    return answer

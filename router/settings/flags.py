@@ -1,0 +1,41 @@
+"""FlagParser: a command line, each mistake in which is told in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from router.settings.hints import suggest_name
+from router.settings.router_settings import SettingsError
+
+__all__ = ["FlagParser"]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse, but a mistake is a ``SettingsError`` that names the nearest flag; and it has ``--version``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Args: those of ``argparse.ArgumentParser``, by name."""
+        super().__init__(allow_abbrev=False, **kwargs)
+        version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
+        self.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``SettingsError``."""
+        raise SettingsError(message)
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        """As of argparse; a flag that nobody knows is told before one that is missing."""
+        for arg in args:
+            flag = arg.partition("=")[0]
+            if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:
+                self._refuse_flag(flag)
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_flag(unknown[0].partition("=")[0])
+        return known
+
+    def _refuse_flag(self, flag: str) -> NoReturn:
+        raise SettingsError(f"{flag} is not a flag of the router{suggest_name(flag, self._option_string_actions)}")

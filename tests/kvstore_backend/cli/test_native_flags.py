@@ -1,0 +1,66 @@
+"""The flags of mooncake_master: those of the program that is installed, and how a command line gives them values."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
+
+NATIVE = {"enable_offload": True, "client_ttl": False, "allocation_strategy": False}
+OWN = ["--port", "--lease"]
+
+
+def test_the_program_tells_its_flags_and_which_of_them_are_switches() -> None:
+    program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
+    flags = list_native_flags(program)
+    assert flags["enable_offload"]
+    assert flags["enable_metadata_cleanup_on_timeout"]
+    assert not flags["client_ttl"]
+    assert not flags["eviction_high_watermark_ratio"]
+    assert len(flags) > 80
+
+
+def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PoolUnavailable, match=r"--help cannot be run"):
+        list_native_flags(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--client_ttl=20", {"client_ttl": "20"}),
+        ("--client_ttl 20 --enable_offload", {"client_ttl": "20", "enable_offload": "true"}),
+        ("--client-ttl 20", {"client_ttl": "20"}),
+        ("--noenable_offload", {"enable_offload": "false"}),
+        ("--enable_offload=false --allocation_strategy=a=b", {"enable_offload": "false", "allocation_strategy": "a=b"}),
+        ("", {}),
+    ],
+)
+def test_values_are_read_as_the_program_reads_them(line: str, values: dict[str, str]) -> None:
+    assert parse_native_flags(line.split(), NATIVE, OWN) == values
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "--client_tll=20",
+            "--client_tll is no flag of kvstore master, nor of mooncake_master; did you mean --client_ttl?",
+        ),
+        ("--prot=1", "--prot is no flag of kvstore master, nor of mooncake_master; did you mean --port?"),
+        ("--zzz", "--zzz is no flag of kvstore master, nor of mooncake_master: kvstore master --help and"),
+        ("--client_ttl --enable_offload", "--client_ttl of mooncake_master needs a value"),
+        ("--client_ttl", "--client_ttl of mooncake_master needs a value"),
+        ("-client_ttl=20", "'-client_ttl=20' is no flag of kvstore master: a flag has two dashes"),
+        ("20", "'20' is no flag of kvstore master"),
+    ],
+)
+def test_what_neither_knows_gets_one_sentence(line: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_native_flags(line.split(), NATIVE, OWN)
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,174 @@
+"""The operator's orders about instances, over HTTP. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.fleet.admin import ORDERS
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def order(router: RouterUnderTest, name: str, instance: StandIn, **members: object) -> dict[str, object]:
+    """The answer to an order about ``instance``."""
+    response = router.client.post(f"/admin/{name}", json={"instance": instance.key, **members})
+    assert response.status_code == 200, response.text
+    answer: dict[str, object] = response.json()
+    return answer
+
+
+def test_a_paused_instance_ends_what_it_runs_and_gets_nothing_new(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    go_on = threading.Event()
+
+    async def slow(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        await asyncio.to_thread(go_on.wait, 20)
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    paused = stand_in("mixed", slow)
+    router = make_router(paused)
+    with router.stream() as response:
+        pieces = response.iter_raw()
+        next(pieces)
+        assert order(router, "pause", paused) == {
+            "instance": paused.key, "state": "paused", "running_requests": 1
+        }  # fmt: skip
+        assert paused.register(router.url).status_code == 200  # a heartbeat undoes nothing
+        assert router.chat().status_code == 503
+        go_on.set()
+        assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+def test_resume_takes_a_pause_and_a_drain_back(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    order(router, name, instance)
+    assert router.chat().status_code == 503
+    assert order(router, "resume", instance)["state"] == "healthy"
+    assert router.chat().status_code == 200
+
+
+def test_an_instance_gets_its_part_of_the_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    none, whole = stand_in(), stand_in()
+    router = make_router(none, whole, policy="round_robin")
+    assert order(router, "weight", none, weight=0) == {
+        "instance": none.key, "state": "healthy", "running_requests": 0, "weight": 0.0
+    }  # fmt: skip
+    assert none.register(router.url).status_code == 200
+    assert [router.chat().status_code for _ in range(6)] == [200] * 6
+    assert (len(none.received), len(whole.received)) == (0, 6)
+    weights = {entry["port"]: entry["weight"] for entry in router.client.get("/registered").json()["mixed"]}
+    assert weights == {str(none.port): 0.0, str(whole.port): 1.0}
+
+
+def test_an_instance_without_weight_serves_where_there_is_no_other(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    order(router, "weight", instance, weight=0)
+    assert router.chat().status_code == 200
+
+
+@pytest.mark.parametrize("name", ["pause", "resume", "weight"])
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "JSON"),
+        (b"{}", 400, "instance is None; it must be 'host:port'"),
+        (b'{"instance": "a:1", "weight": 1}', 404, "no instance 'a:1' is registered; known are: none"),
+    ],
+)
+def test_a_mistake_in_an_order_is_one_sentence(
+    make_router: MakeRouter, name: str, body: bytes, status: int, message: str
+) -> None:
+    answer = make_router().client.post(f"/admin/{name}", content=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("weight", ["true", '"1"', "-0.1", "1.5", "null", "NaN", "[]"])
+def test_a_weight_is_a_number_from_0_to_1(make_router: MakeRouter, stand_in: MakeStandIn, weight: str) -> None:
+    instance = stand_in()
+    body = f'{{"instance": "{instance.key}", "weight": {weight}}}'
+    answer = make_router(instance).client.post("/admin/weight", content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight")
+    assert "it must be a number from 0 to 1" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*ORDERS, "/admin/clear_prefix_cache"])
+def test_orders_take_the_admin_token(make_router: MakeRouter, tmp_path: Path, path: str) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    router = make_router(admin_token_file=str(tmp_path / "token"))
+    assert router.client.post(path, json={"instance": "a:1", "weight": 1}).status_code == 401
+    allowed = router.client.post(
+        path, json={"instance": "a:1", "weight": 1}, headers={"Authorization": "Bearer secret"}
+    )
+    assert allowed.status_code in (200, 404)
+
+
+def clears_at(*paths: str) -> Behaviour:
+    """Clear the prefix cache at these paths, and know no other."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        if request.target in paths:
+            await respond.answer(200, json.dumps({"status": "success"}).encode())
+        else:
+            await respond.answer(404, b"{}")
+
+    return behave
+
+
+def test_all_prefix_caches_are_cleared_and_each_instance_says_how_it_went(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    ours, vllm = (
+        stand_in("mixed", clears_at("/clear_prefix_cache")),
+        stand_in("mixed", clears_at("/reset_prefix_cache")),
+    )
+    neither, failing, dead = stand_in("mixed", clears_at()), stand_in("mixed", answers(500)), stand_in()
+    router = make_router(ours, vllm)
+    answer = router.client.post("/admin/clear_prefix_cache")
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"status": "success", "instances": {ours.key: "success", vllm.key: "success"}},
+    )
+    for instance in (neither, failing, dead):
+        instance.register(router.url)
+    dead.stop()
+    answer = router.client.post("/admin/clear_prefix_cache")
+    assert (answer.status_code, answer.json()["status"]) == (502, "error")
+    outcomes = answer.json()["instances"]
+    assert outcomes[ours.key] == outcomes[vllm.key] == "success"
+    assert "has none of the paths /clear_prefix_cache, " in outcomes[neither.key]
+    assert "answered POST /clear_prefix_cache with 500" in outcomes[failing.key]
+    assert "Connection refused" in outcomes[dead.key]
+
+
+def test_the_router_expects_no_hit_where_a_cache_was_cleared(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.answer(200, b"{}" if request.target == "/clear_prefix_cache" else chat_answer())
+
+    router = make_router(stand_in("mixed", behave), policy="cache_aware")
+    messages = [{"role": "user", "content": "word " * 2000}]
+    expected = []
+    for clears in (False, False, True):
+        if clears:
+            assert router.client.post("/admin/clear_prefix_cache").status_code == 200
+        decision = router.chat(messages=messages).headers["x-router-decision"]
+        expected.append(int(decision.rpartition("=")[2]) > 0)
+    assert expected == [False, True, False]
