@@ -115,7 +115,10 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     add = parser.add_argument
-    add("--model", help="checkpoint folder in Hugging Face's format; must be given")
+    add(
+        "--model",
+        help="checkpoint folder in Hugging Face's format, or ORGANISATION/NAME of a downloaded one; must be given",
+    )
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
     add("--port", type=_parse_port, default=8000, help="port to listen on")

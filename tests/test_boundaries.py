@@ -14,6 +14,7 @@ import ast
 import functools
 import graphlib
 import importlib.metadata
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,17 @@ def arrows_between_rooms() -> set[tuple[str, str]]:
     }
 
 
+@pytest.fixture
+def loggers_stay_on() -> Iterator[None]:
+    """import-linter sets logging up for itself, which turns off every logger that there is."""
+    found = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    on = [logger for logger in found if not logger.disabled]
+    yield
+    for logger in on:
+        logger.disabled = False
+
+
+@pytest.mark.usefixtures("loggers_stay_on")
 def test_the_contracts_of_pyproject_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     status = lint_imports(str(ROOT / "pyproject.toml"), no_cache=True)
     assert status == 0, capsys.readouterr().out

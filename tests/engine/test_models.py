@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from engine.model_runner import ModelRunner, check_length, load_model_config, load_tokenizer
 from engine.request import Request, SamplingParams, Sequence
@@ -165,3 +173,53 @@ def test_a_text_begins_with_the_token_its_tokenizer_puts_there(tmp_path: Path) -
     byte_fallback_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer("the river")["input_ids"][0] == tokenizer.bos_token_id
+
+
+# What the README says of decoders.
+
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    "config", [MistralConfig(**TINY, sliding_window=None), Phi3Config(**TINY)], ids=["mistral", "phi3"]
+)
+def test_decoders_with_full_attention_run(config: Any, tmp_path: Path) -> None:
+    folder = write_checkpoint(config, tmp_path)
+    assert logprobs(runner_of(folder), 37) == pytest.approx(reference_logprobs(folder), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**TINY, head_dim=8), "layers of type sliding_attention; only full attention"),
+        (Gemma2Config(**TINY, head_dim=8, layer_types=["full_attention"] * 2), "with soft-capping is not supported"),
+        (
+            GptOssConfig(
+                **TINY,
+                head_dim=8,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+                layer_types=["full_attention"] * 2,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            ),
+            "with sinks is not supported",
+        ),
+    ],
+    ids=["sliding windows", "soft-capping", "sinks"],
+)
+def test_decoders_with_more_than_that_are_refused_in_one_sentence(config: Any, reason: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(config, tmp_path)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        runner_of(folder)
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -174,7 +175,8 @@ def test_a_dry_run_needs_neither_a_set_up_nor_a_free_port_and_leaves_nothing(eng
     before = sorted(tmp_path.rglob("*"))
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 15001))
+        with contextlib.suppress(OSError):  # taken already
+            taken.bind(("127.0.0.1", 15001))
         for script in SCRIPTS:
             assert dry_run(tmp_path / "examples" / "cache_storage" / script, ENGINE=engine)
     assert sorted(tmp_path.rglob("*")) == before
