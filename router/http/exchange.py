@@ -244,7 +244,7 @@ class Exchange:
             connection = await self._pool.connect(self.address)
         except UpstreamError as exc:
             self._connecting = None  # or else ``fail`` would cancel us
-            self.fail(exc)
+            self.fail(exc.with_traceback(None))  # its traceback leads here: only the collector could free both
             return
         finally:
             self._connecting = None
