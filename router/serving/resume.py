@@ -179,6 +179,8 @@ class StreamMerger:
     def _fold_events(self) -> None:
         """Read the events kept; go on with their ids only."""
         for event in _split_events(b"".join(self._kept)):
+            if self._blind:
+                break  # it cannot be resumed, whatever the rest says
             chunk = _parse_event(event)
             if chunk is not None:
                 self._note_chunk(chunk)
