@@ -226,6 +226,17 @@ def create_app(instance: Instance) -> FastAPI:
         aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
         return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
 
+    @app.post("/clear_prefix_cache")
+    @app.post("/reset_prefix_cache")  # vLLM's path
+    async def clear_prefix_cache(request: Request) -> Response:
+        if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
+            message = "reset_external: an instance does not empty the pool, which others share; use 'kvstore clear'"
+            raise ApiError(400, message, param="reset_external")
+        if not instance.core.is_alive:
+            raise ApiError(503, "this instance's engine has ended; its log says why")
+        instance.core.clear_prefix_cache()
+        return JSONResponse({"status": "success"})
+
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)

@@ -244,6 +244,19 @@ class TestEndpoints:
             (model,) = client.models.list().data
         assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4000)
 
+    @pytest.mark.parametrize("path", ["/clear_prefix_cache", "/reset_prefix_cache"])
+    def test_the_own_cache_is_cleared_by_either_name(self, instance: Served, path: str) -> None:
+        chat(instance, LONG_PROMPT, max_tokens=1)
+        assert instance.post(path, {}) == {"status": "success"}
+        details = chat(instance, LONG_PROMPT, max_tokens=1).usage.prompt_tokens_details.model_dump()
+        assert details["own_cached_tokens"] == 0
+
+    def test_an_instance_does_not_empty_the_pool(self, instance: Served) -> None:
+        with instance.http as client:
+            answer = client.post("/reset_prefix_cache?reset_external=true")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
+        assert "use 'kvstore clear'" in answer.json()["error"]["message"]
+
     def test_health_answers_200(self, instance: Served) -> None:
         with instance.http as client:
             assert client.get("/health").status_code == 200
