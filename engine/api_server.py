@@ -230,7 +230,7 @@ def create_app(instance: Instance) -> FastAPI:
     @app.post("/reset_prefix_cache")  # vLLM's path
     async def clear_prefix_cache(request: Request) -> Response:
         if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
-            message = "reset_external: an instance does not empty the pool, which others share; use 'kvstore clear'"
+            message = "reset_external: an instance clears its own cache, not the pool that others share; leave it out"
             raise ApiError(400, message, param="reset_external")
         if not instance.core.is_alive:
             raise ApiError(503, "this instance's engine has ended; its log says why")

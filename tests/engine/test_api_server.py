@@ -255,7 +255,7 @@ class TestEndpoints:
         with instance.http as client:
             answer = client.post("/reset_prefix_cache?reset_external=true")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
-        assert "use 'kvstore clear'" in answer.json()["error"]["message"]
+        assert "not the pool that others share; leave it out" in answer.json()["error"]["message"]
 
     def test_health_answers_200(self, instance: Served) -> None:
         with instance.http as client:
