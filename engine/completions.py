@@ -82,6 +82,18 @@ class Completions:
         }
         return {"object": "list", "data": [model]}
 
+    def show_model(self, model_id: str) -> dict[str, Any]:
+        """GET /v1/models/{id}.
+
+        Raises:
+            ApiError: 404, the model is another one.
+        """
+        model: dict[str, Any] = self.list_models()["data"][0]
+        if model_id != self._model:
+            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self._model)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
     async def begin_chat(self, body: ChatBody) -> CompletionResponse:
         """POST /v1/chat/completions, checked and ready to run.
 

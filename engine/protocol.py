@@ -8,6 +8,7 @@ good as no field. An instance serves one model and does not look at ``model`` (n
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import time
 from typing import Any, Literal, TypeVar
@@ -35,6 +36,8 @@ __all__ = [
 
 
 _MAX_STOPS = 16
+# An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
+_MAX_ID_CHARACTERS = 300
 
 # Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
 # engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
@@ -95,6 +98,7 @@ class ApiError(Exception):
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object for an HTTP status."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    kind = "timeout" if status == 408 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -158,7 +162,7 @@ class GenerationBody(_Body):
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(default=None, max_length=_MAX_ID_CHARACTERS)
     disaggregate_info: DisaggregateInfo | None = None
 
     @field_validator("request_id")
@@ -242,7 +246,7 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raise ApiError(400, f"the body is not JSON: {exc}") from None
+        raise ApiError(400, f"the body is not valid JSON: {_find_json_fault(raw, exc)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, but it is {quote_short(value)}")
     if issubclass(kind, GenerationBody):
@@ -260,6 +264,20 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
         name = ".".join(map(str, param))
         given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
         raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
+
+
+def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    """The first fault of a body, and where it stands there; orjson counts bytes in places."""
+    try:
+        json.loads(raw.decode())
+    except UnicodeDecodeError as exc:
+        line, column = raw.count(b"\n", 0, exc.start) + 1, exc.start - raw.rfind(b"\n", 0, exc.start)
+        return f"it is not UTF-8: line {line} byte {column} (byte {exc.start}) is 0x{raw[exc.start]:02x}"
+    except json.JSONDecodeError as exc:
+        return str(exc)
+    except (ValueError, RecursionError):
+        pass
+    return str(error)  # such as NaN, which Python takes
 
 
 def _check_supported(fields: dict[str, Any], unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:

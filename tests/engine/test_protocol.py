@@ -43,9 +43,13 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("chat", b"hello", None, "the body is not JSON"),
-        ("chat", b"", None, "the body is not JSON"),
-        ("chat", b'{"messages": "\xff"}', None, "the body is not JSON"),
+        ("chat", b"hello", None, "the body is not valid JSON"),
+        ("chat", b"", None, "the body is not valid JSON"),
+        ("chat", b'{"messages": "\xff"}', None, "is not valid JSON: it is not UTF-8: line 1 byte 15 (byte 14) is 0xff"),
+        ("chat", '{"user": "é",\n "messages": [}'.encode(), None, "Expecting value: line 2 column 15 (char 28)"),
+        ("chat", b'{"temperature": NaN}', None, "the body is not valid JSON: "),
+        ("chat", b"[" * 100_000, None, "the body is not valid JSON: "),
+        ("chat", {"messages": MESSAGES, "request_id": "a" * 301}, "request_id", "at most 300 characters"),
         ("chat", [MESSAGES], None, "the body must be a JSON object, but it is [[{"),
         ("chat", None, None, "the body must be a JSON object, but it is null"),
         ("chat", {}, "messages", "messages: Field required"),
