@@ -55,7 +55,7 @@ from engine.protocol import (
     TokenizeBody,
     parse_body,
 )
-from engine.registration import host_ip_towards, router_url, send_heartbeats
+from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
@@ -81,6 +81,7 @@ class Instance:
         self.args = args
         self._connector = connector
         self.router = router_url(args.router) if args.router else None
+        self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
         folder = find_checkpoint(args.model)
         config = load_model_config(folder)
@@ -166,7 +167,8 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            heartbeat = asyncio.create_task(send_heartbeats(self.router, self.registration_payload()))
+            sending = send_heartbeats(self.router, self.registration_payload(), self._router_token)
+            heartbeat = asyncio.create_task(sending)
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:
