@@ -211,6 +211,17 @@ def create_app(instance: Instance) -> FastAPI:
         openapi_url=None,
     )
 
+    add_error_handlers(app)
+    app.add_middleware(HttpMiddleware)
+    _add_completions(app, instance)
+    _add_orders(app, instance)
+    _add_state(app, instance)
+    return app
+
+
+def _add_completions(app: FastAPI, instance: Instance) -> None:
+    """The paths for clients."""
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await _complete(request, ChatBody, instance.completions.begin_chat)
@@ -218,14 +229,6 @@ def create_app(instance: Instance) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await _complete(request, CompletionBody, instance.completions.begin_completion)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse(instance.completions.list_models())
-
-    @app.get("/v1/models/{model_id:path}")
-    async def show_model(model_id: str) -> Response:
-        return JSONResponse(instance.completions.show_model(model_id))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -236,6 +239,10 @@ def create_app(instance: Instance) -> FastAPI:
     async def detokenize(request: Request) -> Response:
         body = parse_body(DetokenizeBody, await read_body(request))
         return JSONResponse(instance.completions.detokenize_tokens(body))
+
+
+def _add_orders(app: FastAPI, instance: Instance) -> None:
+    """The paths for routers and operators that change something."""
 
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
@@ -255,6 +262,18 @@ def create_app(instance: Instance) -> FastAPI:
         instance.core.clear_prefix_cache()
         return JSONResponse({"status": "success"})
 
+
+def _add_state(app: FastAPI, instance: Instance) -> None:
+    """The paths that tell of the model and of the instance."""
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(instance.completions.list_models())
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return JSONResponse(instance.completions.describe_model(model_id))
+
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)
@@ -263,10 +282,6 @@ def create_app(instance: Instance) -> FastAPI:
     async def metrics() -> Response:
         text = prometheus_client.generate_latest(instance.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    add_error_handlers(app)
-    app.add_middleware(HttpMiddleware)
-    return app
 
 
 async def _complete(

@@ -82,7 +82,7 @@ class Completions:
         }
         return {"object": "list", "data": [model]}
 
-    def show_model(self, model_id: str) -> dict[str, Any]:
+    def describe_model(self, model_id: str) -> dict[str, Any]:
         """GET /v1/models/{id}.
 
         Raises:

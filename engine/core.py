@@ -183,9 +183,9 @@ class EngineCore:
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
     def clear_prefix_cache(self) -> None:
-        """Forget the prefixes that are cached now: what is submitted after this call finds none of them.
+        """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
 
-        Running sequences go on, and blocks that fill up later are cached again. The pool keeps what it has. From any
+        Running sequences go on, and blocks that fill up later are cached again. The pool keeps its blocks. From any
         thread.
         """
 

@@ -1,4 +1,4 @@
-"""HTTP around the endpoints: what a client may send, HEAD, ids of requests, and every error in OpenAI's shape."""
+"""HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -42,16 +42,19 @@ _REQUEST_ID = b"x-request-id"
 
 
 class InstanceProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which refuses in OpenAI's shape what never becomes a request."""
+    """uvicorn's protocol; bytes that never become a request are refused in OpenAI's shape."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # received since the parser last came to something
+        self._head_bytes = 0  # of a head that has not come to its end
 
     def data_received(self, data: bytes) -> None:
         """Read the bytes that the client sends, but no head without end."""
-        self._head_bytes += len(data)
         super().data_received(data)
+        cycle: Any = self.cycle  # uvicorn's type has no None
+        # uvicorn makes a scope when a request begins, and a cycle of it at the end of the head.
+        is_in_head = cycle is None or cycle.scope is not self.scope
+        self._head_bytes = self._head_bytes + len(data) if is_in_head else 0
         if self._head_bytes <= MAX_HEAD_BYTES:
             return
         if len(self.url) > MAX_HEAD_BYTES // 2:
@@ -61,27 +64,12 @@ class InstanceProtocol(HttpToolsProtocol):
             message = f"the head is larger than the {MAX_HEAD_BYTES} bytes this instance takes"
             self._refuse_connection(ApiError(431, message, code="head_too_large"))
 
-    def on_headers_complete(self) -> None:
-        """A head has come to its end."""
-        self._head_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """A piece of a body has come."""
-        self._head_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """A request has come to its end."""
-        self._head_bytes = 0
-        super().on_message_complete()
-
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP."""
         self._refuse_connection(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http"))
 
     def _refuse_connection(self, error: ApiError) -> None:
-        cycle: Any = self.cycle  # uvicorn's type has no None
+        cycle: Any = self.cycle
         # Within the response to another request this one could not be told from it.
         if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
             head = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

@@ -69,7 +69,7 @@ async def serving(app: Any) -> AsyncIterator[int]:
             await running
 
 
-def error_of(answer: httpx.Response) -> dict[str, Any]:
+def openai_error(answer: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
@@ -96,7 +96,7 @@ async def test_what_is_not_there_is_an_openai_error_and_no_redirection(
         answer = await client.request(method, path)
     assert answer.status_code == status
     assert "location" not in answer.headers
-    error = error_of(answer)
+    error = openai_error(answer)
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert message in error["message"]
 
@@ -155,8 +155,8 @@ async def test_what_cannot_be_an_id_is_refused(app: Any, sent: bytes, message: s
     async with asking(app) as client:
         answer = await client.post(CHAT, json=BODY, headers={b"X-Request-Id": sent})
     assert answer.status_code == 400
-    assert error_of(answer)["param"] == "X-Request-Id"
-    assert message in error_of(answer)["message"]
+    assert openai_error(answer)["param"] == "X-Request-Id"
+    assert message in openai_error(answer)["message"]
 
 
 @in_event_loop
@@ -171,8 +171,8 @@ async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
 
     async with asking(app) as client:
         for answer in (await client.post(CHAT, content=b" " * 1001), await client.post(CHAT, content=pieces())):
-            assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-            assert "larger than the 1000 bytes" in error_of(answer)["message"]
+            assert (answer.status_code, openai_error(answer)["code"]) == (413, "body_too_large")
+            assert "larger than the 1000 bytes" in openai_error(answer)["message"]
 
 
 @in_event_loop
