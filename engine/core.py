@@ -182,6 +182,18 @@ class EngineCore:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
+    def clear_prefix_cache(self) -> None:
+        """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
+
+        Running sequences go on, and blocks that fill up later are cached again. The pool keeps its blocks. From any
+        thread.
+        """
+
+        def clear() -> None:
+            log.info("The prefix cache is cleared: it had %d blocks", self.scheduler.blocks.unpublish_all())
+
+        self._commands.put(clear)
+
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
 

@@ -37,7 +37,7 @@ HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 # server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
 # themselves, is a program of its own, not on a request's way.
 SPEAKERS = {"router.http.connection", "router.http.server", "router.register"}
-MAX_ARROWS = 45
+MAX_ARROWS = 46
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

@@ -174,3 +174,13 @@ import engine
 def test_what_is_no_flag_is_said_before_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="did you mean --model"):
         parse("--modl m")
+
+
+def test_the_routers_token_is_named_by_the_flag_else_by_the_environment() -> None:
+    environ = {"FD_ROUTER_TOKEN_FILE": "/b"}
+    assert parse("--model m --router r:1").router_token_file is None
+    assert parse("--model m --router r:1 --router-token-file /a", environ).router_token_file == Path("/a")
+    assert parse("--model m --router r:1", environ).router_token_file == Path("/b")
+    assert parse("--model m", environ).router_token_file is None
+    with pytest.raises(ConfigError, match="--router-token-file has no effect without --router; add it"):
+        parse("--model m --router-token-file /a")

@@ -15,6 +15,7 @@ from engine.core import Prefilled
 from engine.request import Request, SamplingParams, Sequence, State
 from engine.scheduler import Reservation
 from tests.engine.running import Answering, Engine
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(1, 41))
 
@@ -194,3 +195,20 @@ def only_expected_errors(request: pytest.FixtureRequest, caplog: pytest.LogCaptu
     yield
     if "fails" not in request.node.name:
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_cleared_prefix_cache_is_filled_again_while_running_sequences_go_on(
+    engine: Engine, held: threading.Event, answer: list[int]
+) -> None:
+    held.set()
+    engine.answer(PROMPT, 1)
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32
+    held.clear()
+    running = engine.begin(PROMPT, 12)
+    wait_until(lambda: engine.scheduler.running, "the sequence to run")
+    engine.core.clear_prefix_cache()
+    held.set()
+    assert running.wait() == answer
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 0
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32
+    engine.wait_until_idle()
