@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from router.fleet import Registry
 from router.policies import InstanceLoad
-from router.sharing.link import Link
+
+if TYPE_CHECKING:
+    from router.fleet import Registry
+    from router.sharing.link import Link
 
 __all__ = ["LoadSync"]
 

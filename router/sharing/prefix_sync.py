@@ -7,11 +7,13 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from router.fleet import Role
 from router.policies import Policy, PrefixPolicy
-from router.sharing.link import Link
+
+if TYPE_CHECKING:
+    from router.fleet import Role
+    from router.sharing.link import Link
 
 __all__ = ["PrefixSync"]
 

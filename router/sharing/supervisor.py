@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.settings import RouterSettings
 from router.sharing.hand_over import send_connection
 from router.sharing.hub import Hub
 from router.sharing.wire import Wire, open_wire
+
+if TYPE_CHECKING:
+    from router.settings import RouterSettings
 
 __all__ = ["Supervisor", "WorkerTask", "start_nursery"]
 
