@@ -343,6 +343,8 @@ class EngineCore:
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
         metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
         metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
+        if not sequence.pool_cached_tokens:
+            metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))

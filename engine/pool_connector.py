@@ -7,6 +7,7 @@ leave no room for the longest sequence, blocks are staged, and a transfer releas
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -17,13 +18,16 @@ from engine.background import yield_to_compute
 from engine.load_or_compute import LoadOrCompute
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
+from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
-from kvstore_backend import BlockPool
+from kvstore_backend import BlockPool, Status
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
+
+log = logging.getLogger(__name__)
 
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves are dropped, not queued.
 _SAVE_SHARE = 0.25
@@ -70,6 +74,7 @@ class PoolConnector:
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self._pending_save_blocks = 0
+        self._block_bytes = runner.shape.nbytes
         if staged is None:
             staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
@@ -94,19 +99,14 @@ class PoolConnector:
         # The last token is always computed, so a block that ends with it is of no use.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
         hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
-        num_running = len(self._scheduler.running)  # whom computing the blocks would delay
+        load = _Load(sequence.request.request_id, first, hashes, len(self._scheduler.running))
 
         def decide(read_leading: ReadLeading) -> int:
-            present = self._pool.lookup(hashes)
-            if not present or not self._load_or_compute.should_load(present, num_running):
-                return 0
-            start = time.monotonic()
-            count = read_leading(present)
-            self._load_or_compute.record_load(count, time.monotonic() - start)
-            return count
+            return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
             if not sequence.num_preemptions:
+                sequence.pool_use = load.use
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
                 sequence.pool_load_seconds = outcome.seconds
             with self._ending_on_error(sequence):
@@ -115,6 +115,45 @@ class PoolConnector:
         self._scheduler.blocks.hold_blocks(blocks)
         release = partial(self._scheduler.blocks.release_blocks, blocks)
         self._transfers.load(hashes, blocks, on_end, release, decide=decide)
+
+    def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
+        """Read as many leading blocks of ``load`` as the pool has and are worth it; on the thread that loads."""
+        asked, start = len(load.hashes), time.monotonic()
+        statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
+        present = next((i for i, status in enumerate(statuses) if not status), len(statuses))
+        log.debug(
+            "request %s: look-up of %d blocks (the prompt's %d to %d, from %s): the pool has %d leading ones and %d "
+            "others; %.1f ms",
+            *(load.request_id, asked, load.first, load.first + asked - 1, load.hashes[0].hex()[:12]),
+            *(present, sum(map(bool, statuses)) - present, 1e3 * (time.monotonic() - start)),
+        )
+        if not present:
+            load.use = self._explain_miss(statuses, asked)
+            return 0
+        if not self._load_or_compute.should_load(present, load.num_running):
+            text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
+            load.use = PoolUse(Reason.SLOW, text)
+            return 0
+        start = time.monotonic()
+        count = read_leading(present)
+        seconds = time.monotonic() - start
+        self._load_or_compute.record_load(count, seconds)
+        log.debug(
+            "request %s: load of %d blocks: %d arrived and were verified, %d bytes in %.1f ms",
+            *(load.request_id, present, count, count * self._block_bytes, 1e3 * seconds),
+        )
+        load.use = (
+            PoolUse(Reason.HIT, f"the pool had {present} of {asked} blocks, of which {count} arrived")
+            if count
+            else PoolUse(Reason.FAILED, f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)")
+        )
+        return count
+
+    def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
+        if statuses and statuses[0] is Status.ABSENT:
+            return PoolUse(Reason.ABSENT, f"not in the pool (it lacks the first of {asked} blocks)")
+        health = self._pool.health()
+        return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
     def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
         """Begin to save the blocks of ``sequence`` that became full.
@@ -171,6 +210,17 @@ class PoolConnector:
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
         self._transfers.close()
+
+
+class _Load:
+    """What is asked of the pool for one sequence, and what came of it."""
+
+    def __init__(self, request_id: str, first: int, hashes: SequenceOf[bytes], num_running: int) -> None:
+        self.request_id = request_id
+        self.first = first
+        self.hashes = hashes
+        self.num_running = num_running  # whom computing the blocks would delay
+        self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

@@ -24,6 +24,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager, NoFreeBlocks
+from engine.pool_use import NO_POOL, PoolUse, Reason, explain_no_load
 from engine.request import Sequence, State
 
 __all__ = ["Chunk", "Reservation", "Scheduler"]
@@ -119,6 +120,8 @@ class Scheduler:
                 self.loading.append(sequence)
                 to_load.append(sequence)
             else:
+                if not sequence.num_preemptions:
+                    sequence.pool_use = self._explain_no_load(sequence)
                 self._get_ready(sequence)
         self._fill_places()
         return to_load
@@ -149,7 +152,9 @@ class Scheduler:
         sequence.block_table = reservation.blocks
         sequence.num_computed = sequence.num_prompt_tokens
         sequence.num_published = reservation.num_cached
-        sequence.own_cached_tokens = reservation.num_cached * self.block_size
+        sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
+        sequence.handed_over_tokens = sequence.num_prompt_tokens - sequence.own_cached_tokens
+        sequence.pool_use = PoolUse(Reason.HANDED_OVER, "the prefill instance handed the prompt over directly")
         self._get_ready(sequence)
         self.publish_blocks(sequence)
 
@@ -296,6 +301,9 @@ class Scheduler:
     def _count_loadable(self, sequence: Sequence) -> int:
         """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
         return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
+
+    def _explain_no_load(self, sequence: Sequence) -> PoolUse:
+        return explain_no_load(len(sequence.token_ids), self.block_size) if self.pool else NO_POOL
 
     def _grow_sequence(self, sequence: Sequence) -> bool:
         """Make room for one more token's KV, preempting the youngest if need be; False if that was itself."""

@@ -154,10 +154,11 @@ class Generation(ABC):
 
     def _log_end(self, reason: str) -> None:
         sequence = self.sequence
+        reason_text = sequence.pool_use.text.replace('"', "'")
         log.info(
             "request finished: request_id=%s role=%s finish_reason=%s prompt_token_num=%d output_token_num=%d "
             "gpu_cache_token_num=%d cpu_cache_token_num=0 storage_cache_token_num=%d "
-            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f",
+            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f%s",
             self.request.request_id,
             self._parts.role,
             reason,
@@ -168,6 +169,7 @@ class Generation(ABC):
             sequence.pool_load_seconds,
             self._first_token_seconds if self._first_token_seconds is not None else -1,
             time.monotonic() - self._start,
+            "" if sequence.pool_cached_tokens else f' storage_cache_reason="{reason_text}"',
         )
 
 
