@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
-            logs.set_up(args.log_dir, debug=args.debug)
+            logs.set_up(args.log_dir, args.log_level)
             ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port

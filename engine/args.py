@@ -18,6 +18,7 @@ __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
 _TRANSFERS = ("ipc", "rdma", "tcp")
+_LOG_LEVELS = ("debug", "info", "warn", "error")
 
 _RETRIEVAL_VARIABLES = {
     "init_tokens": "VLLM_RETRIEVAL_INIT_TOKENS_NUM",
@@ -58,7 +59,7 @@ class EngineArgs:
     tensor_parallel_size: int
     retrieval: RetrievalConfig | None
     log_dir: Path
-    debug: bool
+    log_level: str
 
 
 def set_native_defaults() -> None:
@@ -100,7 +101,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
     values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
-    values["debug"] = _read_debug(environ)
+    values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["retrieval"] = _read_retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
@@ -150,6 +151,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
     add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
+    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
     add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
     _add_retrieval_flags(parser)
     return parser

@@ -10,8 +10,8 @@ __all__ = ["set_up"]
 _FORMAT = "%(levelname)-8s %(asctime)s %(process)d %(name)s] %(message)s"
 
 
-def set_up(folder: Path, *, debug: bool) -> None:
-    """Log to ``folder``/api_server.log; warnings also to standard error. ``debug`` lowers the level.
+def set_up(folder: Path, level: str) -> None:
+    """Log to ``folder``/api_server.log what is of this level or a higher one; warnings also to standard error.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -20,10 +20,9 @@ def set_up(folder: Path, *, debug: bool) -> None:
     file = logging.FileHandler(folder / "api_server.log")
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
-    level = logging.DEBUG if debug else logging.INFO
     logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, console], force=True)
     for name in ("engine", "kvstore_backend"):
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(level.upper())
     # Its INFO line for each heartbeat and health probe would bury ours.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

@@ -23,6 +23,7 @@ from engine.request import Sequence
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.pool import count_leading
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -108,6 +109,7 @@ class PoolConnector:
             if not sequence.num_preemptions:
                 sequence.pool_use = load.use
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
+                sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
             with self._ending_on_error(sequence):
                 self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
@@ -120,13 +122,14 @@ class PoolConnector:
         """Read as many leading blocks of ``load`` as the pool has and are worth it; on the thread that loads."""
         asked, start = len(load.hashes), time.monotonic()
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
-        present = next((i for i, status in enumerate(statuses) if not status), len(statuses))
-        log.debug(
-            "request %s: look-up of %d blocks (the prompt's %d to %d, from %s): the pool has %d leading ones and %d "
-            "others; %.1f ms",
-            *(load.request_id, asked, load.first, load.first + asked - 1, load.hashes[0].hex()[:12]),
-            *(present, sum(map(bool, statuses)) - present, 1e3 * (time.monotonic() - start)),
-        )
+        present = count_leading(statuses)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s: look-up of %d blocks (its %d to %d, from %s): the pool has %d leading ones and %d others; "
+                "%.1f ms",
+                *(load.request_id, asked, load.first, load.first + asked - 1, load.hashes[0].hex()[:12]),
+                *(present, statuses.count(Status.OK) - present, 1e3 * (time.monotonic() - start)),
+            )
         if not present:
             load.use = self._explain_miss(statuses, asked)
             return 0
@@ -172,20 +175,30 @@ class PoolConnector:
         if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
             if is_last:
                 self._metrics.unsaved_blocks.inc(len(blocks))
+                log.debug(
+                    "request %s: %d blocks are not saved: %s",
+                    *(sequence.request.request_id, len(blocks)),
+                    f"{pending} others wait for the pool" if self._pool.is_ready else "the pool is away",
+                )
             return
+        hashes = sequence.hashes()[first:last]
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
             sequence.pending_saves -= 1
             self._metrics.saved_blocks.inc(outcome.count)
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
+            log.debug(
+                "request %s: save of %d blocks (its %d to %d, from %s): the pool has %d of them now, %d bytes; %.1f ms",
+                *(sequence.request.request_id, len(blocks), first, last - 1, hashes[0].hex()[:12]),
+                *(outcome.count, outcome.count * self._block_bytes, 1e3 * outcome.seconds),
+            )
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(blocks)
         self._pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
         sequence.num_saved = last
-        hashes = sequence.hashes()[first:last]
         self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
 
     def skip_prompt(self, sequence: Sequence) -> None:
@@ -213,7 +226,7 @@ class PoolConnector:
 
 
 class _Load:
-    """What is asked of the pool for one sequence, and what came of it."""
+    """A question to the pool for one sequence, and its outcome."""
 
     def __init__(self, request_id: str, first: int, hashes: SequenceOf[bytes], num_running: int) -> None:
         self.request_id = request_id

@@ -78,7 +78,7 @@ class TokenOutput:
 class Sequence:
     """A request on its way. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
 
-    The ``*_cached_tokens`` figures and ``handed_over_tokens`` say where the prompt's KV came from when it was first
+    The ``*_cached_tokens`` figures and ``prompt_sources`` say where the prompt's KV came from when it was first
     admitted, and ``pool_use`` why so much from the pool; they are final once the first token is out.
     """
 
@@ -109,7 +109,8 @@ class Sequence:
     finish_reason: str | None = None
     own_cached_tokens: int = 0
     pool_cached_tokens: int = 0
-    handed_over_tokens: int = 0
+    prompt_sources: list[tuple[str, int]] = field(default_factory=list)
+    """Where the prompt's leading tokens came from, in their order; the others were computed here."""
     pool_use: PoolUse = NOT_ASKED
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0

@@ -19,6 +19,7 @@ findable), and it is computed anew later.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from engine.pool_use import NO_POOL, PoolUse, Reason, explain_no_load
 from engine.request import Sequence, State
 
 __all__ = ["Chunk", "Reservation", "Scheduler"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ class Scheduler:
         sequence.num_computed = sequence.num_prompt_tokens
         sequence.num_published = reservation.num_cached
         sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
-        sequence.handed_over_tokens = sequence.num_prompt_tokens - sequence.own_cached_tokens
+        rest = sequence.num_prompt_tokens - sequence.own_cached_tokens
+        sequence.prompt_sources = [("own cache", sequence.own_cached_tokens), ("the prefill instance", rest)]
         sequence.pool_use = PoolUse(Reason.HANDED_OVER, "the prefill instance handed the prompt over directly")
         self._get_ready(sequence)
         self.publish_blocks(sequence)
@@ -276,6 +280,7 @@ class Scheduler:
         sequence.num_published = last
         if not sequence.num_preemptions:
             sequence.own_cached_tokens += (last - first) * self.block_size
+            sequence.prompt_sources.append(("own cache", (last - first) * self.block_size))
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
@@ -290,6 +295,7 @@ class Scheduler:
         sequence.num_published = num_cached
         if not sequence.num_preemptions:
             sequence.own_cached_tokens = sequence.num_computed
+            sequence.prompt_sources = [("own cache", sequence.num_computed)]
         return True
 
     def _list_cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
@@ -321,6 +327,10 @@ class Scheduler:
 
     def _preempt_sequence(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
+        log.debug(
+            "request %s: preempted at %d computed tokens: its blocks go to older requests",
+            *(sequence.request.request_id, sequence.num_computed),
+        )
         self._wait_anew(sequence)
         self.num_preemptions += 1
 

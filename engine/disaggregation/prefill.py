@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -48,6 +49,10 @@ class HandoverSender:
         self._is_clean = True
         self._is_over = False
         self._kinds_sent: set[str] = set()
+        self._num_written = self._bytes_written = 0
+        self._begun_at = time.monotonic()
+        self.trouble = "the decode instance was not reached"
+        """Why the prompt is not handed over directly, if it is not."""
         self._writing = asyncio.create_task(self._write_all())
         self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
@@ -67,6 +72,7 @@ class HandoverSender:
         digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
+        self.trouble = "the decode instance did not take it over"
         self._send_or_keep(
             "ready",
             token=token,
@@ -76,7 +82,13 @@ class HandoverSender:
             pool_cached_tokens=pool_cached_tokens,
         )
         try:
-            return await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
+            is_accepted = await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
+            log.debug(
+                "request %s: direct hand-over %s: %d blocks written, %d bytes, %.1f ms since it began",
+                *(self._request_id, "accepted" if is_accepted else "not accepted", self._num_written),
+                *(self._bytes_written, 1e3 * (time.monotonic() - self._begun_at)),
+            )
+            return is_accepted
         except asyncio.TimeoutError:
             log.warning("%s: the decode instance does not say whether it takes over", self._request_id)
             return False
@@ -135,9 +147,15 @@ class HandoverSender:
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
             assert self._memory is not None, "only who can write is lent blocks"
-            self._target.set_result(self._memory.parse_target(message, self._prompt))
+            target = self._memory.parse_target(message, self._prompt)
+            log.debug(
+                "request %s: the decode instance at %s lends %d blocks, and has the %d before them",
+                *(self._request_id, target.session, len(target.addresses), target.num_cached),
+            )
+            self._target.set_result(target)
         elif kind == "refused":
             log.info("%s: no direct hand-over: %s", self._request_id, message.get("reason"))
+            self.trouble = f"the decode instance refused: {message.get('reason')}"
             self._stop_writing()
         elif kind in ("accepted", "rejected"):
             if not self._verdict.done():
@@ -156,6 +174,7 @@ class HandoverSender:
         num_written = 0
         try:
             if self._memory is None:
+                self.trouble = "this instance cannot write to others"
                 return None
             target = await asyncio.wait_for(asyncio.shield(self._target), SILENCE_SECONDS)
             if target is None:
@@ -171,19 +190,33 @@ class HandoverSender:
                 first, blocks = self._queue.popleft()
                 while self._queue:
                     blocks = [*blocks, *self._queue.popleft()[1]]
+                start = time.monotonic()
                 written = await asyncio.wrap_future(self._memory.write_blocks(blocks, first, target))
                 if written is None:
                     self._is_clean = False
+                    self.trouble = "a write to the decode instance failed"
                     return None
+                self._log_write(first, len(blocks), len(written), time.monotonic() - start)
                 digests += written
                 num_written = first + len(blocks)
             return digests
         except asyncio.TimeoutError:
             log.warning("%s: the decode instance does not answer; handing over by the pool", self._request_id)
+            self.trouble = "the decode instance does not answer"
             return None
         finally:
             self._is_over = True
             self._drop_queue()
+
+    def _log_write(self, first: int, computed: int, written: int, seconds: float) -> None:
+        assert self._memory is not None
+        nbytes = written * self._memory.block_bytes
+        self._num_written += written
+        self._bytes_written += nbytes
+        log.debug(
+            "request %s: hand-over of blocks %d to %d: %d written, %d bytes in %.1f ms; decode had %d already",
+            *(self._request_id, first, first + computed - 1, written, nbytes, 1e3 * seconds, computed - written),
+        )
 
     def _on_no_longer_wanted(self) -> None:
         """D has gone, or wants no more."""

@@ -15,6 +15,7 @@ from typing import Any
 from engine.core import EngineCore, Listener, Prefilled
 from engine.detokenizer import Detokenizer
 from engine.disaggregation import BlockMemory, HandoverReceiver
+from engine.generation.trace import log_prompt_sources
 from engine.protocol import build_usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
@@ -96,6 +97,10 @@ class Generation(ABC):
     def _answer(self) -> AsyncIterator[Piece]:
         """Answer in this subclass's way."""
 
+    def _explain_handover(self) -> str:
+        """How the prompt was handed over to this instance; empty where it was not to be."""
+        return ""
+
     def _cached_tokens(self) -> tuple[int, int]:
         """Tokens of the prompt that the instance that computed it had in its own cache, and in the pool."""
         return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
@@ -154,6 +159,7 @@ class Generation(ABC):
 
     def _log_end(self, reason: str) -> None:
         sequence = self.sequence
+        log_prompt_sources(sequence, self._explain_handover())
         reason_text = sequence.pool_use.text.replace('"', "'")
         log.info(
             "request finished: request_id=%s role=%s finish_reason=%s prompt_token_num=%d output_token_num=%d "

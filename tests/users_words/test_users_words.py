@@ -92,7 +92,7 @@ def test_the_routers_flags_are_ours() -> None:
 
 def test_fd_debug_turns_debug_logs_on() -> None:
     name, _, value = command("FD_DEBUG").removeprefix("export ").partition("=")
-    assert parse_args(["--model", MODEL], {name: value}).debug
+    assert parse_args(["--model", MODEL], {name: value}).log_level == "debug"
 
 
 def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
