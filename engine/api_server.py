@@ -327,11 +327,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
-            logs.set_up(args.log_dir, args.log_level)
             ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port
             bound = {flag: sockets.enter_context(_bind_socket(args.host, port, flag)) for flag, port in ports.items()}
+            logs.set_up(args.log_dir, args.splitwise_role, args.port, args.log_level)
             instance = Instance(args, bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 _start_listening(listener, flag)

@@ -58,7 +58,7 @@ class EngineArgs:
     rdma_comm_ports: str | None
     tensor_parallel_size: int
     retrieval: RetrievalConfig | None
-    log_dir: Path
+    log_dir: Path | None
     log_level: str
 
 
@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
-    values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
+    values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
     values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["retrieval"] = _read_retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})

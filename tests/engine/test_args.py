@@ -45,7 +45,7 @@ def test_defaults_are_fastdeploys() -> None:
     assert (args.splitwise_role, args.cache_transfer_protocol) == ("mixed", ("ipc",))
     assert args.enable_prefix_caching
     assert not args.enable_output_caching
-    assert (args.served_model_name, args.log_dir, args.log_level) == ("m", Path("log"), "info")
+    assert (args.served_model_name, args.log_dir, args.log_level) == ("m", None, "info")
 
 
 def test_several_transfer_protocols_are_separated_by_commas() -> None:
