@@ -17,6 +17,7 @@ model_runner.py      the checkpoint, its KV memory, and one forward pass
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors
+prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
 pool_use.py          why a prompt took blocks from the pool, or none

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_connector import PoolConnector
+from engine.prefill_progress import PrefillProgress
 from engine.request import Sequence, State, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
 from engine.sampler import Choice
@@ -83,6 +84,7 @@ class EngineCore:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self._turned_at = math.inf
+        self._progress = PrefillProgress()
         self._connector = (
             PoolConnector(
                 runner,
@@ -254,9 +256,13 @@ class EngineCore:
         for chunk in chunks:
             self._index_blocks(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        start = time.monotonic()
         choices = self._run_chunks(chunks)
+        seconds = time.monotonic() - start
         for chunk in chunks:
             self.scheduler.advance_sequence(chunk)
+            if chunk.num_tokens > 1:
+                self._progress.record_chunk(chunk, seconds)
             self._export_blocks(chunk.sequence)
         for sequence, choice in zip(sampling, choices, strict=True):
             if choice is None:
