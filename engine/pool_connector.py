@@ -145,8 +145,9 @@ class PoolConnector:
             "request %s: load of %d blocks: %d arrived and were verified, %d bytes in %.1f ms",
             *(load.request_id, present, count, count * self._block_bytes, 1e3 * seconds),
         )
+        rest = "" if present == asked else f"; it lacks block {load.first + present}, which is new or was evicted"
         load.use = (
-            PoolUse(Reason.HIT, f"the pool had {present} of {asked} blocks, of which {count} arrived")
+            PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
             if count
             else PoolUse(Reason.FAILED, f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)")
         )

@@ -158,7 +158,9 @@ class Scheduler:
         sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
         rest = sequence.num_prompt_tokens - sequence.own_cached_tokens
         sequence.prompt_sources = [("own cache", sequence.own_cached_tokens), ("the prefill instance", rest)]
-        sequence.pool_use = PoolUse(Reason.HANDED_OVER, "the prefill instance handed the prompt over directly")
+        sequence.pool_use = PoolUse(
+            Reason.HANDED_OVER, "not asked; the prefill instance handed the prompt over directly"
+        )
         self._get_ready(sequence)
         self.publish_blocks(sequence)
 

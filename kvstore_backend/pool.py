@@ -190,8 +190,9 @@ class BlockPool:
         for i, status in zip(missing, stored, strict=True):
             statuses[i] = status
         if keys and logger.isEnabledFor(logging.DEBUG):
-            counts = (len(keys), hashes[0].hex()[:12], len(keys) - len(missing), len(missing), sum(map(bool, stored)))
-            logger.debug("save of %d blocks from %s: %d were there or cannot be told, %d sent, %d stored", *counts)
+            present = statuses.count(Status.OK) - stored.count(Status.OK)
+            counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
+            logger.debug("save of %d blocks from %s: %d were there, %d sent, %d stored", *counts)
         return statuses
 
     def _wait_out_late_calls(self, statuses: list[Status]) -> list[Status]:

@@ -67,7 +67,7 @@ async def test_by_way_of_the_pool(tiny_checkpoint: Path, word_tokenizer: Any, st
     ]
     assert told.sources("second") == [
         "prompt of 100 tokens: 96 from the pool (0 to 95), 4 computed here (96 to 99); because "
-        f"pool: the pool had 6 of 6 blocks, of which 6 arrived; {tail}"
+        f"pool: it had 6 of 6 blocks, of which 6 arrived; {tail}"
     ]
     assert told.sources("third") == [
         "prompt of 100 tokens: 96 from own cache (0 to 95), 4 computed here (96 to 99); because "
@@ -98,7 +98,7 @@ async def test_a_direct_hand_over(tiny_checkpoint: Path, word_tokenizer: Any, st
     )
     assert decode == (
         "prompt of 200 tokens: 96 from own cache (0 to 95), 104 from the prefill instance (96 to 199); because "
-        "pool: the prefill instance handed the prompt over directly; "
+        "pool: not asked; the prefill instance handed the prompt over directly; "
         "hand-over: directly; the prefill instance took 96 tokens from own cache and 0 from the pool"
     )
 
