@@ -120,6 +120,15 @@ class EngineCore:
             self._connector.close()
 
     @property
+    def holds_stop_up(self) -> str:
+        """The next thing that ``stop`` waits for, in words."""
+        if self.is_alive:
+            return "the step that runs"
+        if self._connector and (count := self._connector.pending_save_blocks):
+            return "1 block on its way to the pool" if count == 1 else f"{count} blocks on their way to the pool"
+        return "the pool's client to leave"
+
+    @property
     def is_alive(self) -> bool:
         """Whether the loop runs."""
         return self._thread.is_alive()
