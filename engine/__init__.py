@@ -26,6 +26,7 @@ staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router
+trace.py             a request's way in the log, for a person debugging
 metrics.py           Prometheus metrics, under FastDeploy's names where it has them
 logs.py              the instance's log file, and the lines that an operator must see
 make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one

@@ -21,7 +21,7 @@ _FILES_KEPT = 4
 
 
 def set_up(named: Path | None, role: str, port: int, level: str) -> None:
-    """Log what is of this level or a higher one, and say on standard output where.
+    """Log lines of this level or a higher one, and say on standard output where.
 
     To ``named``, if it is given, else where FastDeploy's guides look: ``log_prefill`` or ``log_decode`` by the role,
     and ``log_PORT`` for an instance by itself, or where another process that lives has the role's folder.
@@ -31,17 +31,12 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
     """
     folder, is_own = _take_folder([named] if named else _list_folders(role, port))
     path = folder / "api_server.log"
-    file: logging.Handler = (
-        RotatingFileHandler(path, maxBytes=_MAX_FILE_BYTES, backupCount=_FILES_KEPT)
-        if is_own
-        else WatchedFileHandler(path)  # which follows when the other process rotates
-    )
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
+    handlers = [_open_file(path, is_own=is_own), console]
     # The libraries' details tell nobody anything.
-    logging.basicConfig(
-        level="INFO" if level == "debug" else level.upper(), format=_FORMAT, handlers=[file, console], force=True
-    )
+    others = "INFO" if level == "debug" else level.upper()
+    logging.basicConfig(level=others, format=_FORMAT, handlers=handlers, force=True)
     for name in ("engine", "kvstore_backend"):
         logging.getLogger(name).setLevel(level.upper())
     # Its INFO line for each heartbeat and health probe would bury ours.
@@ -50,6 +45,12 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
     print(f"engine.api_server: the log is {path}", flush=True)
     if not is_own:
         log.warning("another process writes to %s, too; give each instance a folder of its own by FD_LOG_DIR", path)
+
+
+def _open_file(path: Path, *, is_own: bool) -> logging.Handler:
+    if is_own:
+        return RotatingFileHandler(path, maxBytes=_MAX_FILE_BYTES, backupCount=_FILES_KEPT)
+    return WatchedFileHandler(path)  # it follows when the other process rotates
 
 
 def _list_folders(role: str, port: int) -> list[Path]:

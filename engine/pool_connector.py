@@ -22,6 +22,7 @@ from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
+from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.pool import count_leading
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
@@ -120,18 +121,8 @@ class PoolConnector:
 
     def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
         """Read as many leading blocks of ``load`` as the pool has and are worth it; on the thread that loads."""
-        asked, start = len(load.hashes), time.monotonic()
-        statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
-        present = count_leading(statuses)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug(
-                "request %s: look-up of %d blocks (its %d to %d, from %s): the pool has %d leading ones and %d others; "
-                "%.1f ms",
-                *(load.request_id, asked, load.first, load.first + asked - 1, load.hashes[0].hex()[:12]),
-                *(present, statuses.count(Status.OK) - present, 1e3 * (time.monotonic() - start)),
-            )
+        present, asked = self._look_up(load), len(load.hashes)
         if not present:
-            load.use = self._explain_miss(statuses, asked)
             return 0
         if not self._load_or_compute.should_load(present, load.num_running):
             text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
@@ -141,17 +132,19 @@ class PoolConnector:
         count = read_leading(present)
         seconds = time.monotonic() - start
         self._load_or_compute.record_load(count, seconds)
-        log.debug(
-            "request %s: load of %d blocks: %d arrived and were verified, %d bytes in %.1f ms",
-            *(load.request_id, present, count, count * self._block_bytes, 1e3 * seconds),
-        )
-        rest = "" if present == asked else f"; it lacks block {load.first + present}, which is new or was evicted"
-        load.use = (
-            PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
-            if count
-            else PoolUse(Reason.FAILED, f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)")
-        )
+        log_load(load.request_id, present, count, self._block_bytes, seconds)
+        load.use = load.explain_read(present, count)
         return count
+
+    def _look_up(self, load: _Load) -> int:
+        """How many leading blocks of ``load`` the pool has; where it has none, ``load`` is told why."""
+        start = time.monotonic()
+        statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
+        present = count_leading(statuses)
+        log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
+        if not present:
+            load.use = self._explain_miss(statuses, len(load.hashes))
+        return present
 
     def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
@@ -176,11 +169,8 @@ class PoolConnector:
         if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
             if is_last:
                 self._metrics.unsaved_blocks.inc(len(blocks))
-                log.debug(
-                    "request %s: %d blocks are not saved: %s",
-                    *(sequence.request.request_id, len(blocks)),
-                    f"{pending} others wait for the pool" if self._pool.is_ready else "the pool is away",
-                )
+                why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
+                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, len(blocks), why)
             return
         hashes = sequence.hashes()[first:last]
 
@@ -189,11 +179,8 @@ class PoolConnector:
             sequence.pending_saves -= 1
             self._metrics.saved_blocks.inc(outcome.count)
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
-            log.debug(
-                "request %s: save of %d blocks (its %d to %d, from %s): the pool has %d of them now, %d bytes; %.1f ms",
-                *(sequence.request.request_id, len(blocks), first, last - 1, hashes[0].hex()[:12]),
-                *(outcome.count, outcome.count * self._block_bytes, 1e3 * outcome.seconds),
-            )
+            name = sequence.request.request_id
+            log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(blocks)
@@ -235,6 +222,15 @@ class _Load:
         self.hashes = hashes
         self.num_running = num_running  # whom computing the blocks would delay
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
+
+    def explain_read(self, present: int, count: int) -> PoolUse:
+        """Of ``present`` leading blocks ``count`` arrived."""
+        if not count:
+            text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)"
+            return PoolUse(Reason.FAILED, text)
+        asked, lacking = len(self.hashes), self.first + present
+        rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
+        return PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

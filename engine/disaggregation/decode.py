@@ -23,6 +23,7 @@ from engine.disaggregation.wire import (
     send_message,
 )
 from engine.scheduler import Reservation
+from engine.trace import log_lent_blocks, log_verified_blocks
 
 __all__ = ["HandoverReceiver", "HandoverResult"]
 
@@ -260,10 +261,7 @@ class HandoverReceiver:
             send_message(writer, "refused", reason=reason)
             return
         target = memory.locate_target(handover.reservation)
-        log.debug(
-            "request %s: the prefill instance begins to hand over %d tokens; lent %d blocks, the %d before are here",
-            *(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached),
-        )
+        log_lent_blocks(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
         send_message(
             writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
         )
@@ -298,14 +296,9 @@ class HandoverReceiver:
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
         start, count = time.monotonic(), len(reservation.missing)
         if not await memory.verify_blocks(reservation, message["digests"]):
-            log.warning(
-                "%s: blocks that a prefill instance wrote are not what it sent; they are not used", handover.request_id
-            )
+            log.warning("%s: blocks that prefill wrote are not those it sent; they are not used", handover.request_id)
             return None
-        log.debug(
-            "request %s: hand-over verified: %d blocks, %d bytes in %.1f ms",
-            *(handover.request_id, count, count * memory.block_bytes, 1e3 * (time.monotonic() - start)),
-        )
+        log_verified_blocks(handover.request_id, count, memory.block_bytes, time.monotonic() - start)
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from engine.disaggregation.memory import BlockMemory, Target
 from engine.disaggregation.wire import (
@@ -19,6 +20,7 @@ from engine.disaggregation.wire import (
     send_message,
 )
 from engine.request import TokenLogprobs
+from engine.trace import log_handover_end, log_handover_write
 
 __all__ = ["HandoverSender", "hand_over"]
 
@@ -49,7 +51,7 @@ class HandoverSender:
         self._is_clean = True
         self._is_over = False
         self._kinds_sent: set[str] = set()
-        self._num_written = self._bytes_written = 0
+        self._block_bytes = memory.block_bytes if memory else 0
         self._begun_at = time.monotonic()
         self.trouble = "the decode instance was not reached"
         """Why the prompt is not handed over directly, if it is not."""
@@ -83,11 +85,8 @@ class HandoverSender:
         )
         try:
             is_accepted = await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
-            log.debug(
-                "request %s: direct hand-over %s: %d blocks written, %d bytes, %.1f ms since it began",
-                *(self._request_id, "accepted" if is_accepted else "not accepted", self._num_written),
-                *(self._bytes_written, 1e3 * (time.monotonic() - self._begun_at)),
-            )
+            seconds = time.monotonic() - self._begun_at
+            log_handover_end(self._request_id, len(digests), self._block_bytes, seconds, is_accepted=is_accepted)
             return is_accepted
         except asyncio.TimeoutError:
             log.warning("%s: the decode instance does not say whether it takes over", self._request_id)
@@ -146,13 +145,7 @@ class HandoverSender:
         message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
-            assert self._memory is not None, "only who can write is lent blocks"
-            target = self._memory.parse_target(message, self._prompt)
-            log.debug(
-                "request %s: the decode instance at %s lends %d blocks, and has the %d before them",
-                *(self._request_id, target.session, len(target.addresses), target.num_cached),
-            )
-            self._target.set_result(target)
+            self._target.set_result(self._parse_target(message))
         elif kind == "refused":
             log.info("%s: no direct hand-over: %s", self._request_id, message.get("reason"))
             self.trouble = f"the decode instance refused: {message.get('reason')}"
@@ -162,6 +155,15 @@ class HandoverSender:
                 self._verdict.set_result(kind == "accepted")
         elif kind == "given_up":
             self._on_no_longer_wanted()
+
+    def _parse_target(self, message: dict[str, Any]) -> Target:
+        assert self._memory is not None, "only who can write is lent blocks"
+        target = self._memory.parse_target(message, self._prompt)
+        log.debug(
+            "request %s: the decode instance at %s lends %d blocks, and has the %d before them",
+            *(self._request_id, target.session, len(target.addresses), target.num_cached),
+        )
+        return target
 
     async def _stay_alive(self, is_working: Callable[[], bool]) -> None:
         while is_working():
@@ -196,7 +198,8 @@ class HandoverSender:
                     self._is_clean = False
                     self.trouble = "a write to the decode instance failed"
                     return None
-                self._log_write(first, len(blocks), len(written), time.monotonic() - start)
+                seconds, computed = time.monotonic() - start, range(first, first + len(blocks))
+                log_handover_write(self._request_id, computed, len(written), self._block_bytes, seconds)
                 digests += written
                 num_written = first + len(blocks)
             return digests
@@ -207,16 +210,6 @@ class HandoverSender:
         finally:
             self._is_over = True
             self._drop_queue()
-
-    def _log_write(self, first: int, computed: int, written: int, seconds: float) -> None:
-        assert self._memory is not None
-        nbytes = written * self._memory.block_bytes
-        self._num_written += written
-        self._bytes_written += nbytes
-        log.debug(
-            "request %s: hand-over of blocks %d to %d: %d written, %d bytes in %.1f ms; decode had %d already",
-            *(self._request_id, first, first + computed - 1, written, nbytes, 1e3 * seconds, computed - written),
-        )
 
     def _on_no_longer_wanted(self) -> None:
         """D has gone, or wants no more."""

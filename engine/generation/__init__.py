@@ -7,7 +7,6 @@ base.py     one request while it is answered: its tokens become pieces of text; 
 mixed.py    the instance computes the prompt and the answer
 prefill.py  the instance computes the prompt and hands it over, directly or through the pool
 decode.py   the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
-trace.py    where each token of a prompt came from, in the log of a person debugging
 live.py     all requests that are being answered: begun for the role, found again to be aborted
 """
 

@@ -15,10 +15,10 @@ from typing import Any
 from engine.core import EngineCore, Listener, Prefilled
 from engine.detokenizer import Detokenizer
 from engine.disaggregation import BlockMemory, HandoverReceiver
-from engine.generation.trace import log_prompt_sources
 from engine.protocol import build_usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
+from engine.trace import log_prompt_sources
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
