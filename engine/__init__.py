@@ -18,13 +18,16 @@ model_runner.py      the checkpoint, its KV memory, and one forward pass
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors
+prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+pool_use.py          why a prompt took blocks from the pool, or none
 load_or_compute.py   whether loading blocks from the pool is quicker than computing them
 staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router
+trace.py             a request's way in the log, for a person debugging
 metrics.py           Prometheus metrics, under FastDeploy's names where it has them
 logs.py              the instance's log file, and the lines that an operator must see
 make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one

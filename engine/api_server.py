@@ -65,6 +65,8 @@ __all__ = ["Instance", "create_app", "main"]
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
+# Stopping that takes longer is explained, and explained again after each further so long.
+_QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
 _BodyT = TypeVar("_BodyT", ChatBody, CompletionBody)
 
@@ -334,10 +336,27 @@ class InstanceServer(uvicorn.Server):
             )
         )
         self._generations = instance.generations
+        self._core = instance.core
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._generations.abort_all)
+        telling = asyncio.ensure_future(self._tell_progress())
         await super().shutdown(sockets)
+        telling.cancel()
+
+    async def _tell_progress(self) -> None:
+        """Say why it takes long to stop, if it does."""
+        await asyncio.sleep(_QUIET_SECONDS)
+        while True:
+            if count := self._generations.num_live:
+                what = "1 request that runs" if count == 1 else f"{count} requests that run"
+            elif count := len(self.server_state.connections):
+                what = "1 connection to close" if count == 1 else f"{count} connections to close"
+            else:
+                what = self._core.holds_stop_up
+            log.info("stopping: waiting for %s", what)
+            print(f"engine.api_server: stopping: waiting for {what}", flush=True)
+            await asyncio.sleep(_PROGRESS_SECONDS)
 
 
 def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
@@ -369,11 +388,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
-            logs.set_up(args.log_dir, debug=args.debug)
             ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port
             bound = {flag: sockets.enter_context(_bind_socket(args.host, port, flag)) for flag, port in ports.items()}
+            logs.set_up(args.log_dir, args.splitwise_role, args.port, args.log_level)
             instance = Instance(args, bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 _start_listening(listener, flag)

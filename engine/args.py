@@ -18,6 +18,7 @@ __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
 _TRANSFERS = ("ipc", "rdma", "tcp")
+_LOG_LEVELS = ("debug", "info", "warn", "error")
 
 _TOKEN_VARIABLE = "FD_ROUTER_TOKEN_FILE"
 _RETRIEVAL_VARIABLES = {
@@ -59,8 +60,8 @@ class EngineArgs:
     rdma_comm_ports: str | None
     tensor_parallel_size: int
     retrieval: RetrievalConfig | None
-    log_dir: Path
-    debug: bool
+    log_dir: Path | None
+    log_level: str
 
 
 def set_native_defaults() -> None:
@@ -101,8 +102,8 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
-    values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
-    values["debug"] = _read_debug(environ)
+    values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
+    values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["router_token_file"] = _find_token_file(values, environ)
     values["retrieval"] = _read_retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
@@ -159,6 +160,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
     add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
+    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
     add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
     _add_retrieval_flags(parser)
     return parser

@@ -563,5 +563,9 @@ def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
                 assert done == "[DONE]"
                 assert json.loads(last)["choices"][0]["finish_reason"] == reason
         assert served.process.wait() == 0
+        if reason == "abort":
+            line = "stopping: waiting for 1 request that runs\n"
+            assert f"engine.api_server: {line}" in served.process.output
+            assert line in served.log.read_text()
         assert "Traceback" not in served.process.output
         assert "Traceback" not in served.log.read_text()

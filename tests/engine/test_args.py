@@ -45,7 +45,7 @@ def test_defaults_are_fastdeploys() -> None:
     assert (args.splitwise_role, args.cache_transfer_protocol) == ("mixed", ("ipc",))
     assert args.enable_prefix_caching
     assert not args.enable_output_caching
-    assert (args.served_model_name, args.log_dir, args.debug) == ("m", Path("log"), False)
+    assert (args.served_model_name, args.log_dir, args.log_level) == ("m", None, "info")
 
 
 def test_several_transfer_protocols_are_separated_by_commas() -> None:
@@ -54,7 +54,8 @@ def test_several_transfer_protocols_are_separated_by_commas() -> None:
 
 def test_log_folder_and_debug_come_from_the_environment() -> None:
     args = parse("--model m", {"FD_LOG_DIR": "/tmp/logs", "FD_DEBUG": "1"})
-    assert (args.log_dir, args.debug) == (Path("/tmp/logs"), True)
+    assert (args.log_dir, args.log_level) == (Path("/tmp/logs"), "debug")
+    assert parse("--model m --log-level warn", {"FD_DEBUG": "1"}).log_level == "warn"
 
 
 @pytest.mark.parametrize(
