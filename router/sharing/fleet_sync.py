@@ -50,7 +50,7 @@ class FleetSync:
 
     async def announce(self, instance: Instance) -> None:
         """Tell the others of an instance that has registered or got an order, and wait until they know."""
-        self._keep_record(instance)
+        self._link.keep(instance.key, self._make_record(instance, is_news=True))
         await self._link.ask("heard")
 
     def announce_lost_cache(self, key: str) -> None:
@@ -63,10 +63,10 @@ class FleetSync:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
                 if instance.healthy:
-                    self._keep_record(instance, is_news=False)
+                    self._link.keep(instance.key, self._make_record(instance, is_news=False))
 
-    def _keep_record(self, instance: Instance, *, is_news: bool = True) -> None:
-        record = {
+    def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
+        return {
             "fields": dict(instance.registration.fields),
             "healthy": instance.healthy,
             "permanent": instance.permanent,
@@ -77,7 +77,6 @@ class FleetSync:
             "is_news": is_news,
             "written_at": self._clock(),
         }
-        self._link.keep(instance.key, record)
 
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""

@@ -95,6 +95,7 @@ class WorkerLink(Link):
 
     def close(self) -> None:
         """Disconnect, at the process's end."""
+        self._grace = 0.0
         if self._wire is not None:
             self._wire.close()
 

@@ -215,10 +215,11 @@ class Supervisor:
 
     def _stop_workers(self, grace: float) -> None:
         """Accept nothing new; let workers end what they serve within ``grace`` seconds."""
-        self._is_stopping = True
+        if not self._is_stopping:
+            self._is_stopping = True
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         self._kills_at = time.monotonic() + grace + STOP_SECONDS
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._listener.close()
         self._hub.stop_workers(grace)
 
     def _accept_connections(self) -> None:

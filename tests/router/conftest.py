@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from router.http.server import RouterProtocol
 from router.settings import RouterSettings
 from router.sharing import NO_LINK, Link
 from tests.router.serving.fault_report import REPORTS, table
-from tests.router.sharing.links import open_links
+from tests.router.sharing.links import LinkedHub, join_all
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 
@@ -111,7 +111,11 @@ def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
         def start(*instances: StandIn, **settings: Any) -> RouterUnderTest:
             # Rounds of probes come only in the tests that are about them.
             made = RouterSettings(**{"health_check_interval_secs": 1000.0, **settings})
-            links = thread.run(open_links(made.workers)) if made.workers > 1 else [NO_LINK]
+            links: Sequence[Link] = [NO_LINK]
+            if made.workers > 1:
+                linked = LinkedHub()
+                links = thread.run(join_all(linked, made.workers))
+                started.callback(lambda: thread.run(linked.close()))
             routers = [RouterUnderTest(thread, made, link) for link in links]
             for router in routers:
                 router.workers = routers

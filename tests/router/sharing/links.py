@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from router.sharing import WorkerLink
 from router.sharing.hub import Hub
-from router.sharing.wire import open_wire
+from router.sharing.wire import Wire, open_wire
 
-__all__ = ["LinkedHub", "open_links"]
+__all__ = ["LinkedHub", "join_all", "run_linked", "until"]
 
 
 class LinkedHub:
-    """A hub, and links to it; ``leave`` is the death of a worker."""
+    """A hub, and links to it."""
 
     def __init__(self) -> None:
-        self.hub = Hub(lambda name, figures: self.counts.update({name: figures}))
-        self.counts: dict[str, dict[str, int]] = {}
+        self.hub = Hub(lambda name, figures: None)
+        self._ends: list[WorkerLink | Wire] = []
 
     async def join(self, name: str) -> WorkerLink:
         """A new worker's link."""
@@ -27,12 +30,40 @@ class LinkedHub:
         def on_message(message: list[Any]) -> None:
             self.hub.on_message(name, message)
 
-        self.hub.add_worker(name, await open_wire(ours, on_message, lambda: self.hub.remove_worker(name)))
+        wire = await open_wire(ours, on_message, lambda: self.hub.remove_worker(name))
+        self.hub.add_worker(name, wire)
         await link.open(theirs)
+        self._ends += [wire, link]
         return link
 
+    async def close(self) -> None:
+        """Close all links, as a router's end does."""
+        for end in reversed(self._ends):  # a link that closes first does not wonder where the hub is
+            end.close()
+        await asyncio.sleep(0.001)
 
-async def open_links(count: int) -> list[WorkerLink]:
+
+def run_linked(work: Callable[[LinkedHub], Awaitable[None]]) -> None:
+    """Run ``work`` with a hub in a loop of its own."""
+
+    async def run() -> None:
+        linked = LinkedHub()
+        try:
+            await work(linked)
+        finally:
+            await linked.close()
+
+    asyncio.run(run())
+
+
+async def join_all(linked: LinkedHub, count: int) -> list[WorkerLink]:
     """The links of ``count`` workers."""
-    linked = LinkedHub()
     return [await linked.join(str(number)) for number in range(count)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until ``condition`` holds."""
+    give_up_at = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < give_up_at, "it does not come to pass"
+        await asyncio.sleep(0.001)

@@ -1,0 +1,167 @@
+"""Two processes of one router, asked in turn: each knows what the other was told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn, chat_answer
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+@pytest.fixture
+def workers(make_router: MakeRouter, stand_in: MakeStandIn) -> list[RouterUnderTest]:
+    """Two processes, and one instance that registered at the first."""
+    return make_router(stand_in(), workers=2).workers
+
+
+def registered(worker: RouterUnderTest) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = worker.client.get("/registered").json()["mixed"]
+    return listed
+
+
+def test_an_instance_that_registered_at_one_is_known_to_the_other_when_it_has_its_answer(
+    workers: list[RouterUnderTest],
+) -> None:
+    first, second = workers
+    assert [one["url"] for one in registered(second)] == [one["url"] for one in registered(first)]
+    assert second.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("order", "field", "value"),
+    [
+        ({"path": "drain"}, "state", "draining"),
+        ({"path": "pause"}, "state", "paused"),
+        ({"path": "weight", "weight": 0.25}, "weight", 0.25),
+    ],
+)
+def test_an_order_that_one_carried_out_holds_for_both(
+    workers: list[RouterUnderTest], order: dict[str, Any], field: str, value: object
+) -> None:
+    first, second = workers
+    key = registered(first)[0]["url"].removeprefix("http://")
+    path = order.pop("path")
+    assert second.client.post(f"/admin/{path}", json={"instance": key, **order}).status_code == 200
+    assert registered(first)[0][field] == registered(second)[0][field] == value
+
+
+def test_a_heartbeat_at_one_keeps_the_instance_alive_at_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance, workers=2, health_check_interval_secs=0.05, heartbeat_expiry_secs=1.0)
+    first, second = router.workers
+    for _ in range(2):
+        instance.register(first.url)
+    instance.answers_probes = False  # healthy or not, only its heartbeat counts
+    known = second.app.registry.get(f"127.0.0.1:{instance.port}")
+    assert known is not None
+    assert known.has_heartbeat
+    before = known.last_registered
+    instance.answers_probes = True
+    instance.register(first.url)
+    assert known.last_registered > before
+    wait_until(lambda: not registered(first) and not registered(second), "the silent instance to be forgotten")
+
+
+def test_where_one_finds_an_instance_dead_the_other_looks_at_once(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    dying, living = stand_in(), stand_in()
+    first, second = make_router(dying, living, workers=2, health_failure_threshold=1).workers
+    dying.stop()
+    for _ in range(4):
+        assert first.chat().status_code == 200
+    wait_until(
+        lambda: sorted(one["state"] for one in registered(second)) == ["healthy", "unhealthy"], "the other to know"
+    )
+
+
+def test_one_that_is_unhealthy_here_stays_so_until_it_answers_here(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    known = second.app.registry.get(f"127.0.0.1:{instance.port}")
+    assert known is not None
+    instance.answers_probes = False
+    known.mark_unhealthy("it cannot be reached from here")
+    tell(second, _record_of(first))
+    wait_until(lambda: not second.app.health._suspects, "its probe to fail")
+    assert not known.healthy
+    instance.answers_probes = True
+    tell(second, _record_of(first))
+    wait_until(lambda: known.healthy, "a probe")
+
+
+def test_an_emptied_cache_is_empty_for_both(workers: list[RouterUnderTest], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = workers
+    lost: list[str] = []
+    second.app.registry.subscribe_to_lost_caches(lost.append)
+    key = registered(first)[0]["url"].removeprefix("http://")
+    first.app.fleet_sync.announce_lost_cache(key)
+    wait_until(lambda: lost == [key], "the other to know")
+
+
+def test_a_request_is_explained_by_whichever_is_asked(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    first.chat(request_id="r1")
+    explained = second.client.get("/admin/explain/r1")
+    assert explained.json() == first.client.get("/admin/explain/r1").json()
+    assert second.client.get("/admin/explain/r2").status_code == 404
+
+
+def test_a_request_is_aborted_by_whichever_is_asked(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def behave(request: Received, respond: Responder) -> None:
+        if request.target != "/v1/abort_requests":
+            await respond.start_stream()
+            await respond.event(json.dumps({"choices": [{"delta": {"content": "a"}}]}))
+            await respond.peer_left.wait()
+
+    first, second = make_router(stand_in(behave=behave), workers=2).workers
+    with first.stream(request_id="r1"):
+        answer = second.client.post("/v1/abort_requests", json={"req_ids": ["r1", "r2"]}).json()
+    assert answer["result"]["not_found"] == ["r2"]
+
+
+def test_figures_are_of_all_processes(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    for _ in range(3):
+        first.chat()
+    second.chat()
+    for worker in workers:
+        text = worker.client.get("/metrics").text
+        assert 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="200"} 4.0' in text
+        assert 'router_instances{role="mixed",state="healthy"} 1.0' in text
+        assert text.count("# TYPE router_instances gauge") == 1
+
+
+def test_a_prompt_that_one_placed_is_known_to_the_other(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instances = [stand_in(), stand_in()]
+    first, second = make_router(*instances, workers=2).workers
+    prompt = {"messages": [{"role": "user", "content": "a long prompt " * 400}]}
+    placed = first.chat(**prompt).headers["x-router-mixed"]
+    wait_until(lambda: len(second.app.selector.policies[second.app.registry.roles[0]]._index) > 0, "the prompt")  # type: ignore[attr-defined]
+    assert {second.chat(**prompt).headers["x-router-mixed"] for _ in range(4)} == {placed}
+
+
+def tell(worker: RouterUnderTest, record: dict[str, Any]) -> None:
+    """Let ``worker`` hear of a record as from another process."""
+
+    async def hear() -> None:
+        key = f"{record['fields']['host_ip']}:{record['fields']['port']}"
+        worker.app.fleet_sync._on_record(key, record)
+
+    worker.thread.run(hear())
+
+
+def _record_of(worker: RouterUnderTest) -> dict[str, Any]:
+    """The record by which ``worker`` tells of its only instance."""
+    (instance,) = worker.app.registry
+    return worker.app.fleet_sync._make_record(instance, is_news=True)

@@ -1,0 +1,147 @@
+"""Links and their hub: what a worker says reaches the others, once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.sharing import NO_LINK
+from router.sharing import link as link_module
+from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
+
+
+def test_a_publication_reaches_all_others_in_order_and_not_its_sender() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second, third = await join_all(hub, 3)
+        heard: dict[str, list[Any]] = {"first": [], "second": [], "third": []}
+        for name, link in (("first", first), ("second", second), ("third", third)):
+            link.subscribe("news", lambda sender, content, name=name: heard[name].append((sender, content)))
+        for number in range(100):
+            first.publish("news", {"number": number, "bytes": b"\xff"})
+        await until(lambda: len(heard["second"]) == len(heard["third"]) == 100)
+        assert heard["second"] == [("0", {"number": number, "bytes": b"\xff"}) for number in range(100)]
+        assert heard["first"] == []
+
+    run_linked(run)
+
+
+def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second = await join_all(hub, 2)
+        known: dict[str, dict[str, Any]] = {"early": {}, "late": {}}
+        second.subscribe_to_records(known["early"].__setitem__)
+        first.keep("a", 1)
+        first.keep("b", 2)
+        first.keep("a", 3)
+        await until(lambda: known["early"] == {"a": 3, "b": 2})
+        late = await hub.join("2")
+        await asyncio.sleep(0)  # records may come before anybody in that process has asked for them
+        late.subscribe_to_records(known["late"].__setitem__)
+        await until(lambda: known["late"] == {"a": 3, "b": 2})
+
+    run_linked(run)
+
+
+def test_a_question_is_answered_by_each_other_process() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second, third = await join_all(hub, 3)
+
+        async def think(content: int) -> int:
+            await asyncio.sleep(0.01)
+            return content + 3
+
+        first.answer("sum", lambda content: 1 / 0)
+        second.answer("sum", lambda content: content + 2)
+        third.answer("sum", think)
+        assert sorted(await first.ask("sum", 10)) == [12, 13]
+
+    run_linked(run)
+
+
+def test_questions_of_one_that_is_alone_have_no_answers() -> None:
+    async def run(hub: LinkedHub) -> None:
+        (only,) = await join_all(hub, 1)
+        assert await only.ask("sum") == []
+        assert await NO_LINK.ask("sum") == []
+
+    run_linked(run)
+
+
+def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second, third = await join_all(hub, 3)
+        second.answer("sum", lambda content: 1 / 0)
+        third.answer("sum", lambda content: 3)
+        assert await first.ask("sum") == [3]
+
+    run_linked(run)
+    assert "a question of another process was not answered: sum" in caplog.text
+
+
+def test_one_that_hangs_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 0.1)
+
+    async def run(hub: LinkedHub) -> None:
+        first, second, third = await join_all(hub, 3)
+        second.answer("sum", lambda content: asyncio.Event().wait())
+        third.answer("sum", lambda content: 3)
+        assert await first.ask("sum") == [3]
+
+    run_linked(run)
+
+
+def test_one_that_dies_holds_no_question_up_and_the_others_learn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr(link_module, "ANSWER_SECONDS", 1000.0)
+
+    async def run(hub: LinkedHub) -> None:
+        first, second, third = await join_all(hub, 3)
+        asked = asyncio.Event()
+
+        async def die(_: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        second.answer("sum", die)
+        third.answer("sum", lambda content: 3)
+        gone: list[str] = []
+        third.subscribe_to_departures(gone.append)
+        answers = asyncio.ensure_future(first.ask("sum"))
+        await asked.wait()
+        second.close()
+        assert await answers == [3]
+        await until(lambda: gone == ["1"])
+
+    run_linked(run)
+
+
+def test_a_message_that_is_none_is_logged_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second = await join_all(hub, 2)
+        heard: list[Any] = []
+        second.subscribe("news", lambda _, content: heard.append(content))
+        first.publish("news", 1)
+        first._send("nonsense", 7)
+        first.publish("news", 2)
+        await until(lambda: heard == [1, 2])
+
+    run_linked(run)
+    assert "a message that is none" in caplog.text
+
+
+@pytest.mark.parametrize("said_before", [True, False])
+def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
+    async def run(hub: LinkedHub) -> None:
+        (link,) = await join_all(hub, 1)
+        graces: list[float] = []
+        if not said_before:
+            link.subscribe_to_stop(graces.append)
+        hub.hub.stop_workers(25.0)
+        if said_before:
+            await until(lambda: link._grace is not None)
+            link.subscribe_to_stop(graces.append)
+        await until(lambda: graces == [25.0])
+
+    run_linked(run)

@@ -1,0 +1,213 @@
+"""A router of two workers as its clients and its operator see it: processes that die, hang and are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from tests.router.stand_in import Received, Responder, StandIn
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+MakeStandIn = Callable[..., StandIn]
+
+NUM_STREAMS = 64
+
+
+class Router(NamedTuple):
+    process: Child
+    url: str
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers: the children of the process that they are forked from."""
+        return [worker for nursery in children(self.process.pid) for worker in children(nursery)]
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def children(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in lists for child in each.read_text().split()]
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "2"]
+    with child(argv, tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "its start")
+        found = re.search(r"router listens at (http://\S+:\d+), 2 workers", process.output)
+        assert found, process.output
+        yield Router(process, found.group(1))
+
+
+def test_connections_are_shared_out_evenly(router: Router, stand_in: MakeStandIn) -> None:
+    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
+    instance.register(router.url)
+
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=httpx.Limits(max_connections=20)) as client:
+            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(20)]
+            while len(instance.received) < 20:
+                await asyncio.sleep(0.01)
+            counts = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in router.workers()]
+            instance.thread.loop.call_soon_threadsafe(event.set)
+            await asyncio.gather(*streams)
+            return counts
+
+    first, second = asyncio.run(run())
+    assert abs(first - second) <= 4
+
+
+def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
+    router: Router, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
+    instance.register(router.url)
+
+    async def run() -> tuple[list[str], list[str]]:
+        limits = httpx.Limits(max_connections=2 * NUM_STREAMS)
+        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=limits) as client:
+            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(NUM_STREAMS)]
+            while len(instance.received) < NUM_STREAMS:
+                await asyncio.sleep(0.01)
+            os.kill(router.workers()[0], signal.SIGKILL)
+            while not any(stream.done() for stream in streams):
+                await asyncio.sleep(0.01)
+            instance.thread.loop.call_soon_threadsafe(event.set)
+            later = [read_stream(client, router.url, n) for n in range(NUM_STREAMS, 2 * NUM_STREAMS)]
+            return await asyncio.gather(*streams), await asyncio.gather(*later)
+
+    during, after = asyncio.run(run())
+    assert NUM_STREAMS // 2 - 4 <= during.count("whole") <= NUM_STREAMS // 2 + 4
+    assert during.count("whole") + during.count("connection lost") == NUM_STREAMS
+    assert after == ["whole"] * NUM_STREAMS
+    wait_until(lambda: len(router.workers()) == 2, "another worker")
+    assert "was killed by SIGKILL; another one takes its place" in router.process.output
+
+
+def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    instance.register(router.url)
+    for pid in router.workers():
+        os.kill(pid, signal.SIGKILL)
+    answers = [
+        httpx.post(f"{router.url}/v1/chat/completions", json={"messages": []}, trust_env=False, timeout=30)
+        for _ in range(8)
+    ]
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_a_worker_that_hangs_gets_no_more_connections(router: Router) -> None:
+    hanging = router.workers()[0]
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        # Connections that it was given before it was seen to be quiet wait with it.
+        wait_until(lambda: all(router.answers() for _ in range(4)), "all to be answered by the other", pause_s=0.1)
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+
+
+def test_figures_are_whole_again_after_a_worker_died(router: Router, stand_in: MakeStandIn) -> None:
+    instance = stand_in(behave=stream_until_told(asyncio.Event()))
+    instance.register(router.url)
+
+    async def run() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=httpx.Limits(max_connections=8)) as client:
+            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(8)]
+            while len(instance.received) < 8:
+                await asyncio.sleep(0.01)
+            for pid in router.workers():
+                os.kill(pid, signal.SIGKILL)
+            assert set(await asyncio.gather(*streams)) == {"connection lost"}
+
+    asyncio.run(run())
+    figures = httpx.get(f"{router.url}/metrics", trust_env=False, timeout=30).text
+    assert "router_running_requests 0.0" in figures
+    assert re.search(r'router_instance_requests\{instance="\S+",role="mixed"\} 0\.0', figures)
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_in: MakeStandIn, to_all: bool) -> None:
+    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
+    instance.register(router.url)
+    processes = [router.process.pid, *children(router.process.pid), *router.workers()]
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(4)]
+            while len(instance.received) < 4:
+                await asyncio.sleep(0.01)
+            for pid in processes if to_all else processes[:1]:  # a service manager tells all of them
+                os.kill(pid, signal.SIGTERM)
+            while router.answers():
+                await asyncio.sleep(0.01)
+            instance.thread.loop.call_soon_threadsafe(event.set)
+            return await asyncio.gather(*streams)
+
+    assert asyncio.run(run()) == ["whole"] * 4
+    assert router.process.wait() == 0
+    wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
+    assert "another one takes its place" not in router.process.output
+
+
+def test_workers_end_with_their_supervisor(router: Router) -> None:
+    processes = [*children(router.process.pid), *router.workers()]
+    router.process.kill()
+    wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
+
+
+def test_a_setting_that_a_worker_finds_wrong_is_one_sentence(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "router.launch", "--port", "0", "--workers", "2", "--api-keys-file", "/no/such"]
+    with child(argv, tmp_path / "router.log") as process:
+        assert process.wait() == 2
+        assert process.output == "router: server.api-keys-file /no/such: No such file or directory\n"
+
+
+def stream_until_told(told: asyncio.Event) -> Callable[[Received, Responder], object]:
+    """Begin a stream, and end it once ``told`` is set."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event(json.dumps({"choices": [{"delta": {"content": "a"}}]}))
+        leaves = asyncio.ensure_future(respond.peer_left.wait())
+        waits = asyncio.ensure_future(told.wait())
+        await asyncio.wait([leaves, waits], return_when=asyncio.FIRST_COMPLETED)
+        if waits.done():
+            await respond.event("[DONE]")
+            await respond.end_stream()
+        else:
+            waits.cancel()
+
+    return behave
+
+
+async def read_stream(client: httpx.AsyncClient, url: str, number: int) -> str:
+    """How a stream ended for its client."""
+    body = {"messages": [], "stream": True, "request_id": f"r{number}"}
+    try:
+        async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+            data = await response.aread()
+    except httpx.TransportError:
+        return "connection lost"
+    return "whole" if data.endswith(b"data: [DONE]\n\n") else f"{response.status_code}: {data!r}"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
