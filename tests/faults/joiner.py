@@ -48,10 +48,18 @@ def _join_as_newer_fastdeploy(settings: dict[str, Any]) -> object:
     return SchedulerAndWorker(settings)
 
 
+def _join_without_memory(settings: dict[str, Any]) -> object:
+    """FastDeploy's older class told to give the pool none of its memory."""
+    os.environ["FD_PLUGINS"] = "kvstore"
+    activate()
+    return OneClass(settings, segment=0)
+
+
 KINDS = {
     "pool": _join_as_pool,
     "fastdeploy": _join_as_fastdeploy,
     "fastdeploy-newer": _join_as_newer_fastdeploy,
+    "fastdeploy-without-memory": _join_without_memory,
     "mooncake": OneClass,  # the same warm-up over Mooncake's own client, which we cannot mend: for comparison
 }
 
