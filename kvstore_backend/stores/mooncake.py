@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import socket
 import threading
@@ -27,7 +26,7 @@ from kvstore_backend.backend import (
     StoreStats,
     Value,
 )
-from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
+from kvstore_backend.config import MooncakeSettings, is_named_port_bound, set_native_cluster, set_native_defaults
 
 __all__ = [
     "INSTALL",
@@ -87,8 +86,8 @@ class MooncakeStore(StorageBackend):
     readable only a moment later.
 
     Puts go to anybody's memory, but to this client's own first for a while after it joined, and after a put failed on
-    its way: then somebody may have crashed whose memory the master still gives away. What failed is put once more
-    (where this client has no memory, some times).
+    its way: then somebody may have crashed whose memory the master still gives away. Values that failed are put again
+    at once, some times where this client has no memory.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -310,7 +309,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
 
 
 def _prefer_memory_of(native: Any) -> Any:
-    """What to give a put so that it goes to this client's own memory, or to another's where that is full."""
+    """The configuration of puts that go to this client's own memory, or to another's where that is full."""
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
@@ -326,7 +325,7 @@ def _drop_port(settings: MooncakeSettings) -> str:
     """
     host, colon, port = settings.local_hostname.rpartition(":")
     is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
-    if not is_named or settings.protocol == "ascend" or "MC_LEGACY_RPC_PORT_BINDING" in os.environ:
+    if not is_named or settings.protocol == "ascend" or is_named_port_bound():
         return settings.local_hostname
     return host
 

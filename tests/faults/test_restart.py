@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120 + 60 * ROUNDS)
 
 
 @pytest.fixture
-def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+def own_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
     with mooncake_master(tmp_path / "master.log") as running:
         yield running
 
@@ -64,9 +64,9 @@ def counted_start(name: str) -> Iterator[None]:
 @pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
 @pytest.mark.parametrize("kind", ["pool", "fastdeploy", "fastdeploy-newer"])
 def test_a_process_starts_right_after_anothers_crash(
-    master: MooncakeMaster, model: Path, tmp_path: Path, kind: str, metadata: str
+    own_master: MooncakeMaster, model: Path, tmp_path: Path, kind: str, metadata: str
 ) -> None:
-    settings = master.settings(**({} if metadata == "http" else {"metadata_server": metadata}))
+    settings = own_master.settings(**({} if metadata == "http" else {"metadata_server": metadata}))
     with joiner(kind, settings, model, tmp_path / "first.log") as first:
         first.kill()
     for number in range(ROUNDS):
@@ -76,10 +76,10 @@ def test_a_process_starts_right_after_anothers_crash(
 
 @pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
 def test_a_process_without_memory_of_its_own_starts_where_another_has_some(
-    master: MooncakeMaster, model: Path, tmp_path: Path, metadata: str
+    own_master: MooncakeMaster, model: Path, tmp_path: Path, metadata: str
 ) -> None:
     changes = {} if metadata == "http" else {"metadata_server": metadata}
-    config, name = master.config(**changes), f"fastdeploy, no memory of its own, {metadata}"
+    config, name = own_master.config(**changes), f"fastdeploy, no memory of its own, {metadata}"
     with Owner(config):
         for number in range(ROUNDS):
             with Owner(config) as crashed:
@@ -87,19 +87,19 @@ def test_a_process_without_memory_of_its_own_starts_where_another_has_some(
             with (
                 counted_start(name),
                 joiner(
-                    "fastdeploy-without-memory", master.settings(**changes), model, tmp_path / f"{number}.log"
+                    "fastdeploy-without-memory", own_master.settings(**changes), model, tmp_path / f"{number}.log"
                 ) as process,
             ):
                 process.kill()
 
 
 def test_an_engine_starts_and_saves_its_first_blocks_right_after_anothers_crash(
-    master: MooncakeMaster, model: Path, tmp_path: Path
+    own_master: MooncakeMaster, model: Path, tmp_path: Path
 ) -> None:
     for number in range(ENGINE_ROUNDS):
-        with counted_start("engine, http"), instance(tmp_path, model, master=master) as running:
+        with counted_start("engine, http"), instance(tmp_path, model, master=own_master) as running:
             # Only now, as an engine may take longer to start than Mooncake to notice.
-            with Owner(master.config(global_segment_size="256MiB")) as crashed:
+            with Owner(own_master.config(global_segment_size="256MiB")) as crashed:
                 crashed.kill()
             answer = ask(running.url, [{"role": "user", "content": f"{number} {QUESTION}"}], max_tokens=4)
             assert answer["status"] == 200

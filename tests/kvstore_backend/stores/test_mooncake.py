@@ -233,6 +233,27 @@ class TestOpening:
             open_store(mooncake_master.config())
         assert caught.value.pause_seconds >= 10 * 0.01
 
+    @pytest.mark.parametrize(
+        ("name", "host"),
+        [("10.0.0.7:17812", "10.0.0.7"), ("node7", "node7"), ("[fd00::7]:17812", "[fd00::7]"), ("fd00::7", "fd00::7")],
+    )
+    @pytest.mark.parametrize("bound", [False, True])
+    def test_mooncake_chooses_the_port_unless_it_listens_there(
+        self, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch, name: str, host: str, bound: bool
+    ) -> None:
+        names: list[str] = []
+
+        def setup(_: object, local_hostname: str, *arguments: object) -> int:
+            names.append(local_hostname)
+            return -1
+
+        native = type("Native", (), {"setup": setup})
+        monkeypatch.setattr("kvstore_backend.stores.mooncake.load_client_class", lambda: native)
+        if bound:
+            monkeypatch.setenv("MC_LEGACY_RPC_PORT_BINDING", "1")
+        opening(mooncake_master.config(local_hostname=name))
+        assert names == [name if bound else host]
+
     def test_a_machine_with_no_network_but_loopback_is_told_what_mooncake_needs(self, tmp_path: Path) -> None:
         alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]
         try:
