@@ -16,6 +16,7 @@ from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
     fastdeploy_plugins,
+    is_named_port_bound,
     library_folders,
     named_model,
     named_protocol,
@@ -41,6 +42,7 @@ __all__ = [
     "find_checkpoint",
     "has_active_port",
     "is_hub_name",
+    "is_named_port_bound",
     "library_folders",
     "list_rdma_devices",
     "load_config",

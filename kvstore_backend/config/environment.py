@@ -11,6 +11,7 @@ from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 __all__ = [
     "ascend_buffer_pool",
     "fastdeploy_plugins",
+    "is_named_port_bound",
     "library_folders",
     "named_model",
     "named_protocol",
@@ -56,6 +57,11 @@ def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | Non
     if pool is not None and isinstance(pool.store, MooncakeSettings):
         return pool.store.rdma_devices
     return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()
+
+
+def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``MC_LEGACY_RPC_PORT_BINDING`` has Mooncake listen at the port that ``local_hostname`` names."""
+    return "MC_LEGACY_RPC_PORT_BINDING" in (os.environ if environ is None else environ)
 
 
 def set_native_defaults() -> None:

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import logging
 import struct
+import time
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
@@ -32,6 +33,10 @@ _CODES = {Status.OK: _DONE, Status.ABSENT: _NOT_FOUND, Status.FAILED: _FAILED}
 _SIZE = struct.Struct("<Q")
 # Where a value of bytes that nobody knows the size of keeps its size.
 _SIZE_SUFFIX = "\0size"
+# An engine stores a value when it starts, and ends where that fails: because the pool is full of leased blocks, or
+# gives away memory of a client that crashed. Either is over after some 10 s.
+_WARM_UP_SECONDS = 15.0
+_PAUSE_SECONDS = 0.25
 
 
 class PooledClient:
@@ -42,6 +47,7 @@ class PooledClient:
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
+        self._warm_up_until = 0.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -96,6 +102,7 @@ class PooledClient:
         )
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
+        self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
 
@@ -178,14 +185,21 @@ class PooledClient:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store bytes that ``get`` gives back without being told how many they are; -800 for none."""
+        """Store bytes that ``get`` gives back without being told how many they are; -800 for none.
+
+        The first value after ``setup``, an engine's warm-up, is tried for some seconds.
+        """
         if not value:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
         buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
-        return min(
-            self._put_values(list(pieces), [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers])
-        )
+        values = [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers]
+        while (code := min(self._put_values(list(pieces), values))) != _DONE:
+            if self._pool is None or time.monotonic() > self._warm_up_until:
+                return code
+            time.sleep(_PAUSE_SECONDS)
+        self._warm_up_until = 0.0
+        return code
 
     def get(self, key: str) -> bytes:
         """The bytes that ``put`` stored under ``key``; none where they are not there whole."""

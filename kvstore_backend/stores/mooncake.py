@@ -26,7 +26,7 @@ from kvstore_backend.backend import (
     StoreStats,
     Value,
 )
-from kvstore_backend.config import MooncakeSettings, set_native_cluster, set_native_defaults
+from kvstore_backend.config import MooncakeSettings, is_named_port_bound, set_native_cluster, set_native_defaults
 
 __all__ = [
     "INSTALL",
@@ -48,7 +48,7 @@ INSTALL = (
 )
 """The remedy where Mooncake is missing."""
 
-_NOT_FOUND = -704
+_NOT_FOUND, _UNREACHABLE = -704, -800
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
@@ -57,6 +57,13 @@ _PROBE_SECONDS = 1.5
 # Setting the native client up holds Python's lock, 6 s where another server listens at the master's address. The pause
 # after a try that failed is so many times as long as the try, so that tries cost the process no more than a twentieth.
 _PAUSE_FACTOR = 20
+# The master gives puts memory of a client that crashed until it has missed that client for 10 s (--client_ttl), and
+# they fail: after 1 s with a metadata server, at once without.
+_ORPHANED_SECONDS = 15.0
+# A put that failed later than this met a client that hangs, where the next might hang as well.
+_MAX_FAILING_SECONDS = 2.0
+_MAX_RETRIES = 10
+_RETRY_SECONDS = 0.25
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _MAX_CALL_SECONDS = 40.0
 # Native clients that were not closed: dropping the last reference would close them.
@@ -77,6 +84,10 @@ class MooncakeStore(StorageBackend):
 
     ``put`` answers ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: it may become
     readable only a moment later.
+
+    Puts go to anybody's memory, but to this client's own first for a while after it joined, and after a put failed on
+    its way: then somebody may have crashed whose memory the master still gives away. Values that failed are put again
+    at once, some times where this client has no memory.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -91,14 +102,19 @@ class MooncakeStore(StorageBackend):
         self._running = 0
         self._closed = False
         self._native = join_cluster(settings)
+        self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
+        self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"MooncakeStore({self._settings.master_server_addr}, {self._settings.protocol}{state})"
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        # Not the call for one buffer a value: that fails where another writer has begun with the same key.
-        codes = self._call_native(keys, self._native.batch_put_from_multi_buffers, *_addresses_and_sizes(values))
+        addresses, sizes = _addresses_and_sizes(values)
+        begun = time.monotonic()
+        codes = self._put_once(keys, addresses, sizes)
+        if _UNREACHABLE in codes and time.monotonic() - begun < _MAX_FAILING_SECONDS:
+            self._put_again(keys, addresses, sizes, codes)
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
@@ -158,6 +174,27 @@ class MooncakeStore(StorageBackend):
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
+
+    def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
+        # Not the call for one buffer a value: that fails where another writer has begun with the same key.
+        put = self._native.batch_put_from_multi_buffers
+        if self._own_memory is not None and time.monotonic() < self._prefer_own_until:
+            return self._call_native(keys, put, addresses, sizes, self._own_memory)
+        return self._call_native(keys, put, addresses, sizes)
+
+    def _put_again(
+        self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]], codes: list[int | None]
+    ) -> None:
+        """Put those once more that the master gave memory which cannot be reached, and correct their ``codes``."""
+        self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
+        give_up_at = time.monotonic() + _RETRY_SECONDS
+        for _ in range(_MAX_RETRIES):
+            lost = [i for i, code in enumerate(codes) if code == _UNREACHABLE]
+            if not lost or time.monotonic() > give_up_at:
+                return
+            again = self._put_once([keys[i] for i in lost], [addresses[i] for i in lost], [sizes[i] for i in lost])
+            for i, code in zip(lost, again, strict=True):
+                codes[i] = code
 
     @contextlib.contextmanager
     def _enter_call(self) -> Iterator[bool]:
@@ -248,7 +285,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     require_library()
     native = load_client_class()()
     with _connect_to_master(settings) as connection:
-        local_hostname = settings.local_hostname or connection.getsockname()[0]
+        local_hostname = _drop_port(settings) or connection.getsockname()[0]
     _check_servers(settings)
     if settings.etcd_addresses:
         set_native_cluster(settings)
@@ -269,6 +306,28 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     if code:
         raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
     return native
+
+
+def _prefer_memory_of(native: Any) -> Any:
+    """The configuration of puts that go to this client's own memory, or to another's where that is full."""
+    from mooncake.store import ReplicateConfig
+
+    config = ReplicateConfig()
+    config.preferred_segment = native.get_hostname()
+    return config
+
+
+def _drop_port(settings: MooncakeSettings) -> str:
+    """The host of ``local_hostname``, to which Mooncake adds a port that is free.
+
+    A client that came back under the name of one that crashed would take that one's memory for its own, and be killed
+    by writing there; nothing listens at that port by default, it is a name only. Not so with Ascend's cards.
+    """
+    host, colon, port = settings.local_hostname.rpartition(":")
+    is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
+    if not is_named or settings.protocol == "ascend" or is_named_port_bound():
+        return settings.local_hostname
+    return host
 
 
 def _check_servers(settings: MooncakeSettings) -> None:

@@ -1,11 +1,11 @@
-"""The cost of faults to callers, collected over a run and printed at its end."""
+"""The cost of faults to callers, and starts after crashes, collected over a run and printed at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["REPORTS", "Report", "table"]
+__all__ = ["REPORTS", "STARTS", "Report", "starts_table", "table"]
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Report:
 
 
 REPORTS: list[Report] = []
+STARTS: dict[str, tuple[int, int]] = {}
+"""By who started after another's crash: how many starts succeeded, and of how many."""
 
 
 def table() -> Iterator[str]:
@@ -29,3 +31,9 @@ def table() -> Iterator[str]:
     for row in REPORTS:
         stall = f"{row.longest_stall_s * 1000:.0f}"
         yield f"{row.fault:<52}{row.tried:>9}{row.hits:>7}{row.wrong_bytes:>13}{row.exceptions:>12}{stall:>18}"
+
+
+def starts_table() -> Iterator[str]:
+    """One line for each kind of process that was started."""
+    for name, (started, tried) in STARTS.items():
+        yield f"{name:<52}{started:>4} of {tried} started"

@@ -86,8 +86,8 @@ def leading(results: Sequence[Sequence[Any]]) -> int:
 class OneClass:
     """The older shape: one class a rank, for look-ups and transfers."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.client = joined(settings, 64 << 20)
+    def __init__(self, settings: dict[str, Any], segment: int = 64 << 20) -> None:
+        self.client = joined(settings, segment)
 
     def register_buffer(self, ptr: int, size: int) -> None:
         assert self.client.register_buffer(ptr, size) == 0

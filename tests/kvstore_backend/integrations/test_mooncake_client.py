@@ -75,6 +75,25 @@ def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
         assert asked.result(10) == [GIVEN_UP]
 
 
+def test_an_engines_warm_up_waits_out_anothers_crash(one: Client) -> None:
+    one.store.faults = [Fault.FAILED] * 3
+    assert one.client.put("warm-up", b"value") == 0
+    assert one.client.get("warm-up") == b"value"
+
+
+def test_a_put_after_the_warm_up_is_tried_once(one: Client) -> None:
+    assert one.client.put("warm-up", b"value") == 0
+    one.store.faults = [Fault.FAILED]
+    assert one.client.put("later", b"value") == GIVEN_UP
+    assert one.client.put("later", b"value") == 0
+
+
+def test_a_warm_up_that_cannot_succeed_ends(one: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_WARM_UP_SECONDS", 0.5)
+    assert one.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
+    assert one.client.put("larger than the store", bytes(2 << 20)) == GIVEN_UP
+
+
 class NamedClient(PooledClient):
     """A client that knows whose blocks it holds."""
 

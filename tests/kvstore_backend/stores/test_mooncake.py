@@ -100,6 +100,50 @@ class TestLeases:
             assert peer.get("key", 5) == b"value"
 
 
+class TestCrashes:
+    """For some 10 s after a client crashed, its memory is given to puts, which fail there."""
+
+    BLOCKS = 12  # by chance none is given the dead client's memory: once in 4096 times
+
+    @staticmethod
+    def put_blocks(store: StorageBackend) -> list[Status]:
+        source = Memory(secrets.token_bytes(1000))
+        return [store.put([new_key()], [source.value])[0] for _ in range(TestCrashes.BLOCKS)]
+
+    @pytest.mark.parametrize("metadata", [{}, {"metadata_server": "P2PHANDSHAKE"}], ids=["http", "p2p"])
+    def test_all_is_stored_that_is_put_after_a_crash(
+        self, doomed_master: MooncakeMaster, metadata: dict[str, object]
+    ) -> None:
+        config = doomed_master.config(**metadata)
+        with Peer(partial(open_store, config)) as crashed, Peer(partial(open_store, config)) as other:
+            crashed.kill()
+            assert other.call(self.put_blocks) == [OK] * self.BLOCKS
+
+    def test_the_first_failure_tells_a_client_that_has_long_been_there(self, doomed_master: MooncakeMaster) -> None:
+        config = doomed_master.config()
+        with Peer(partial(open_store, config)) as crashed, Peer(partial(_open_long_ago, config)) as other:
+            crashed.kill()
+            assert other.call(self.put_blocks) == [OK] * self.BLOCKS
+
+    def test_a_client_without_memory_finds_another_that_lives(self, doomed_master: MooncakeMaster) -> None:
+        # Without a metadata server a failure takes no time, and so there is time for as many tries as it takes.
+        config, none = (
+            doomed_master.config(metadata_server="P2PHANDSHAKE", global_segment_size=size) for size in ("64MiB", 0)
+        )
+        with Peer(partial(open_store, config)), Peer(partial(open_store, config)) as crashed:
+            crashed.kill()
+            with Peer(partial(open_store, none)) as other:
+                assert other.call(self.put_blocks) == [OK] * self.BLOCKS
+
+    def test_a_client_that_comes_back_under_the_same_name_lives(self, doomed_master: MooncakeMaster) -> None:
+        config = doomed_master.config(local_hostname=f"127.0.0.1:{free_port()}")
+        with Peer(partial(open_store, config)) as crashed:
+            assert crashed.put("key", b"value") is OK
+            crashed.kill()
+        with Peer(partial(open_store, config)) as back:
+            assert back.call(self.put_blocks) == [OK] * self.BLOCKS
+
+
 class TestFullPool:
     def test_what_does_not_fit_fails(self, store: StorageBackend) -> None:
         source = Memory(65 * MIB)
@@ -189,6 +233,27 @@ class TestOpening:
             open_store(mooncake_master.config())
         assert caught.value.pause_seconds >= 10 * 0.01
 
+    @pytest.mark.parametrize(
+        ("name", "host"),
+        [("10.0.0.7:17812", "10.0.0.7"), ("node7", "node7"), ("[fd00::7]:17812", "[fd00::7]"), ("fd00::7", "fd00::7")],
+    )
+    @pytest.mark.parametrize("bound", [False, True])
+    def test_mooncake_chooses_the_port_unless_it_listens_there(
+        self, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch, name: str, host: str, bound: bool
+    ) -> None:
+        names: list[str] = []
+
+        def setup(_: object, local_hostname: str, *arguments: object) -> int:
+            names.append(local_hostname)
+            return -1
+
+        native = type("Native", (), {"setup": setup})
+        monkeypatch.setattr("kvstore_backend.stores.mooncake.load_client_class", lambda: native)
+        if bound:
+            monkeypatch.setenv("MC_LEGACY_RPC_PORT_BINDING", "1")
+        opening(mooncake_master.config(local_hostname=name))
+        assert names == [name if bound else host]
+
     def test_a_machine_with_no_network_but_loopback_is_told_what_mooncake_needs(self, tmp_path: Path) -> None:
         alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]
         try:
@@ -236,11 +301,16 @@ class TestCodes:
         def __init__(self, answer: Any) -> None:
             self._answer = answer
             self.closed = 0
+            self.calls: list[tuple[Any, ...]] = []
 
-        def _reply(self, *_: object) -> Any:
+        def _reply(self, *arguments: object) -> Any:
+            self.calls.append(arguments)
             if isinstance(self._answer, Exception):
                 raise self._answer
-            return self._answer
+            return self._answer(*arguments) if callable(self._answer) else self._answer
+
+        def get_hostname(self) -> str:
+            return "127.0.0.1:12345"
 
         batch_put_from_multi_buffers = batch_get_into_multi_buffers = batch_is_exist = batch_remove = _reply
         register_buffer = unregister_buffer = _reply
@@ -292,6 +362,32 @@ class TestCodes:
         assert store.put(["k"], [memory.value]) == store.get(["k"], [memory.value]) == [FAILED]
         assert store.exists(["k"]) == store.remove(["k"]) == [FAILED]
 
+    def test_only_what_met_a_dead_client_is_put_again_and_then_to_this_clients_memory(
+        self, answering: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvstore_backend.stores.mooncake._ORPHANED_SECONDS", 0.0)
+        native = self.Native(
+            lambda keys, addresses, sizes, *config: [-800, -200, 0][: len(keys)] if not config else [0]
+        )
+        store, memory = answering(native), Memory(8)
+        monkeypatch.undo()
+        assert store.put(["a", "b", "c"], [memory.value] * 3) == [OK, FAILED, OK]
+        assert [call[0] for call in native.calls] == [["a", "b", "c"], ["a"]]
+        assert native.calls[1][3].preferred_segment == "127.0.0.1:12345"
+
+    def test_puts_to_dead_clients_end(self, answering: Any) -> None:
+        native, memory = self.Native([-800]), Memory(8)
+        assert answering(native).put(["k"], [memory.value]) == [FAILED]
+        assert 1 < len(native.calls) < 20
+
+    def test_what_met_a_client_that_hangs_is_not_put_again(
+        self, answering: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvstore_backend.stores.mooncake._MAX_FAILING_SECONDS", 0.0)
+        native, memory = self.Native([-800]), Memory(8)
+        assert answering(native).put(["k"], [memory.value]) == [FAILED]
+        assert len(native.calls) == 1
+
     def test_memory_that_cannot_be_registered_is_logged(self, answering: Any, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.WARNING)
         answering(-600).register(0x1000, 64)
@@ -311,6 +407,13 @@ class TestCodes:
         store.close()
         assert native.closed == 0
         assert store.exists(["k"]) == [FAILED]
+
+
+def _open_long_ago(config: PoolConfig) -> StorageBackend:
+    """A store that has been open for so long that it does not expect that somebody has just crashed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore_backend.stores.mooncake._ORPHANED_SECONDS", 0.0)
+        return open_store(config)
 
 
 def _every_call_at_once(store: StorageBackend, key: str) -> dict[str, object]:

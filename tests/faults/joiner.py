@@ -1,0 +1,69 @@
+"""``python -m tests.faults.joiner KIND SETTINGS``: joins a pool as one of its users does, stores its first values, and
+stays until it is killed. It says ``started`` when it has, and ends with a traceback where it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+from typing import Any
+
+from kvstore_backend.backend import Status
+from kvstore_backend.config import load_config
+from kvstore_backend.integrations.fastdeploy import activate
+from kvstore_backend.pool import open_backend
+from tests.kvstore_backend.integrations.fastdeploy_double import OneClass, SchedulerAndWorker
+from tests.support.memory import Memory
+
+__all__ = ["KINDS"]
+
+_BLOCKS = 8
+_BLOCK_BYTES = 128 << 10
+
+
+def _join_as_pool(settings: dict[str, Any]) -> object:
+    """Our own way: every block that is put comes back."""
+    backend = open_backend(load_config("mooncake", explicit=settings, environ={}), background=False)
+    for _ in range(_BLOCKS):
+        key, source, target = secrets.token_hex(8), Memory(secrets.token_bytes(_BLOCK_BYTES)), Memory(_BLOCK_BYTES)
+        assert backend.put([key], [source.value]) == [Status.OK], f"a put failed: {backend.health()}"
+        assert backend.get([key], [target.value]) == [Status.OK], f"a get failed: {backend.health()}"
+        assert target.content == source.content
+    return backend
+
+
+def _join_as_fastdeploy(settings: dict[str, Any]) -> object:
+    """FastDeploy's older storage class over our client, with the warm-up that it asserts."""
+    os.environ["FD_PLUGINS"] = "kvstore"
+    activate()
+    return OneClass(settings)
+
+
+def _join_as_newer_fastdeploy(settings: dict[str, Any]) -> object:
+    """FastDeploy's newer pair of classes over our client."""
+    os.environ["FD_PLUGINS"] = "kvstore"
+    activate()
+    return SchedulerAndWorker(settings)
+
+
+def _join_without_memory(settings: dict[str, Any]) -> object:
+    """FastDeploy's older class told to give the pool none of its memory."""
+    os.environ["FD_PLUGINS"] = "kvstore"
+    activate()
+    return OneClass(settings, segment=0)
+
+
+KINDS = {
+    "pool": _join_as_pool,
+    "fastdeploy": _join_as_fastdeploy,
+    "fastdeploy-newer": _join_as_newer_fastdeploy,
+    "fastdeploy-without-memory": _join_without_memory,
+    "mooncake": OneClass,  # the same warm-up over Mooncake's own client, which we cannot mend: for comparison
+}
+
+if __name__ == "__main__":
+    joined = KINDS[sys.argv[1]](json.loads(sys.argv[2]))
+    print("started", flush=True)
+    signal.pause()

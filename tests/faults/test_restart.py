@@ -1,0 +1,117 @@
+"""A process that starts right after another was killed starts, and its first values are stored.
+
+For some 10 s Mooncake goes on giving away the memory of a process that crashed, and what is put there fails. Each round
+kills one process and starts the next at once, so that there is ever more of such memory. ``RESTART_ROUNDS=20`` in the
+environment makes it twenty rounds; the counts are printed at the end of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.make_model import make_model
+from tests.end_to_end.cluster import QUESTION, Instance, ask, instance
+from tests.faults.client import Owner
+from tests.faults.report import STARTS
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.processes import Child, child
+from tests.support.waiting import wait_until
+
+ROUNDS = int(os.environ.get("RESTART_ROUNDS", "2"))
+ENGINE_ROUNDS = int(os.environ.get("RESTART_ROUNDS", "1"))
+
+pytestmark = pytest.mark.timeout(120 + 60 * ROUNDS)
+
+
+@pytest.fixture
+def own_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    with mooncake_master(tmp_path / "master.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def joiner(kind: str, settings: dict[str, object], model: Path, log: Path) -> Iterator[Child]:
+    """A process that has joined the pool and stored its first values; it fails where it cannot."""
+    argv = [sys.executable, "-m", "tests.faults.joiner", kind, json.dumps(settings)]
+    with child(argv, log, {"KVSTORE_MODEL": str(model)}) as process:
+        process.wait_for(lambda: "started" in process.output, "joining the pool", deadline_s=60)
+        yield process
+
+
+@contextlib.contextmanager
+def counted_start(name: str) -> Iterator[None]:
+    """Count a start in the table, and whether it came to the end of the block."""
+    started, tried = STARTS.get(name, (0, 0))
+    STARTS[name] = (started, tried + 1)
+    yield
+    STARTS[name] = (started + 1, tried + 1)
+
+
+@pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
+@pytest.mark.parametrize("kind", ["pool", "fastdeploy", "fastdeploy-newer"])
+def test_a_process_starts_right_after_anothers_crash(
+    own_master: MooncakeMaster, model: Path, tmp_path: Path, kind: str, metadata: str
+) -> None:
+    settings = own_master.settings(**({} if metadata == "http" else {"metadata_server": metadata}))
+    with joiner(kind, settings, model, tmp_path / "first.log") as first:
+        first.kill()
+    for number in range(ROUNDS):
+        with counted_start(f"{kind}, {metadata}"), joiner(kind, settings, model, tmp_path / f"{number}.log") as process:
+            process.kill()
+
+
+@pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
+def test_a_process_without_memory_of_its_own_starts_where_another_has_some(
+    own_master: MooncakeMaster, model: Path, tmp_path: Path, metadata: str
+) -> None:
+    changes = {} if metadata == "http" else {"metadata_server": metadata}
+    config, name = own_master.config(**changes), f"fastdeploy, no memory of its own, {metadata}"
+    with Owner(config):
+        for number in range(ROUNDS):
+            with Owner(config) as crashed:
+                crashed.kill()
+            with (
+                counted_start(name),
+                joiner(
+                    "fastdeploy-without-memory", own_master.settings(**changes), model, tmp_path / f"{number}.log"
+                ) as process,
+            ):
+                process.kill()
+
+
+def test_an_engine_starts_and_saves_its_first_blocks_right_after_anothers_crash(
+    own_master: MooncakeMaster, model: Path, tmp_path: Path
+) -> None:
+    for number in range(ENGINE_ROUNDS):
+        with counted_start("engine, http"), instance(tmp_path, model, master=own_master) as running:
+            # Only now, as an engine may take longer to start than Mooncake to notice.
+            with Owner(own_master.config(global_segment_size="256MiB")) as crashed:
+                crashed.kill()
+            answer = ask(running.url, [{"role": "user", "content": f"{number} {QUESTION}"}], max_tokens=4)
+            assert answer["status"] == 200
+            assert _count_saves(running) == (3, 0)
+            running.process.kill()
+
+
+def _count_saves(running: Instance) -> tuple[float, float]:
+    """How many blocks of a prompt were saved, and how many not, as soon as there are any."""
+
+    def counts() -> tuple[float, float]:
+        return running.metric("kvstore_saved_blocks_total"), running.metric("kvstore_unsaved_blocks_total")
+
+    wait_until(lambda: sum(counts()), "the end of a save")
+    return counts()
