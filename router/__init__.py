@@ -2,10 +2,11 @@
 
 A request goes down one staircase, ``http.server -> serving -> http.exchange``; rooms import only downward:
 
-launch.py    python -m router.launch, kvrouter: reads the settings and starts the server
+launch/      python -m router.launch, kvrouter: reads the settings and starts one process or several
 app.py       all parts put together, and the control plane in FastAPI
 register.py  python -m router.register: the sidecar that registers a server which cannot register itself
 simulate.py  python -m router.simulate: a trace of requests over simulated instances
+sharing/     several processes, and several routers, that know what one would know
 serving/     the way of one request: selection, attempts, the response, resumption
 telemetry/   metrics, the access log, explanations
 fleet/       the instances: registration, pairing, health, load

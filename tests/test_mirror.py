@@ -25,6 +25,18 @@ TESTED_IN = {
     "router/http/pool.py": "tests/router/http/test_exchange.py",
     "router/http/request_id.py": "tests/router/http/test_server.py",
     "router/http/replies.py": "tests/router/test_app.py",
+    # Several processes, from outside: how they start, are told, die and are replaced.
+    "router/launch/__main__.py": "tests/router/test_launch.py",
+    "router/launch/logs.py": "tests/router/test_launch.py",
+    "router/launch/nursery.py": "tests/router/sharing/test_supervisor.py",
+    "router/launch/program.py": "tests/router/test_launch.py",
+    "router/launch/server.py": "tests/router/test_launch.py",
+    "router/launch/worker.py": "tests/router/sharing/test_supervisor.py",
+    "router/sharing/hand_over.py": "tests/router/sharing/test_supervisor.py",
+    "router/sharing/hub.py": "tests/router/sharing/test_link.py",
+    "router/sharing/wire.py": "tests/router/sharing/test_link.py",
+    "router/sharing/prefix_sync.py": "tests/router/sharing/test_fleet_sync.py",
+    "router/telemetry/merge.py": "tests/router/telemetry/test_metrics.py",
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.

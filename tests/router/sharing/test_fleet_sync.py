@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, chat_answer
+from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]

@@ -16,8 +16,9 @@ def test_a_publication_reaches_all_others_in_order_and_not_its_sender() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
         heard: dict[str, list[Any]] = {"first": [], "second": [], "third": []}
-        for name, link in (("first", first), ("second", second), ("third", third)):
-            link.subscribe("news", lambda sender, content, name=name: heard[name].append((sender, content)))
+        first.subscribe("news", lambda *news: heard["first"].append(news))
+        second.subscribe("news", lambda *news: heard["second"].append(news))
+        third.subscribe("news", lambda *news: heard["third"].append(news))
         for number in range(100):
             first.publish("news", {"number": number, "bytes": b"\xff"})
         await until(lambda: len(heard["second"]) == len(heard["third"]) == 100)

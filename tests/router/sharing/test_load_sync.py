@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +24,10 @@ class Process(NamedTuple):
         instance = self.registry.get(f"10.0.0.1:{port}")
         assert instance is not None
         return instance.load
+
+
+def all_show(processes: list[Process], port: int, right: tuple[int, int, float]) -> bool:
+    return {figures(process.load(port)) for process in processes} == {right}
 
 
 async def join(hub: LinkedHub, name: str, *ports: int) -> Process:
@@ -71,7 +76,7 @@ def test_any_order_of_requests_ends_in_the_same_sum_everywhere() -> None:
             key = f"10.0.0.1:{port}"
             mine = [(tokens, work) for load, tokens, work in running if load.key == key]
             right = (len(mine), sum(t for t, _ in mine), round(sum(w for _, w in mine), 6))
-            await until(lambda port=port, right=right: {figures(p.load(port)) for p in processes} == {right})
+            await until(partial(all_show, processes, port, right))
 
     run_linked(run)
 

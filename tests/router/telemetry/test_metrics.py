@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.access import Admission
@@ -14,6 +15,7 @@ from router.policies import Decision
 from router.settings import RouterSettings
 from router.telemetry import metrics
 from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
+from router.telemetry.merge import dump_families, merge_families
 from router.telemetry.metrics import RouterMetrics
 
 CHAT = {"method": "POST", "endpoint": "/v1/chat/completions"}
@@ -175,3 +177,30 @@ def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.Monk
     workers = {"mixed_worker": instance.key, "prefill_worker": "", "decode_worker": ""}
     assert counted.value("inference_requests_total", **workers, status_code="200") == 1000
     assert sum(name == "inference_requests_total" for name, _ in counted.samples()) <= 100
+
+
+def test_counts_of_several_processes_are_added_and_of_quantiles_the_highest_is_taken() -> None:
+    def families(count: int, seconds: float, running: int, healthy: int) -> list[Metric]:
+        requests = CounterMetricFamily("http_requests", "Requests", labels=["method"])
+        requests.add_metric(["POST"], count)
+        durations = SummaryMetricFamily("seconds", "Durations")
+        durations.add_sample("seconds", {"quantile": "0.95"}, seconds)
+        durations.add_metric([], count, count * seconds)
+        return [
+            requests,
+            durations,
+            GaugeMetricFamily("router_running_requests", "Running", running),
+            GaugeMetricFamily("router_instances", "Known to all alike", healthy),
+        ]
+
+    others = [dump_families(families(2, 0.5, 3, 4)), dump_families(families(3, 0.25, 1, 4))]
+    merged = merge_families(families(1, 0.125, 2, 4), others)
+    values = {(s.name, *s.labels.values()): s.value for family in merged for s in family.samples}
+    assert values == {
+        ("http_requests_total", "POST"): 6,
+        ("seconds", "0.95"): 0.5,
+        ("seconds_count",): 6,
+        ("seconds_sum",): 0.125 + 1.0 + 0.75,
+        ("router_running_requests",): 6,
+        ("router_instances",): 4,
+    }
