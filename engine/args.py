@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +15,8 @@ from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvstore_backend import ConfigError
 
 __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
+
+log = logging.getLogger(__name__)
 
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
@@ -158,7 +161,11 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sparse attention over an index of KV blocks").add_argument
     default = RetrievalConfig(block_size=1)
-    add("--enable-retrieval", action="store_true", help="long prompts' answers read only blocks that matter")
+    add(
+        "--enable-retrieval",
+        action=argparse.BooleanOptionalAction,
+        help="long prompts' answers read only blocks that matter [where VLLM_PLUGINS names retrieval]",
+    )
 
     def add_value(name: str, parse: Callable[[str], object], text: str) -> None:
         variable = _RETRIEVAL_VARIABLES.get(name)
@@ -179,21 +186,29 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
     """Sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
-    if not values["enable_retrieval"]:
+    named = {name: environ[variable] for name, variable in _RETRIEVAL_VARIABLES.items() if environ.get(variable)}
+    plugins = [plugin.strip() for plugin in environ.get("VLLM_PLUGINS", "").split(",")]
+    asked, enabled = "--enable-retrieval", values["enable_retrieval"]
+    if enabled is None:
+        asked, enabled = "VLLM_PLUGINS names retrieval", "retrieval" in plugins
+    if not enabled:
         for name in given:
             raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+        if named:
+            variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
+            log.warning(
+                "Not used, as retrieval is off: %s; add --enable-retrieval, or name it in VLLM_PLUGINS", variables
+            )
         return None
-    for name, variable in _RETRIEVAL_VARIABLES.items():
-        text = environ.get(variable)
-        if text and name not in given:
-            try:
-                given[name] = _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
-            except argparse.ArgumentTypeError as exc:
-                raise ConfigError(f"{variable}: {exc}") from None
+    for name in named.keys() - given.keys():
+        try:
+            given[name] = _parse_share(named[name]) if name == "topk_percent" else _parse_tokens(named[name])
+        except argparse.ArgumentTypeError as exc:
+            raise ConfigError(f"{_RETRIEVAL_VARIABLES[name]}: {exc}") from None
     config = RetrievalConfig(values["block_size"], **given)
     if values["max_model_len"] < config.dense_boundary:
         raise ConfigError(
-            f"--enable-retrieval: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
+            f"{asked}: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
             f"--max-model-len {values['max_model_len']}; raise one or lower the other"
         )
     return config
