@@ -196,9 +196,7 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
             raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
         if named:
             variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
-            log.warning(
-                "Not used, as retrieval is off: %s; add --enable-retrieval, or name it in VLLM_PLUGINS", variables
-            )
+            log.warning("Retrieval is off, so nothing reads %s; add --enable-retrieval", variables)
         return None
     for name in named.keys() - given.keys():
         try:
