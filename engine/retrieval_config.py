@@ -57,7 +57,8 @@ class RetrievalConfig:
 
     Prompts below ``dense_boundary`` are attended to exactly, those above ``offload_boundary`` are offloaded. The window
     is never less than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
-    recalled is rounded down (but at least one). Blocks are chosen anew every ``stride`` steps, and whenever one leaves
+    recalled is rounded down (but at least one). Where the window cuts a block in two, the whole of it is read, and is
+    one of those that ``topk_percent`` allows. Blocks are chosen anew every ``stride`` steps, and whenever one leaves
     the window. The first ``dense_layers`` layers read every block.
 
     Raises:
@@ -108,12 +109,14 @@ class RetrievalConfig:
         """The blocks of a sequence for a step in ``layer`` whose newest token is the ``context``-th."""
         num_blocks = -(-context // self.block_size)
         num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
-        window_start = max(num_initial, (context - self.local_tokens) // self.block_size)
+        window_start, num_before = divmod(context - self.local_tokens, self.block_size)
+        num_cut = int(window_start >= num_initial and num_before > 0)
+        window_start = max(num_initial, window_start)
         num_outside = window_start - num_initial
         if layer < self.dense_layers:
             return BlockPartition(num_blocks, num_initial, window_start, num_outside)
         # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
-        share = int(Fraction(str(self.topk_percent)) * num_outside)
+        share = int(Fraction(str(self.topk_percent)) * (num_outside + num_cut)) - num_cut
         return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
 
     def max_blocks_read(self, max_context: int, layer: int) -> int:

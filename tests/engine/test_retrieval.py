@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.retrieval import WorkingSet
+from engine.attention.retrieval import Retrieval, WorkingSet
 from engine.core import Listener, Prefilled
 from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
@@ -127,7 +127,8 @@ def test_every_step_and_layer_reads_its_budget_and_no_more(
     for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
         blocks = -(-context // BLOCK)
         outside = (context - 40) // BLOCK - 1
-        expected += [blocks - outside + max(1, outside // 4)] * LAYERS
+        cut = int((context - 40) % BLOCK > 0)
+        expected += [blocks - outside + max(1, (outside + cut) // 4 - cut)] * LAYERS
     assert read == expected
     assert answering.sequence.blocks_read == sum(expected)
     assert answering.sequence.blocks_read < 0.7 * answering.sequence.blocks_passed
@@ -256,6 +257,28 @@ def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_fo
     assert context - partition.window_start * BLOCK >= min(local, context - partition.num_initial * BLOCK)
     assert partition.num_recalled <= max(1, percent * partition.num_outside)
     assert partition.num_read <= partition.num_blocks
+
+
+@given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
+def test_working_sets_have_room_for_what_any_step_reads(init: int, local: int, percent: float, context: int) -> None:
+    tested = RetrievalConfig(BLOCK, init, local, percent, 0, 0)
+    read = [tested.partition_blocks(length, 0).num_read for length in range(1, context + 1)]
+    assert max(read) <= tested.max_blocks_read(context, 0)
+
+
+def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() -> None:
+    """Counted in what is allocated, which is enough for every step up to there."""
+    method, tokens = RetrievalConfig(128), 128 << 10
+    kv = torch.empty(tokens // 128, 1, 2, 1, 128, 2)
+    sequence = EngineSequence(Request("", (1,) * (tokens - 200), SamplingParams(200)), 128)
+    sequence.regime = method.choose_regime(sequence.num_prompt_tokens)
+    assert sequence.regime is Regime.OFFLOADED
+    resident = Retrieval(method, kv, 1, tokens).state_of(sequence).working_set(0).kv
+    assert resident.nbytes <= 0.25 * kv.nbytes
+    for context in range(tokens - 200, tokens + 1):
+        partition = method.partition_blocks(context, 0)
+        assert context - partition.window_start * 128 >= 7192
+        assert partition.num_recalled >= int(0.2 * partition.num_outside) - 1
 
 
 @pytest.mark.parametrize(
