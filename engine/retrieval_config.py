@@ -15,7 +15,10 @@ from fractions import Fraction
 
 from kvstore_backend import ConfigError
 
-__all__ = ["REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
+__all__ = ["RECOMMENDED_BLOCK_SIZE", "REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
+
+RECOMMENDED_BLOCK_SIZE = 128
+"""The method's."""
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
 """The vectors that can stand for a block in the index (see ``block_index``); the first is the default."""
@@ -118,6 +121,17 @@ class RetrievalConfig:
         # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
         share = int(Fraction(str(self.topk_percent)) * (num_outside + num_cut)) - num_cut
         return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
+
+    def explain_block_size(self) -> str:
+        """Why another block size would be better; empty: it is the recommended one."""
+        if self.block_size == RECOMMENDED_BLOCK_SIZE:
+            return ""
+        reason = (
+            "of shorter blocks there are more, which takes a larger index and a longer search"
+            if self.block_size < RECOMMENDED_BLOCK_SIZE
+            else "what stands for a longer block hides more of its tokens, and each recalled block reads more of them"
+        )
+        return f"--block-size {self.block_size}: {RECOMMENDED_BLOCK_SIZE} is recommended with retrieval, as {reason}"
 
     def max_blocks_read(self, max_context: int, layer: int) -> int:
         """The most blocks that any step up to ``max_context`` tokens reads in ``layer``."""

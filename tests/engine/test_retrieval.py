@@ -299,3 +299,12 @@ def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, An
         config(**changes)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "reason"), [(64, "larger index and a longer search"), (256, "hides more of its tokens"), (128, "")]
+)
+def test_block_sizes_are_explained(block_size: int, reason: str) -> None:
+    said = RetrievalConfig(block_size).explain_block_size()
+    assert reason in said
+    assert bool(said) == bool(reason)
