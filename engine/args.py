@@ -139,7 +139,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
-    add("--enable-output-caching", action="store_true", help="save generated blocks to the pool, too")
+    add(
+        "--enable-output-caching",
+        action="store_true",
+        help="save generated blocks to the pool, too, but sparse attention's",
+    )
     add(
         "--kvcache-storage-backend",
         type=_parse_store,

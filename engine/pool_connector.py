@@ -7,6 +7,7 @@ leave no room for the longest sequence, blocks are staged, and a transfer releas
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -24,6 +25,8 @@ from kvstore_backend import BlockPool
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
+
+log = logging.getLogger(__name__)
 
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves are dropped, not queued.
 _SAVE_SHARE = 0.25
@@ -125,6 +128,13 @@ class PoolConnector:
         tokens = sequence.num_exact
         if not self._save_outputs:
             tokens = min(tokens, sequence.num_prompt_tokens)
+        elif is_last and tokens < sequence.num_computed:
+            log.info(
+                "%s: %d generated tokens are not saved to the pool: sparse attention computed their KV, which is not "
+                "exact; a prompt that has them computes and saves them",
+                sequence.request.request_id,
+                sequence.num_computed - tokens,
+            )
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return
