@@ -142,7 +142,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add(
         "--enable-output-caching",
         action="store_true",
-        help="save generated blocks to the pool, too, but sparse attention's",
+        help="save generated blocks too, but for sparse attention's",
     )
     add(
         "--kvcache-storage-backend",
