@@ -6,7 +6,7 @@ import argparse
 import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -191,29 +191,38 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
     named = {name: environ[variable] for name, variable in _RETRIEVAL_VARIABLES.items() if environ.get(variable)}
-    plugins = [plugin.strip() for plugin in environ.get("VLLM_PLUGINS", "").split(",")]
-    asked, enabled = "--enable-retrieval", values["enable_retrieval"]
+    enabled, plugins = values["enable_retrieval"], environ.get("VLLM_PLUGINS", "").split(",")
     if enabled is None:
-        asked, enabled = "VLLM_PLUGINS names retrieval", "retrieval" in plugins
+        enabled = "retrieval" in map(str.strip, plugins)
     if not enabled:
-        for name in given:
-            raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
-        if named:
-            variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
-            log.warning("Retrieval is off, so nothing reads %s; add --enable-retrieval", variables)
+        _explain_idle_sizes(given, named)
         return None
-    for name in named.keys() - given.keys():
-        try:
-            given[name] = _parse_share(named[name]) if name == "topk_percent" else _parse_tokens(named[name])
-        except argparse.ArgumentTypeError as exc:
-            raise ConfigError(f"{_RETRIEVAL_VARIABLES[name]}: {exc}") from None
+    given.update({name: _parse_variable(name, text) for name, text in named.items() if name not in given})
     config = RetrievalConfig(values["block_size"], **given)
     if values["max_model_len"] < config.dense_boundary:
+        asked = "--enable-retrieval" if values["enable_retrieval"] else "VLLM_PLUGINS names retrieval"
         raise ConfigError(
             f"{asked}: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
             f"--max-model-len {values['max_model_len']}; raise one or lower the other"
         )
     return config
+
+
+def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
+    """Refuse sizes of sparse attention that flags give while it is off; say which ones variables give."""
+    for name in given:
+        raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+    if named:
+        variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
+        log.warning("Retrieval is off, so nothing reads %s; add --enable-retrieval", variables)
+
+
+def _parse_variable(name: str, text: str) -> float | int:
+    """A size of sparse attention as its variable gives it."""
+    try:
+        return _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
+    except argparse.ArgumentTypeError as exc:
+        raise ConfigError(f"{_RETRIEVAL_VARIABLES[name]}: {exc}") from None
 
 
 def _check_combinations(args: EngineArgs) -> None:

@@ -1,4 +1,4 @@
-"""How many KV blocks an instance has: first what sparse attention needs is put aside, then they get their share."""
+"""How many KV blocks an instance has: memory for sparse attention is put aside first, then they get their share."""
 
 from __future__ import annotations
 
@@ -18,26 +18,35 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
     Raises:
         ConfigError: they cannot hold the longest sequence, or sparse attention leaves no room for them.
     """
-    block_bytes, override = runner.shape.nbytes, args.num_gpu_blocks_override
-    longest = -(-args.max_model_len // args.block_size)
+    longest, override = -(-args.max_model_len // args.block_size), args.num_gpu_blocks_override
     free, beside = runner.count_free_bytes(), _count_retrieval_bytes(args, runner)
     left = max(0, free - beside)
     share = _share_of(left, args, runner)
-    room, wanted = (left, override) if override else (share, longest)
-    if beside and wanted * block_bytes > room:
-        raise ConfigError(
+    if beside:
+        told = (
             f"retrieval needs {_tell_size(beside)} for --max-num-seqs {args.max_num_seqs} of --max-model-len "
-            f"{args.max_model_len}, and {_tell_size(free)} are free; KV blocks may have {_tell_size(room)} of it, "
-            f"but {wanted} of them need {_tell_size(wanted * block_bytes)}; lower --max-num-seqs, --max-model-len or "
-            f"--retrieval-topk-percent, or {'lower' if override else 'set'} --num-gpu-blocks-override"
+            f"{args.max_model_len}, and {_tell_size(free)} are free"
         )
-    num_blocks = override or max(1, share // block_bytes)
+        if override:
+            _check_room(told, override * runner.shape.nbytes, left, "lower")
+        else:
+            _check_room(told, longest * runner.shape.nbytes, share, "set")
+    num_blocks = override or max(1, share // runner.shape.nbytes)
     if num_blocks < longest:
         raise ConfigError(
             f"{num_blocks} KV blocks of {args.block_size} tokens cannot hold one sequence of "
             f"--max-model-len {args.max_model_len}; lower it or raise --num-gpu-blocks-override"
         )
     return num_blocks
+
+
+def _check_room(told: str, wanted: int, room: int, verb: str) -> None:
+    """Memory for KV blocks: is there as much room as is wanted?"""
+    if wanted > room:
+        raise ConfigError(
+            f"{told}; KV blocks may have {_tell_size(room)} of it, but need {_tell_size(wanted)}; lower "
+            f"--max-num-seqs, --max-model-len or --retrieval-topk-percent, or {verb} --num-gpu-blocks-override"
+        )
 
 
 def _count_retrieval_bytes(args: EngineArgs, runner: ModelRunner) -> int:
@@ -47,7 +56,7 @@ def _count_retrieval_bytes(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _share_of(nbytes: int, args: EngineArgs, runner: ModelRunner) -> int:
-    """What KV blocks may have of memory that nothing else needs."""
+    """The part that KV blocks may have of memory that nothing else needs."""
     if runner.device.type == "cpu":
         return min(nbytes // _HOST_SHARE, _MAX_HOST_BYTES)
     return int(nbytes * args.gpu_memory_utilization)

@@ -289,13 +289,13 @@ class ModelRunner:
 
 
 @contextlib.contextmanager
-def _told_if_too_large(what: str) -> Iterator[None]:
-    """Tell in a sentence that there is no memory for ``what``: a GPU, torch and mmap each fail in their own way."""
+def _told_if_too_large(wanted: str) -> Iterator[None]:
+    """Tell in a sentence that there is no memory for it: a GPU, torch and mmap each fail in their own way."""
     try:
         yield
     except (RuntimeError, OSError, MemoryError, OverflowError) as exc:
         reason = str(exc).strip().splitlines()[0]
-        raise ConfigError(f"there is no memory for {what}: {reason}") from exc
+        raise ConfigError(f"there is no memory for {wanted}: {reason}") from exc
 
 
 def _zeros_on_demand(nbytes: int) -> torch.Tensor:
