@@ -3,6 +3,7 @@
 A request goes from top to bottom, and its tokens come back up:
 
 api_server.py        python -m engine.api_server: an instance's start, stop and HTTP endpoints
+http_server.py       HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape
 args.py              the command line and the environment, in FastDeploy's names
 protocol.py          OpenAI's request bodies, checked; the shape of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
@@ -18,13 +19,16 @@ memory_budget.py     how many KV blocks there are, beside the memory of sparse a
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors
+prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+pool_use.py          why a prompt took blocks from the pool, or none
 load_or_compute.py   whether loading blocks from the pool is quicker than computing them
 staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router
+trace.py             a request's way in the log, for a person debugging
 metrics.py           Prometheus metrics, under FastDeploy's names where it has them
 logs.py              the instance's log file, and the lines that an operator must see
 make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one

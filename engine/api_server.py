@@ -10,17 +10,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import prometheus_client
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from engine import logs
 from engine.args import EngineArgs, parse_args
@@ -30,6 +28,15 @@ from engine.completions import CompletionResponse, Completions
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
 from engine.generation import Generations
+from engine.http_server import (
+    CLIENT_LEFT,
+    HttpMiddleware,
+    InstanceProtocol,
+    add_error_handlers,
+    encode_request_id,
+    find_request_id,
+    read_body,
+)
 from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
@@ -47,10 +54,9 @@ from engine.protocol import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    error_body,
     parse_body,
 )
-from engine.registration import host_ip_towards, router_url, send_heartbeats
+from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
@@ -60,8 +66,10 @@ __all__ = ["Instance", "create_app", "main"]
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3
-_CLIENT_LEFT = 499
-"""Status of a response that nobody reads."""
+# Stopping that takes longer is explained, and explained again after each further so long.
+_QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
+
+_BodyT = TypeVar("_BodyT", ChatBody, CompletionBody)
 
 
 class Instance:
@@ -76,6 +84,7 @@ class Instance:
         self.args = args
         self._connector = connector
         self.router = router_url(args.router) if args.router else None
+        self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
         folder = find_checkpoint(args.model)
         config = load_model_config(folder)
@@ -158,7 +167,8 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            heartbeat = asyncio.create_task(send_heartbeats(self.router, self.registration_payload()))
+            sending = send_heartbeats(self.router, self.registration_payload(), self._router_token)
+            heartbeat = asyncio.create_task(sending)
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:
@@ -191,38 +201,78 @@ class Instance:
 
 def create_app(instance: Instance) -> FastAPI:
     """The HTTP face of ``instance``."""
-    app = FastAPI(title="fastdeploy-kvstore engine", lifespan=instance.run_lifespan)
+    # FastAPI's pages about itself load their scripts from the internet.
+    app = FastAPI(
+        title="fastdeploy-kvstore engine",
+        lifespan=instance.run_lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+
+    add_error_handlers(app)
+    app.add_middleware(HttpMiddleware)
+    _add_completions(app, instance)
+    _add_orders(app, instance)
+    _add_state(app, instance)
+    return app
+
+
+def _add_completions(app: FastAPI, instance: Instance) -> None:
+    """The paths for clients."""
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = parse_body(ChatBody, await request.body())
-        return await _respond_unless_left(request, await instance.completions.begin_chat(body))
+        return await _complete(request, ChatBody, instance.completions.begin_chat)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        body = parse_body(CompletionBody, await request.body())
-        return await _respond_unless_left(request, await instance.completions.begin_completion(body))
+        return await _complete(request, CompletionBody, instance.completions.begin_completion)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse_body(TokenizeBody, await read_body(request))
+        return JSONResponse(await instance.completions.tokenize_prompt(body))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await read_body(request))
+        return JSONResponse(instance.completions.detokenize_tokens(body))
+
+
+def _add_orders(app: FastAPI, instance: Instance) -> None:
+    """The paths for routers and operators that change something."""
+
+    @app.post("/v1/abort_requests")
+    async def abort(request: Request) -> Response:
+        body = parse_body(AbortBody, await read_body(request))
+        generations = instance.generations
+        aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
+        return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
+
+    @app.post("/clear_prefix_cache")
+    @app.post("/reset_prefix_cache")  # vLLM's path
+    async def clear_prefix_cache(request: Request) -> Response:
+        if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
+            message = "reset_external: an instance clears its own cache, not the pool that others share; leave it out"
+            raise ApiError(400, message, param="reset_external")
+        if not instance.core.is_alive:
+            raise ApiError(503, "this instance's engine has ended; its log says why")
+        instance.core.clear_prefix_cache()
+        return JSONResponse({"status": "success"})
+
+
+def _add_state(app: FastAPI, instance: Instance) -> None:
+    """The paths that tell of the model and of the instance."""
 
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse(instance.completions.list_models())
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = parse_body(TokenizeBody, await request.body())
-        return JSONResponse(await instance.completions.tokenize_prompt(body))
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await request.body())
-        return JSONResponse(instance.completions.detokenize_tokens(body))
-
-    @app.post("/v1/abort_requests")
-    async def abort(request: Request) -> Response:
-        body = parse_body(AbortBody, await request.body())
-        generations = instance.generations
-        aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
-        return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return JSONResponse(instance.completions.describe_model(model_id))
 
     @app.get("/health")
     async def health() -> Response:
@@ -233,30 +283,18 @@ def create_app(instance: Instance) -> FastAPI:
         text = prometheus_client.generate_latest(instance.metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    _add_error_handlers(app)
-    return app
 
-
-def _add_error_handlers(app: FastAPI) -> None:
-    """Give every failure OpenAI's error object."""
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status)
-
-    @app.exception_handler(ClientDisconnect)
-    async def on_client_disconnect(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=_CLIENT_LEFT)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def on_unexpected_error(_: Request, error: Exception) -> Response:
-        message = f"this instance failed ({type(error).__name__}); its log says why"
-        return JSONResponse(error_body(500, message), 500)
+async def _complete(
+    request: Request, kind: type[_BodyT], begin: Callable[[_BodyT], Awaitable[CompletionResponse]]
+) -> Response:
+    """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
+    body = parse_body(kind, await read_body(request))
+    sent_id = find_request_id(request.headers.raw)
+    body.request_id = body.request_id or sent_id or None
+    response = await begin(body)
+    answer = await _respond_unless_left(request, response)
+    answer.raw_headers.append(encode_request_id(sent_id or response.request.request_id))
+    return answer
 
 
 async def _respond_unless_left(request: Request, response: CompletionResponse) -> Response:
@@ -273,7 +311,7 @@ async def _respond_unless_left(request: Request, response: CompletionResponse) -
     try:
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
         return Response(orjson.dumps(collecting.result()), media_type="application/json")
     finally:
         for task in (collecting, leaving):
@@ -287,13 +325,36 @@ class InstanceServer(uvicorn.Server):
         # uvicorn cuts connections at its own time-out, with a traceback for each: it is to have nothing left to cut.
         timeout = 2 * _GRACE_SECONDS
         super().__init__(
-            uvicorn.Config(create_app(instance), log_config=None, access_log=False, timeout_graceful_shutdown=timeout)
+            uvicorn.Config(
+                create_app(instance),
+                http=InstanceProtocol,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=timeout,
+            )
         )
         self._generations = instance.generations
+        self._core = instance.core
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._generations.abort_all)
+        telling = asyncio.ensure_future(self._tell_progress())
         await super().shutdown(sockets)
+        telling.cancel()
+
+    async def _tell_progress(self) -> None:
+        """Say why it takes long to stop, if it does."""
+        await asyncio.sleep(_QUIET_SECONDS)
+        while True:
+            if count := self._generations.num_live:
+                what = "1 request that runs" if count == 1 else f"{count} requests that run"
+            elif count := len(self.server_state.connections):
+                what = "1 connection to close" if count == 1 else f"{count} connections to close"
+            else:
+                what = self._core.holds_stop_up
+            log.info("stopping: waiting for %s", what)
+            print(f"engine.api_server: stopping: waiting for {what}", flush=True)
+            await asyncio.sleep(_PROGRESS_SECONDS)
 
 
 def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
@@ -325,11 +386,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as sockets:
         try:
             args = parse_args(argv)
-            logs.set_up(args.log_dir, debug=args.debug)
             ports = {"--port": args.port, "--pd-comm-port": args.pd_comm_port}
             if args.metrics_port and args.metrics_port != args.port:
                 ports["--metrics-port"] = args.metrics_port
             bound = {flag: sockets.enter_context(_bind_socket(args.host, port, flag)) for flag, port in ports.items()}
+            logs.set_up(args.log_dir, args.splitwise_role, args.port, args.log_level)
             instance = Instance(args, bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 _start_listening(listener, flag)

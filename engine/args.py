@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
 _TRANSFERS = ("ipc", "rdma", "tcp")
+_LOG_LEVELS = ("debug", "info", "warn", "error")
 
+_TOKEN_VARIABLE = "FD_ROUTER_TOKEN_FILE"
 _RETRIEVAL_VARIABLES = {
     "init_tokens": "VLLM_RETRIEVAL_INIT_TOKENS_NUM",
     "local_tokens": "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM",
@@ -55,13 +57,14 @@ class EngineArgs:
     cache_transfer_protocol: tuple[str, ...]
     pd_comm_port: int
     router: str | None
+    router_token_file: Path | None
     metrics_port: int | None
     engine_worker_queue_port: int
     rdma_comm_ports: str | None
     tensor_parallel_size: int
     retrieval: RetrievalConfig | None
-    log_dir: Path
-    debug: bool
+    log_dir: Path | None
+    log_level: str
 
 
 def set_native_defaults() -> None:
@@ -102,8 +105,9 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
-    values["log_dir"] = Path(environ.get("FD_LOG_DIR") or "log")
-    values["debug"] = _read_debug(environ)
+    values["log_dir"] = Path(environ["FD_LOG_DIR"]) if environ.get("FD_LOG_DIR") else None
+    values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
+    values["router_token_file"] = _find_token_file(values, environ)
     values["retrieval"] = _read_retrieval(values, environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
@@ -153,10 +157,17 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
     add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
     add("--router", help="router to register with: host:port")
+    add(
+        "--router-token-file",
+        type=Path,
+        help="with the token that the router wants of those who register (its --register-token-file); "
+        f"or {_TOKEN_VARIABLE}",
+    )
     add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
     add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
+    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
     add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
     _add_retrieval_flags(parser)
     return parser
@@ -262,6 +273,16 @@ def _parse_protocols(text: str) -> tuple[str, ...]:
         if protocol not in _TRANSFERS:
             raise ConfigError(f"--cache-transfer-protocol {text!r}: {protocol!r} is none of {', '.join(_TRANSFERS)}")
     return protocols
+
+
+def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """The file named by the flag, else by the environment, which may name it for instances without a router, too."""
+    if values["router"] is None:
+        if values["router_token_file"] is not None:
+            raise ConfigError("--router-token-file has no effect without --router; add it")
+        return None
+    named = environ.get(_TOKEN_VARIABLE)
+    return values["router_token_file"] or (Path(named) if named else None)
 
 
 def _read_debug(environ: Mapping[str, str]) -> bool:

@@ -115,6 +115,13 @@ class BlockManager:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def unpublish_all(self) -> int:
+        """Forget all contents, so that no hash is found any more; those who hold blocks keep them. How many it were."""
+        count = len(self._block_of)
+        self._block_of.clear()
+        self._hash_of = [None] * self.num_blocks
+        return count
+
     def _unpublish(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

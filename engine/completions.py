@@ -82,6 +82,18 @@ class Completions:
         }
         return {"object": "list", "data": [model]}
 
+    def describe_model(self, model_id: str) -> dict[str, Any]:
+        """GET /v1/models/{id}.
+
+        Raises:
+            ApiError: 404, the model is another one.
+        """
+        model: dict[str, Any] = self.list_models()["data"][0]
+        if model_id != self._model:
+            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self._model)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
     async def begin_chat(self, body: ChatBody) -> CompletionResponse:
         """POST /v1/chat/completions, checked and ready to run.
 
@@ -192,13 +204,19 @@ class Completions:
                 f"chat_template_kwargs: {refused} is no variable of the checkpoint's chat template; leave it out",
                 param="chat_template_kwargs",
             )
+        # The model answers with a call or without; its call is text, as in FastDeploy without a parser of calls. Where
+        # there is to be none, it does not hear of tools.
+        tools = body.tools if body.tools and body.tool_choice == "auto" else None
+        render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False, **variables)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=body.tools, add_generation_prompt=True, tokenize=False, **variables
-            )
+            text: str = render(messages, tools=tools)
+            is_ignorant_of_tools = tools is not None and text == render(messages, tools=None)
         except Exception as exc:
             # Templates are programs of the checkpoint; it is the client who can mend the messages that they refuse.
             raise ApiError(400, f"messages: the chat template refused them: {exc}", param="messages") from None
+        if is_ignorant_of_tools:
+            message = "tools: this checkpoint's chat template does not tell the model of tools; leave them out"
+            raise ApiError(400, message, param="tools")
         return text
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_connector import PoolConnector
+from engine.prefill_progress import PrefillProgress
 from engine.request import Sequence, State, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
 from engine.sampler import Choice
@@ -83,6 +84,7 @@ class EngineCore:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self._turned_at = math.inf
+        self._progress = PrefillProgress()
         self._connector = (
             PoolConnector(
                 runner,
@@ -116,6 +118,15 @@ class EngineCore:
         self._thread.join(timeout=30)
         if self._connector:
             self._connector.close()
+
+    @property
+    def holds_stop_up(self) -> str:
+        """The next thing that ``stop`` waits for, in words."""
+        if self.is_alive:
+            return "the step that runs"
+        if self._connector and (count := self._connector.pending_save_blocks):
+            return "1 block on its way to the pool" if count == 1 else f"{count} blocks on their way to the pool"
+        return "the pool's client to leave"
 
     @property
     def is_alive(self) -> bool:
@@ -181,6 +192,18 @@ class EngineCore:
     def release_blocks(self, blocks: SequenceOf[int]) -> None:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
+
+        Running sequences go on, and blocks that fill up later are cached again. The pool keeps its blocks. From any
+        thread.
+        """
+
+        def clear() -> None:
+            log.info("The prefix cache is cleared: it had %d blocks", self.scheduler.blocks.unpublish_all())
+
+        self._commands.put(clear)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, on any thread, once other instances can read all that was saved. From any thread.
@@ -254,9 +277,13 @@ class EngineCore:
         for chunk in chunks:
             self._index_blocks(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        start = time.monotonic()
         choices = self._run_chunks(chunks)
+        seconds = time.monotonic() - start
         for chunk in chunks:
             self.scheduler.advance_sequence(chunk)
+            if chunk.num_tokens > 1:
+                self._progress.record_chunk(chunk, seconds)
             self._export_blocks(chunk.sequence)
         for sequence, choice in zip(sampling, choices, strict=True):
             if choice is None:
@@ -343,6 +370,8 @@ class EngineCore:
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
         metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
         metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
+        if not sequence.pool_cached_tokens:
+            metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))

@@ -61,6 +61,9 @@ class LoadOrCompute:
         return False
 
     def __repr__(self) -> str:
+        return f"<LoadOrCompute: {self}>"
+
+    def __str__(self) -> str:
         load = f"{min(self._seconds_per_block) * 1e3:.2f}" if self._seconds_per_block else "?"
         compute = f"{self._seconds_per_token * self._block_size * 1e3:.2f}" if self._seconds_per_token else "?"
-        return f"<LoadOrCompute: a block takes {load} ms to load, {compute} ms to compute>"
+        return f"a block takes {load} ms to load, {compute} ms to compute"

@@ -1,29 +1,77 @@
-"""Where an instance's log goes: ``$FD_LOG_DIR/api_server.log`` and, for warnings and errors, the console."""
+"""Where an instance's log goes: ``api_server.log`` in a folder of its own; warnings and errors to the console, too."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
+from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler, WatchedFileHandler
 from pathlib import Path
 
 __all__ = ["set_up"]
 
+log = logging.getLogger(__name__)
+
 _FORMAT = "%(levelname)-8s %(asctime)s %(process)d %(name)s] %(message)s"
+# The file and its four predecessors take half a gigabyte at most.
+_MAX_FILE_BYTES = 100_000_000
+_FILES_KEPT = 4
 
 
-def set_up(folder: Path, *, debug: bool) -> None:
-    """Log to ``folder``/api_server.log; warnings also to standard error. ``debug`` lowers the level.
+def set_up(named: Path | None, role: str, port: int, level: str) -> None:
+    """Log lines of this level or a higher one, and say on standard output where.
+
+    To ``named``, if it is given, else where FastDeploy's guides look: ``log_prefill`` or ``log_decode`` by the role,
+    and ``log_PORT`` for an instance by itself, or where another process that lives has the role's folder.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(folder / "api_server.log")
+    folder, is_own = _take_folder([named] if named else _list_folders(role, port))
+    path = folder / "api_server.log"
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
-    level = logging.DEBUG if debug else logging.INFO
-    logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, console], force=True)
+    handlers = [_open_file(path, is_own=is_own), console]
+    # The libraries' details tell nobody anything.
+    others = "INFO" if level == "debug" else level.upper()
+    logging.basicConfig(level=others, format=_FORMAT, handlers=handlers, force=True)
     for name in ("engine", "kvstore_backend"):
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(level.upper())
     # Its INFO line for each heartbeat and health probe would bury ours.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    print(f"engine.api_server: the log is {path}", flush=True)
+    if not is_own:
+        log.warning("another process writes to %s, too; give each instance a folder of its own by FD_LOG_DIR", path)
+
+
+def _open_file(path: Path, *, is_own: bool) -> logging.Handler:
+    if is_own:
+        return RotatingFileHandler(path, maxBytes=_MAX_FILE_BYTES, backupCount=_FILES_KEPT)
+    return WatchedFileHandler(path)  # it follows when the other process rotates
+
+
+def _list_folders(role: str, port: int) -> list[Path]:
+    """Where an instance logs that was told nothing, in the order of preference."""
+    return [Path(f"log_{port}")] if role == "mixed" else [Path(f"log_{role}"), Path(f"log_{role}_{port}")]
+
+
+def _take_folder(folders: Sequence[Path]) -> tuple[Path, bool]:
+    """The first folder that no other living process has taken, or else the last; and whether it is this process's own.
+
+    It is taken until the process ends, however it does.
+    """
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
+                continue
+            # A network file system without locks: nobody can say who else writes here.
+        return folder, True
+    return folders[-1], False

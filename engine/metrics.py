@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.pool_use import Reason
 
 __all__ = ["EngineMetrics"]
 
@@ -22,14 +26,12 @@ class EngineMetrics:
             "kvstore_reserved_blocks",
             "KV blocks kept for hand-overs that run, or that were given up and may still write",
         )
-        self.handed_over = Counter(
+        self.handed_over = self._add_counters(
             "kvstore_handed_over",
             "Prompts that another instance was to prefill, by where their KV came from: direct, pool, computed",
-            ["way"],
-            registry=self.registry,
+            "way",
+            ("direct", "pool", "computed"),
         )
-        for way in ("direct", "pool", "computed"):
-            self.handed_over.labels(way)  # so that a way that has not been taken yet reads 0
         self.handed_over_bytes = self._add_counter(
             "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
         )
@@ -42,6 +44,12 @@ class EngineMetrics:
         )
         self.pool_cached_tokens = self._add_counter(
             "kvstore_pool_cached_tokens", "Prompt tokens read from the pool instead of computed"
+        )
+        self.pool_unused = self._add_counters(
+            "kvstore_pool_unused_requests",
+            "Requests of whose prompt nothing came from the pool, by the reason, which their line in the log tells",
+            "reason",
+            [reason.value for reason in Reason if reason is not Reason.HIT],
         )
         self.saved_blocks = self._add_counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
@@ -63,6 +71,12 @@ class EngineMetrics:
 
     def _add_counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
+
+    def _add_counters(self, name: str, text: str, label: str, values: Sequence[str]) -> Counter:
+        counter = Counter(name, text, [label], registry=self.registry)
+        for value in values:
+            counter.labels(value)  # so that one that has not been counted yet reads 0
+        return counter
 
     def _add_histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_SECONDS, registry=self.registry)

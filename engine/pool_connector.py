@@ -18,10 +18,13 @@ from engine.background import yield_to_compute
 from engine.load_or_compute import LoadOrCompute
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
+from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
-from kvstore_backend import BlockPool
+from engine.trace import log_load, log_look_up, log_save
+from kvstore_backend import BlockPool, Status
+from kvstore_backend.pool import count_leading
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -73,6 +76,7 @@ class PoolConnector:
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self._pending_save_blocks = 0
+        self._block_bytes = runner.shape.nbytes
         if staged is None:
             staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
@@ -97,20 +101,16 @@ class PoolConnector:
         # The last token is always computed, so a block that ends with it is of no use.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
         hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
-        num_running = len(self._scheduler.running)  # whom computing the blocks would delay
+        load = _Load(sequence.request.request_id, first, hashes, len(self._scheduler.running))
 
         def decide(read_leading: ReadLeading) -> int:
-            present = self._pool.lookup(hashes)
-            if not present or not self._load_or_compute.should_load(present, num_running):
-                return 0
-            start = time.monotonic()
-            count = read_leading(present)
-            self._load_or_compute.record_load(count, time.monotonic() - start)
-            return count
+            return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
             if not sequence.num_preemptions:
+                sequence.pool_use = load.use
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
+                sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
             with self._ending_on_error(sequence):
                 self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
@@ -118,6 +118,39 @@ class PoolConnector:
         self._scheduler.blocks.hold_blocks(blocks)
         release = partial(self._scheduler.blocks.release_blocks, blocks)
         self._transfers.load(hashes, blocks, on_end, release, decide=decide)
+
+    def _look_up_and_read(self, load: _Load, read_leading: ReadLeading) -> int:
+        """Read as many leading blocks of ``load`` as the pool has and are worth it; on the thread that loads."""
+        present, asked = self._look_up(load), len(load.hashes)
+        if not present:
+            return 0
+        if not self._load_or_compute.should_load(present, load.num_running):
+            text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
+            load.use = PoolUse(Reason.SLOW, text)
+            return 0
+        start = time.monotonic()
+        count = read_leading(present)
+        seconds = time.monotonic() - start
+        self._load_or_compute.record_load(count, seconds)
+        log_load(load.request_id, present, count, self._block_bytes, seconds)
+        load.use = load.explain_read(present, count)
+        return count
+
+    def _look_up(self, load: _Load) -> int:
+        """How many leading blocks of ``load`` the pool has; where it has none, ``load`` is told why."""
+        start = time.monotonic()
+        statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
+        present = count_leading(statuses)
+        log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
+        if not present:
+            load.use = self._explain_miss(statuses, len(load.hashes))
+        return present
+
+    def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
+        if statuses and statuses[0] is Status.ABSENT:
+            return PoolUse(Reason.ABSENT, f"not in the pool (it lacks the first of {asked} blocks)")
+        health = self._pool.health()
+        return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
     def start_save(self, sequence: Sequence, *, is_last: bool = False) -> None:
         """Begin to save the blocks of ``sequence`` that became full.
@@ -143,20 +176,24 @@ class PoolConnector:
         if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
             if is_last:
                 self._metrics.unsaved_blocks.inc(len(blocks))
+                why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
+                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, len(blocks), why)
             return
+        hashes = sequence.hashes()[first:last]
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
             sequence.pending_saves -= 1
             self._metrics.saved_blocks.inc(outcome.count)
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
+            name = sequence.request.request_id
+            log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(blocks)
         self._pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
         sequence.num_saved = last
-        hashes = sequence.hashes()[first:last]
         self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
 
     def skip_prompt(self, sequence: Sequence) -> None:
@@ -181,6 +218,26 @@ class PoolConnector:
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
         self._transfers.close()
+
+
+class _Load:
+    """A question to the pool for one sequence, and its outcome."""
+
+    def __init__(self, request_id: str, first: int, hashes: SequenceOf[bytes], num_running: int) -> None:
+        self.request_id = request_id
+        self.first = first
+        self.hashes = hashes
+        self.num_running = num_running  # whom computing the blocks would delay
+        self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
+
+    def explain_read(self, present: int, count: int) -> PoolUse:
+        """Of ``present`` leading blocks ``count`` arrived."""
+        if not count:
+            text = f"none of {present} blocks arrived (evicted meanwhile, damaged, or pool away)"
+            return PoolUse(Reason.FAILED, text)
+        asked, lacking = len(self.hashes), self.first + present
+        rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
+        return PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

@@ -8,6 +8,7 @@ good as no field. An instance serves one model and does not look at ``model`` (n
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import time
 from typing import Any, Literal, TypeVar
@@ -35,6 +36,48 @@ __all__ = [
 
 
 _MAX_STOPS = 16
+# An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
+_MAX_ID_CHARACTERS = 300
+
+# Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
+# engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
+    "bad_words": (([],), "this engine forbids no words; leave it out"),
+    "bad_words_token_ids": (([],), "this engine forbids no words; leave it out"),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
+        ((), "this engine holds answers to no form; ask for the form in the prompt, and check the answer"),
+    ),
+    "guided_json_object": ((False,), "this engine holds answers to no form; ask for JSON in the prompt, and check it"),
+    "include_stop_str_in_output": ((False,), "this engine leaves the stop string out; give false"),
+    "logits_processors": (([],), "this engine takes no processors of logits; leave it out"),
+    "logits_processors_args": (({},), "this engine has no processors of logits; leave it out"),
+    "prompt_logprobs": ((False,), "this engine tells probabilities of the answer only; leave it out"),
+    "reasoning_max_tokens": ((), "this engine does not tell thinking from answering; give max_tokens"),
+    "skip_special_tokens": ((True,), "this engine leaves special tokens out; give true"),
+    "truncate_prompt_tokens": ((), "this engine does not shorten prompts; send what fits"),
+    "use_beam_search": ((False,), "this engine does not search by beams; give false"),
+}
+_UNSUPPORTED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_generation_prompt": ((True,), "this engine always lets the assistant speak next; give true"),
+    "audio": ((), "this engine answers in text only; leave it out"),
+    "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
+    "continue_final_message": (
+        (False,),
+        "this engine begins a message of its own; use /v1/completions to continue a text",
+    ),
+    "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
+    "documents": (([],), "this engine gives templates no documents; put them into the messages"),
+    "enable_thinking": ((), "it is a variable of chat templates; give it in chat_template_kwargs"),
+    "function_call": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
+    "functions": (([],), "this engine knows no functions; give tools, of which the chat template tells the model"),
+    "modalities": ((["text"],), 'this engine answers in text only; give ["text"]'),
+    "prediction": ((), "this engine does not compare answers with a prediction; leave it out"),
+    "reasoning_effort": ((), "it is a variable of some chat templates; give it in chat_template_kwargs"),
+    "tool_choice": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
+    "web_search_options": ((), "this engine searches nothing; leave it out"),
+}
 
 
 class ApiError(Exception):
@@ -55,6 +98,7 @@ class ApiError(Exception):
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object for an HTTP status."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    kind = "timeout" if status == 408 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -118,7 +162,7 @@ class GenerationBody(_Body):
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(default=None, max_length=_MAX_ID_CHARACTERS)
     disaggregate_info: DisaggregateInfo | None = None
 
     @field_validator("request_id")
@@ -148,6 +192,7 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -201,9 +246,13 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raise ApiError(400, f"the body is not JSON: {exc}") from None
+        raise ApiError(400, f"the body is not valid JSON: {_find_json_fault(raw, exc)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, but it is {quote_short(value)}")
+    if issubclass(kind, GenerationBody):
+        _check_supported(value, _UNSUPPORTED)
+    if issubclass(kind, ChatBody):
+        _check_supported(value, _UNSUPPORTED_IN_CHAT)
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
@@ -215,6 +264,28 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
         name = ".".join(map(str, param))
         given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
         raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
+
+
+def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    """The first fault of a body, and where it stands there; orjson counts bytes in places."""
+    try:
+        json.loads(raw.decode())
+    except UnicodeDecodeError as exc:
+        line, column = raw.count(b"\n", 0, exc.start) + 1, exc.start - raw.rfind(b"\n", 0, exc.start)
+        return f"it is not UTF-8: line {line} byte {column} (byte {exc.start}) is 0x{raw[exc.start]:02x}"
+    except json.JSONDecodeError as exc:
+        return str(exc)
+    except (ValueError, RecursionError):
+        pass
+    return str(error)  # such as NaN, which Python takes
+
+
+def _check_supported(fields: dict[str, Any], unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raise ``ApiError`` where a field asks for an answer that this engine would not give."""
+    for name, value in fields.items():
+        harmless, explanation = unsupported.get(name, ((value,), ""))
+        if value is not None and value not in harmless:
+            raise ApiError(400, f"{name}: it is {quote_short(value)}, but {explanation}", param=name)
 
 
 def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:

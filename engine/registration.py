@@ -6,13 +6,14 @@ import asyncio
 import logging
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvstore_backend import ConfigError
 
-__all__ = ["host_ip_towards", "router_url", "send_heartbeats"]
+__all__ = ["host_ip_towards", "read_token", "router_url", "send_heartbeats"]
 
 log = logging.getLogger(__name__)
 
@@ -57,22 +58,40 @@ def host_ip_towards(url: str) -> str:
         return own
 
 
-async def send_heartbeats(router: str, instance: dict[str, Any]) -> None:
+def read_token(path: Path) -> str:
+    """The token in a file of its own, beside which only comments may stand; no message repeats it.
+
+    Raises:
+        ConfigError: the file cannot be read, or has anything else in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"--router-token-file {path}: {exc.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--router-token-file {path} is not text in UTF-8") from None
+    words = [word for line in lines if not line.lstrip().startswith("#") for word in line.split()]
+    if len(words) != 1:
+        raise ConfigError(f"--router-token-file {path} must have the token as its only line, with no space in it")
+    return words[0]
+
+
+async def send_heartbeats(router: str, instance: dict[str, Any], token: str = "") -> None:
     """Register ``instance`` at ``router`` again and again, until cancelled.
 
     Args:
         router: ``router_url(...)``.
         instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
+        token: the token that the router wants of those who register, where it wants one.
     """
     reported: str | None = None
+    headers = {b"Authorization": f"Bearer {token}".encode()} if token else {}
     async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
         while True:
             try:
                 payload = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}
-                response = await client.post(f"{router}/register", json=payload)
-                problem = (
-                    "" if response.status_code == 200 else f"it answered {response.status_code}: {response.text[:200]}"
-                )
+                response = await client.post(f"{router}/register", json=payload, headers=headers)
+                problem = "" if response.status_code == 200 else _explain_refusal(response, has_token=bool(token))
             except (httpx.HTTPError, OSError) as exc:
                 problem = f"{type(exc).__name__}: {exc}"
             if problem != reported:
@@ -82,3 +101,11 @@ async def send_heartbeats(router: str, instance: dict[str, Any]) -> None:
                     log.info("Registered at router %s", router)
                 reported = problem
             await asyncio.sleep(RETRY_SECONDS if problem else HEARTBEAT_SECONDS)
+
+
+def _explain_refusal(response: httpx.Response, *, has_token: bool) -> str:
+    if response.status_code != 401:
+        return f"it answered {response.status_code}: {response.text[:200]}"
+    if has_token:
+        return "it answered 401: the token in the file of --router-token-file is not the one that it wants"
+    return "it answered 401: it wants a token of those who register; name its file with --router-token-file"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from engine.pool_use import NOT_ASKED, PoolUse
 from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
@@ -77,8 +78,8 @@ class TokenOutput:
 class Sequence:
     """A request on its way. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
 
-    The ``*_cached_tokens`` figures say where the prompt's KV came from when it was first admitted, in tokens; they
-    are final once the first token is out.
+    The ``*_cached_tokens`` figures and ``prompt_sources`` say where the prompt's KV came from when it was first
+    admitted, and ``pool_use`` why so much from the pool; they are final once the first token is out.
     """
 
     request: Request
@@ -108,6 +109,9 @@ class Sequence:
     finish_reason: str | None = None
     own_cached_tokens: int = 0
     pool_cached_tokens: int = 0
+    prompt_sources: list[tuple[str, int]] = field(default_factory=list)
+    """Where the prompt's leading tokens came from, in their order; the others were computed here."""
+    pool_use: PoolUse = NOT_ASKED
     pool_load_seconds: float = 0.0
     num_preemptions: int = 0
     """How often it had to give its blocks back and begin anew."""

@@ -19,14 +19,18 @@ findable), and it is computed anew later.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager, NoFreeBlocks
+from engine.pool_use import NO_POOL, PoolUse, Reason, explain_no_load
 from engine.request import Sequence, State
 
 __all__ = ["Chunk", "Reservation", "Scheduler"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Scheduler:
                 self.loading.append(sequence)
                 to_load.append(sequence)
             else:
+                if not sequence.num_preemptions:
+                    sequence.pool_use = self._explain_no_load(sequence)
                 self._get_ready(sequence)
         self._fill_places()
         return to_load
@@ -149,7 +155,12 @@ class Scheduler:
         sequence.block_table = reservation.blocks
         sequence.num_computed = sequence.num_prompt_tokens
         sequence.num_published = reservation.num_cached
-        sequence.own_cached_tokens = reservation.num_cached * self.block_size
+        sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
+        rest = sequence.num_prompt_tokens - sequence.own_cached_tokens
+        sequence.prompt_sources = [("own cache", sequence.own_cached_tokens), ("the prefill instance", rest)]
+        sequence.pool_use = PoolUse(
+            Reason.HANDED_OVER, "not asked; the prefill instance handed the prompt over directly"
+        )
         self._get_ready(sequence)
         self.publish_blocks(sequence)
 
@@ -271,6 +282,7 @@ class Scheduler:
         sequence.num_published = last
         if not sequence.num_preemptions:
             sequence.own_cached_tokens += (last - first) * self.block_size
+            sequence.prompt_sources.append(("own cache", (last - first) * self.block_size))
 
     def _give_blocks(self, sequence: Sequence) -> bool:
         """Take up cached blocks and allocate the rest for all tokens known so far; False when there is no room."""
@@ -285,6 +297,7 @@ class Scheduler:
         sequence.num_published = num_cached
         if not sequence.num_preemptions:
             sequence.own_cached_tokens = sequence.num_computed
+            sequence.prompt_sources = [("own cache", sequence.num_computed)]
         return True
 
     def _list_cacheable(self, sequence: Sequence) -> SequenceOf[bytes]:
@@ -296,6 +309,9 @@ class Scheduler:
     def _count_loadable(self, sequence: Sequence) -> int:
         """How many full blocks of ``sequence`` lack KV and would spare computing if loaded."""
         return (len(sequence.token_ids) - 1) // self.block_size - sequence.num_computed // self.block_size
+
+    def _explain_no_load(self, sequence: Sequence) -> PoolUse:
+        return explain_no_load(len(sequence.token_ids), self.block_size) if self.pool else NO_POOL
 
     def _grow_sequence(self, sequence: Sequence) -> bool:
         """Make room for one more token's KV, preempting the youngest if need be; False if that was itself."""
@@ -313,6 +329,10 @@ class Scheduler:
 
     def _preempt_sequence(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
+        log.debug(
+            "request %s: preempted at %d computed tokens: its blocks go to older requests",
+            *(sequence.request.request_id, sequence.num_computed),
+        )
         self._wait_anew(sequence)
         self.num_preemptions += 1
 

@@ -26,7 +26,7 @@ from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
-__all__ = ["BlockPool", "default_backend", "open_backend", "open_pool", "open_store"]
+__all__ = ["BlockPool", "count_leading", "default_backend", "open_backend", "open_pool", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class BlockPool:
         """How many leading blocks the pool has now. A ``load`` may still find fewer: blocks are evicted meanwhile."""
         if not self._stack.is_ready:
             return 0  # which spares making the keys
-        return _count_leading(self._stack._exists(self._build_keys(hashes)))
+        return count_leading(self._stack._exists(self._build_keys(hashes)))
 
     def exists(self, hashes: Sequence[bytes]) -> list[Status]:
         """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
@@ -78,7 +78,7 @@ class BlockPool:
         Raises:
             ValueError: numbers of hashes and targets differ, or a target is empty or has a negative size.
         """
-        return _count_leading(self.get_blocks(hashes, targets))
+        return count_leading(self.get_blocks(hashes, targets))
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """Store block ``i`` from ``sources[i]``, sending only those the pool says it lacks.
@@ -111,7 +111,7 @@ class BlockPool:
 
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
-        return _count_leading(self._get_statuses(hashes, targets))
+        return count_leading(self._get_statuses(hashes, targets))
 
     def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
@@ -189,6 +189,10 @@ class BlockPool:
         stored = self._stack._put([keys[i] for i in missing], [sources[i] for i in missing])
         for i, status in zip(missing, stored, strict=True):
             statuses[i] = status
+        if keys and logger.isEnabledFor(logging.DEBUG):
+            present = statuses.count(Status.OK) - stored.count(Status.OK)
+            counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
+            logger.debug("save of %d blocks from %s: %d were there, %d sent, %d stored", *counts)
         return statuses
 
     def _wait_out_late_calls(self, statuses: list[Status]) -> list[Status]:
@@ -277,7 +281,7 @@ def _guard_store(opened: StorageBackend) -> GuardedBackend:
     return guarded
 
 
-def _count_leading(statuses: Sequence[Status]) -> int:
+def count_leading(statuses: Sequence[Status]) -> int:
     """How many of the first statuses are ``OK`` without a gap."""
     if statuses.count(Status.OK) == len(statuses):
         return len(statuses)  # the usual answer, found in a tenth of the time

@@ -48,6 +48,7 @@ from router.http import (
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -71,14 +72,20 @@ _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
 class RouterApp:
     """The whole router as one ASGI application, built from its settings."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, link: Link = NO_LINK) -> None:
         """
+        Args:
+            link: to the router's other processes, if it has several.
+
         Raises:
             SettingsError: a file that the settings name cannot be used.
         """
         self.settings = settings
+        self.link = link
         self.registry = Registry(settings.splitwise)
+        self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
+        self.prefix_sync = PrefixSync(link, self.selector.policies)
         self.snapshot = (
             Snapshot(Path(settings.snapshot_path), self.registry, self.selector.policies)
             if settings.snapshot_path
@@ -92,6 +99,7 @@ class RouterApp:
         self.upstream = ConnectionPool()
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
+        self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
@@ -111,6 +119,9 @@ class RouterApp:
             )
         )
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
+        link.answer("figures", lambda _: self.metrics.dump())
+        link.answer("explain", self.audit.explain_request)
+        link.answer("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,15 +158,21 @@ class RouterApp:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        work = [router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()]
-        if router.snapshot:
+        work = [
+            *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
+            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling()),
+        ]
+        if router.link.is_late:
+            await router.prefix_sync.take_over()
+        elif router.snapshot:
             router.snapshot.restore(time.monotonic())
+        if router.snapshot and router.link.is_first:
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
         running = [asyncio.ensure_future(each) for each in work]
         yield
         for task in running:
             task.cancel()
-        if router.snapshot:
+        if router.snapshot and router.link.is_first:
             router.snapshot.save()
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
@@ -196,10 +213,11 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
     async def register_instance(request: Request) -> Response:
         try:
             registration = Registration.from_fields(parse_object(await request.body()))
-            await router.health.probe_and_register(registration)
+            instance = await router.health.probe_and_register(registration)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return json_reply(400, {"detail": str(exc)})
+        await router.fleet_sync.announce(instance)
         return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
@@ -241,7 +259,8 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(router.metrics.render_text(), media_type=CONTENT_TYPE)
+        others = await router.link.ask("figures")
+        return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
 
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
@@ -254,9 +273,12 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     async def carry_out_order(request: Request) -> Response:
         try:
-            return json_reply(200, ORDERS[request.url.path](router.registry, await request.body()))
+            outcome = ORDERS[request.url.path](router.registry, await request.body())
         except Refused as refused:
             return refusal_reply(refused)
+        if (instance := router.registry.get(outcome["instance"])) is not None:
+            await router.fleet_sync.announce(instance)
+        return json_reply(200, outcome)
 
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
@@ -264,6 +286,9 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
         outcomes = await clear_prefix_caches(router.registry, router.upstream)
+        for key, outcome in outcomes.items():
+            if outcome == "success":
+                router.fleet_sync.announce_lost_cache(key)
         is_done = all(outcome == "success" for outcome in outcomes.values())
         status = "success" if is_done else "error"
         return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
@@ -271,6 +296,8 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
+        if explanation is None:
+            explanation = next(iter(await router.link.ask("explain", request_id)), None)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
             return error_reply(ApiError(404, message, "unknown_request"))
@@ -355,12 +382,12 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
     else:
         router.auth.identify_client(headers)
     if members.get("abort_all"):
-        router.proxy.abort(None)
+        await _abort_here_and_elsewhere(router, None)
         outcome = await router.aborter.abort_everywhere(router.registry, body)
         not_found = outcome.not_found
     else:
         assert isinstance(req_ids, list)
-        found, engine_ids = router.proxy.abort({each for each in req_ids if isinstance(each, str)})
+        found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
         body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
         outcome = await router.aborter.abort_everywhere(router.registry, body)
         not_found = [each for each in list_unknown_ids(req_ids, outcome.aborted) if each not in found]
@@ -372,6 +399,15 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
             "errors": outcome.errors,
         },
     )
+
+
+async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
+    """``Proxy.abort`` in all processes."""
+    found, engine_ids = router.proxy.abort(asked)
+    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked):
+        found.update(found_elsewhere)
+        engine_ids += known_elsewhere
+    return found, engine_ids
 
 
 def _format_registration(registration: Registration) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, PolicyOptions, RequestFeatures
+from router.settings import FlagParser, SettingsError
 
 __all__ = ["Arrival", "BadInput", "Cluster", "Report", "main", "read_trace", "replay"]
 
@@ -239,18 +240,10 @@ def _format_row(name: str, report: Report) -> str:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(message)
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m router.simulate",
         description="Replays a trace of requests over simulated instances, by each policy of the router.",
-        allow_abbrev=False,
     )
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines, as Mooncake's traces")
     parser.add_argument("--instances", type=_positive_number(int), default=8, metavar="N", help="(default 8)")
@@ -280,9 +273,9 @@ def _positive_number(kind: type[int] | type[float]) -> Callable[[str], float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     try:
-        args = _make_parser().parse_args(argv)
+        args = _make_parser().parse_args(sys.argv[1:] if argv is None else argv)
         arrivals, cluster = _pace_arrivals(read_trace(args.trace), args.instances, args.headroom, args.cache_blocks)
-    except BadInput as exc:
+    except (BadInput, SettingsError) as exc:
         print(f"router.simulate: {exc}", file=sys.stderr)
         return 2
     print(

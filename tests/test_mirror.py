@@ -72,7 +72,6 @@ TESTED_IN = {
     "engine/disaggregation/memory.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
-    "engine/logs.py": "tests/engine/test_api_server.py",
     "engine/metrics.py": "tests/engine/test_api_server.py",
     "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
     "engine/request.py": "tests/engine/test_scheduler.py",

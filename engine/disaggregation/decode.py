@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from engine.disaggregation.wire import (
     send_message,
 )
 from engine.scheduler import Reservation
+from engine.trace import log_lent_blocks, log_verified_blocks
 
 __all__ = ["HandoverReceiver", "HandoverResult"]
 
@@ -58,8 +60,9 @@ class _Handover:
     ``reservation`` belongs to this until it goes out in a ``HandoverResult``, from then on to the request.
     """
 
-    def __init__(self, prompt: Prompt, memory: BlockMemory | None) -> None:
+    def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
         loop = asyncio.get_running_loop()
+        self.request_id = request_id
         self.prompt = prompt
         self.reservation: Reservation | None = None
         self.is_claimed = False
@@ -211,7 +214,8 @@ class HandoverReceiver:
             first = await receive_message(reader, self._silence_seconds)
             if first["type"] != "begin" or not isinstance(first.get("request_id"), str):
                 raise ValueError(f"expected a begin message, got {str(first)[:200]}")
-            request_id, handover = first["request_id"], _Handover(Prompt.from_message(first), self._memory)
+            request_id = first["request_id"]
+            handover = _Handover(first["request_id"], Prompt.from_message(first), self._memory)
             self._announce_handover(request_id, handover)
             await handover.unless_given_up(self._answer_begin(first, handover, writer))
             handover.set_result(await handover.unless_given_up(self._receive_result(reader, writer, handover)))
@@ -253,9 +257,11 @@ class HandoverReceiver:
             if handover.reservation is None:
                 reason = "no room"
         if memory is None or handover.reservation is None:
+            log.debug("request %s: a direct hand-over is refused: %s", handover.request_id, reason)
             send_message(writer, "refused", reason=reason)
             return
         target = memory.locate_target(handover.reservation)
+        log_lent_blocks(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
         send_message(
             writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
         )
@@ -267,6 +273,7 @@ class HandoverReceiver:
         while True:
             message = await receive_message(reader, self._silence_seconds)
             if message["type"] == "saved":
+                log.debug("request %s: the prefill instance has saved the prompt to the pool", handover.request_id)
                 return _parse_result(message, handover.prompt, None)
             if message["type"] == "ready":
                 result = _parse_result(message, handover.prompt, await self._verify_prompt(message, handover))
@@ -287,9 +294,11 @@ class HandoverReceiver:
             raise ValueError("the prefill instance is ready, but was lent no blocks")
         token = decode_number(message["token"], memory.vocab_size)
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
+        start, count = time.monotonic(), len(reservation.missing)
         if not await memory.verify_blocks(reservation, message["digests"]):
-            log.warning("Blocks that a prefill instance wrote are not what it sent; they are not used")
+            log.warning("%s: blocks that prefill wrote are not those it sent; they are not used", handover.request_id)
             return None
+        log_verified_blocks(handover.request_id, count, memory.block_bytes, time.monotonic() - start)
         return Prefilled(reservation, token, logprobs)
 
     async def _give_back(self, handover: _Handover, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -53,6 +53,11 @@ class BlockMemory:
         self.vocab_size = runner.vocab_size
 
     @property
+    def block_bytes(self) -> int:
+        """The size of a block."""
+        return self._runner.shape.nbytes
+
+    @property
     def terms(self) -> dict[str, object]:
         """The namespace and the protocol, in which both sides must agree."""
         return {"namespace": self._runner.namespace.digest, "protocol": self._transfer.protocol}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from engine.disaggregation.memory import BlockMemory, Target
 from engine.disaggregation.wire import (
@@ -18,6 +20,7 @@ from engine.disaggregation.wire import (
     send_message,
 )
 from engine.request import TokenLogprobs
+from engine.trace import log_handover_end, log_handover_write
 
 __all__ = ["HandoverSender", "hand_over"]
 
@@ -48,6 +51,10 @@ class HandoverSender:
         self._is_clean = True
         self._is_over = False
         self._kinds_sent: set[str] = set()
+        self._block_bytes = memory.block_bytes if memory else 0
+        self._begun_at = time.monotonic()
+        self.trouble = "the decode instance was not reached"
+        """Why the prompt is not handed over directly, if it is not."""
         self._writing = asyncio.create_task(self._write_all())
         self._writing.add_done_callback(self._on_writing_done)
         self.is_wanted = True
@@ -67,6 +74,7 @@ class HandoverSender:
         digests = await asyncio.shield(self._writing)
         if digests is None:
             return False
+        self.trouble = "the decode instance did not take it over"
         self._send_or_keep(
             "ready",
             token=token,
@@ -76,7 +84,10 @@ class HandoverSender:
             pool_cached_tokens=pool_cached_tokens,
         )
         try:
-            return await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
+            is_accepted = await asyncio.wait_for(asyncio.shield(self._verdict), SILENCE_SECONDS)
+            seconds = time.monotonic() - self._begun_at
+            log_handover_end(self._request_id, len(digests), self._block_bytes, seconds, is_accepted=is_accepted)
+            return is_accepted
         except asyncio.TimeoutError:
             log.warning("%s: the decode instance does not say whether it takes over", self._request_id)
             return False
@@ -134,16 +145,25 @@ class HandoverSender:
         message = await receive_message(reader, None)
         kind = message["type"]
         if kind == "reserved" and not self._target.done():
-            assert self._memory is not None, "only who can write is lent blocks"
-            self._target.set_result(self._memory.parse_target(message, self._prompt))
+            self._target.set_result(self._parse_target(message))
         elif kind == "refused":
             log.info("%s: no direct hand-over: %s", self._request_id, message.get("reason"))
+            self.trouble = f"the decode instance refused: {message.get('reason')}"
             self._stop_writing()
         elif kind in ("accepted", "rejected"):
             if not self._verdict.done():
                 self._verdict.set_result(kind == "accepted")
         elif kind == "given_up":
             self._on_no_longer_wanted()
+
+    def _parse_target(self, message: dict[str, Any]) -> Target:
+        assert self._memory is not None, "only who can write is lent blocks"
+        target = self._memory.parse_target(message, self._prompt)
+        log.debug(
+            "request %s: the decode instance at %s lends %d blocks, and has the %d before them",
+            *(self._request_id, target.session, len(target.addresses), target.num_cached),
+        )
+        return target
 
     async def _stay_alive(self, is_working: Callable[[], bool]) -> None:
         while is_working():
@@ -156,6 +176,7 @@ class HandoverSender:
         num_written = 0
         try:
             if self._memory is None:
+                self.trouble = "this instance cannot write to others"
                 return None
             target = await asyncio.wait_for(asyncio.shield(self._target), SILENCE_SECONDS)
             if target is None:
@@ -171,15 +192,20 @@ class HandoverSender:
                 first, blocks = self._queue.popleft()
                 while self._queue:
                     blocks = [*blocks, *self._queue.popleft()[1]]
+                start = time.monotonic()
                 written = await asyncio.wrap_future(self._memory.write_blocks(blocks, first, target))
                 if written is None:
                     self._is_clean = False
+                    self.trouble = "a write to the decode instance failed"
                     return None
+                seconds, computed = time.monotonic() - start, range(first, first + len(blocks))
+                log_handover_write(self._request_id, computed, len(written), self._block_bytes, seconds)
                 digests += written
                 num_written = first + len(blocks)
             return digests
         except asyncio.TimeoutError:
             log.warning("%s: the decode instance does not answer; handing over by the pool", self._request_id)
+            self.trouble = "the decode instance does not answer"
             return None
         finally:
             self._is_over = True

@@ -18,6 +18,7 @@ from engine.disaggregation import BlockMemory, HandoverReceiver
 from engine.protocol import build_usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
+from engine.trace import log_prompt_sources
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
@@ -96,6 +97,10 @@ class Generation(ABC):
     def _answer(self) -> AsyncIterator[Piece]:
         """Answer in this subclass's way."""
 
+    def _explain_handover(self) -> str:
+        """How the prompt was handed over to this instance; empty where it was not to be."""
+        return ""
+
     def _cached_tokens(self) -> tuple[int, int]:
         """Tokens of the prompt that the instance that computed it had in its own cache, and in the pool."""
         return self.sequence.own_cached_tokens, self.sequence.pool_cached_tokens
@@ -154,10 +159,12 @@ class Generation(ABC):
 
     def _log_end(self, reason: str) -> None:
         sequence = self.sequence
+        log_prompt_sources(sequence, self._explain_handover())
+        reason_text = sequence.pool_use.text.replace('"', "'")
         log.info(
             "request finished: request_id=%s role=%s finish_reason=%s prompt_token_num=%d output_token_num=%d "
             "gpu_cache_token_num=%d cpu_cache_token_num=0 storage_cache_token_num=%d "
-            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f",
+            "storage_cache_prepare_time=%.6f ttft=%.6f total_time=%.6f%s",
             self.request.request_id,
             self._parts.role,
             reason,
@@ -168,6 +175,7 @@ class Generation(ABC):
             sequence.pool_load_seconds,
             self._first_token_seconds if self._first_token_seconds is not None else -1,
             time.monotonic() - self._start,
+            "" if sequence.pool_cached_tokens else f' storage_cache_reason="{reason_text}"',
         )
 
 

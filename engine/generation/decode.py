@@ -69,6 +69,13 @@ class DecodeGeneration(Generation):
         way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
         self._core.metrics.handed_over.labels(way).inc()
 
+    def _explain_handover(self) -> str:
+        if self._result is None:
+            return "hand-over: none, so that this instance cared for the prompt itself"
+        own, pool = self._cached_tokens()
+        way = "directly" if self._result.prefilled else "through the pool"
+        return f"hand-over: {way}; the prefill instance took {own} tokens from own cache and {pool} from the pool"
+
     def _cached_tokens(self) -> tuple[int, int]:
         """Of a prompt that was handed over, the tokens that the prefill instance found cached."""
         if self._result is None:

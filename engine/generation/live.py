@@ -58,6 +58,11 @@ class Generations:
             return MixedGeneration(self._parts, request)
         return self._answer_for_pair(self._parts, request, info)
 
+    @property
+    def num_live(self) -> int:
+        """How many requests are being answered."""
+        return len(self._parts.live)
+
     def abort_requests(self, req_ids: Iterable[str]) -> list[str]:
         """Abort by request id, with or without ``chatcmpl-`` before and ``_0`` behind; return those that lived."""
         asked = set(req_ids)

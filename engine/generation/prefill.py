@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator
 
 from engine.disaggregation import HandoverSender, Prompt, hand_over
@@ -12,6 +13,8 @@ from engine.protocol import DisaggregateInfo
 from engine.request import Request
 
 __all__ = ["PrefillGeneration"]
+
+log = logging.getLogger(__name__)
 
 
 class PrefillGeneration(Generation):
@@ -51,4 +54,5 @@ class PrefillGeneration(Generation):
         is_drained = asyncio.Event()
         self._core.call_after_flush(call_in_loop(is_drained.set))
         await is_drained.wait()
+        log.debug("request %s: handed over through the pool: %s", self.request.request_id, sender.trouble)
         sender.report_save(*self._cached_tokens())

@@ -220,8 +220,12 @@ class GuardedBackend(Stack):
         store = self._store
         if self._trouble is not None or store is None:
             return None
+        start = time.monotonic()
         call = self._start_call(store, ask)
-        return call.answer if self._wait_for_call(call, seconds, operation) else None
+        is_answered = self._wait_for_call(call, seconds, operation)
+        how = "answered" if is_answered else "given up"
+        logger.debug("%s: %s after %.1f ms", operation, how, 1e3 * (time.monotonic() - start))
+        return call.answer if is_answered else None
 
     def _start_call(self, store: StorageBackend, ask: Callable[[StorageBackend], Any]) -> _Call:
         call = _Call(lambda: ask(store))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from router.fleet.breaker import Breaker
 from router.fleet.registration import Registration, Role
-from router.policies import InstanceLoad
 
 if TYPE_CHECKING:
     from router.fleet.registry import Registry
     from router.http import Address
+    from router.policies import InstanceLoad
 
 __all__ = ["STATES", "Instance"]
 
@@ -65,7 +65,7 @@ class Instance:
         """Where it listens."""
         self.registration = registration
         self.role: Role = registration.role
-        self.load = InstanceLoad(registration.key)
+        self.load: InstanceLoad = registry.make_load(registration.key)
         self.breaker = Breaker()
         self.healthy = proven
         self.trouble = "" if proven else "it has not answered a probe yet"
@@ -114,12 +114,16 @@ class Instance:
         last_sign = self.last_registered if self.has_heartbeat else self.last_healthy
         return not self.permanent and now - last_sign > expiry
 
-    def renew_registration(self, registration: Registration, now: float) -> None:
-        """It has registered again: a heartbeat, perhaps with other fields; the requests it runs stay counted."""
+    def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
+        """It has registered again: a heartbeat, perhaps with other fields; the requests it runs stay counted.
+
+        Args:
+            proven: it is healthy, or has answered a probe.
+        """
         known, self.registration, self.role = self.registration, registration, registration.role
         self.has_heartbeat = True
         self.last_registered = now
-        if not self.healthy:  # or else it was not probed, and failed probes before this stay counted
+        if proven and not self.healthy:  # or else it was not probed, and failed probes before this stay counted
             self.mark_healthy(now)
         if registration.identity != known.identity:
             self._registry.announce_lost_cache(self)
@@ -190,6 +194,7 @@ class Instance:
             _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
             self.healthy = False
             self._registry.bump_generation()
+            self._registry.announce_trouble(self)
 
     def record_passed_probe(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from router.fleet.instance import Instance
 from router.fleet.registration import Registration, RegistrationError, Role
+from router.policies import InstanceLoad
 
 __all__ = ["Registry"]
 
@@ -25,9 +26,12 @@ class Registry:
         self.splitwise = splitwise
         self.generation = 0
         """Grows whenever other instances may be chosen, or be paired, than before."""
+        self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
+        """Makes the load of each instance that is added."""
         self._instances: dict[str, Instance] = {}
         self._lost_cache_callbacks: list[Callable[[str], None]] = []
         self._failure_callbacks: list[Callable[[Instance], None]] = []
+        self._trouble_callbacks: list[Callable[[Instance], None]] = []
 
     def __repr__(self) -> str:
         return f"<Registry {list(self._instances.values())}>"
@@ -66,17 +70,24 @@ class Registry:
         instance.renew_registration(registration, now)
         return instance
 
-    def add_unproven(
-        self, registration: Registration, now: float, *, permanent: bool, has_heartbeat: bool = False
+    def add_known(
+        self,
+        registration: Registration,
+        now: float,
+        *,
+        permanent: bool,
+        has_heartbeat: bool = False,
+        proven: bool = False,
     ) -> Instance:
-        """Add an instance that has not registered in this life of the router; it is unhealthy until it is probed.
+        """Add an instance that has not registered with this process, but of which it has been told.
 
         Args:
             now: seconds of a monotonic clock.
             permanent: it is never forgotten, however long it is silent.
-            has_heartbeat: it registered more than once in the router's earlier life.
+            has_heartbeat: it has registered more than once, elsewhere or earlier.
+            proven: who tells has it for healthy; otherwise it is unhealthy until it is probed.
         """
-        instance = Instance(registration, self, now, proven=False, permanent=permanent, has_heartbeat=has_heartbeat)
+        instance = Instance(registration, self, now, proven=proven, permanent=permanent, has_heartbeat=has_heartbeat)
         return self._add_instance(instance)
 
     def forget_silent(self, now: float, expiry: float) -> list[Instance]:
@@ -109,6 +120,15 @@ class Registry:
     def announce_failure(self, instance: Instance) -> None:
         """Tell the subscribers that ``instance`` does not answer probes."""
         for callback in self._failure_callbacks:
+            callback(instance)
+
+    def subscribe_to_troubles(self, callback: Callable[[Instance], None]) -> None:
+        """Call ``callback`` with each instance that turns out not to be healthy any more."""
+        self._trouble_callbacks.append(callback)
+
+    def announce_trouble(self, instance: Instance) -> None:
+        """Tell the subscribers that ``instance`` is not healthy any more."""
+        for callback in self._trouble_callbacks:
             callback(instance)
 
     def _add_instance(self, instance: Instance) -> Instance:

@@ -28,6 +28,7 @@ from router.policies.features import request_features
 from router.policies.pool_aware import PoolAware
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
+from router.policies.prefix_policy import PrefixPolicy
 from router.policies.process_tokens import ProcessTokens
 from router.policies.random import Random
 from router.policies.request_num import RequestNum
@@ -41,6 +42,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "PolicyOptions",
+    "PrefixPolicy",
     "RequestFeatures",
     "request_features",
 ]

@@ -40,7 +40,7 @@ class CacheAware(PrefixPolicy):
             own = held.get(chosen.key, 0)
             reasons = {"policy": self.name, "score": min(scores)[0], "hit_ratio": own / (len(chunks) or 1)}
         if chunks:
-            self._index.add_chain(chunks, chosen.key)
+            self._add_chain(chunks, chosen.key)
         cached = min(own * request.tokens_per_chunk, request.prompt_tokens)
         return Decision(chosen.key, reasons, request.prompt_tokens - cached, cached)
 

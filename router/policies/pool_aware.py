@@ -69,7 +69,7 @@ class PoolAware(PrefixPolicy):
             if cost < least:
                 chosen, least = candidate, cost
         if chunks:
-            self._index.add_chain(chunks, chosen.key)
+            self._add_chain(chunks, chosen.key)
 
         own_chunks = own.get(chosen.key, 0)
         cached_tokens = min(held.pool * per_chunk, prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.policies.base import DEFAULTS, PolicyBase, PolicyOptions
 from router.policies.prefix_index import PrefixIndex
@@ -17,6 +17,18 @@ class PrefixPolicy(PolicyBase):
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(options, clock)
         self._index = PrefixIndex(options.prefix_index_entries, 60 * options.eviction_duration_mins, clock)
+        self.note_chain: Callable[[Sequence[int], str], None] = self._index.add_chain
+        """Called with the chain of a prompt and the instance that it was placed on, here or by another process."""
+        self._add_chain = self.note_chain
+
+    def subscribe_to_chains(self, callback: Callable[[Sequence[int], str], None]) -> None:
+        """Call ``callback`` with each prompt's chain that this policy places, and the instance."""
+
+        def add_and_tell(chunks: Sequence[int], key: str) -> None:
+            self._index.add_chain(chunks, key)
+            callback(chunks, key)
+
+        self._add_chain = add_and_tell
 
     def forget_instance(self, key: str) -> None:
         """See ``Policy.forget_instance``."""

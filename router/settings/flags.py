@@ -38,4 +38,4 @@ class FlagParser(argparse.ArgumentParser):
         return known
 
     def _refuse_flag(self, flag: str) -> NoReturn:
-        raise SettingsError(f"{flag} is not a flag of the router{suggest_name(flag, self._option_string_actions)}")
+        raise SettingsError(f"{flag} is not a flag of this program{suggest_name(flag, self._option_string_actions)}")

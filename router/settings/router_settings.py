@@ -7,6 +7,7 @@ nothing here the operator is told (``RouterSettings.without_effect``).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 from router.settings.hints import did_you_mean
 
 __all__ = ["SETTINGS", "RouterSettings", "SettingsError"]
+
+# More than these wait for the instances, not for a core.
+MAX_AUTO_WORKERS = 4
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 _LOG_OUTPUTS = ("stderr", "stdout", "file")
@@ -44,6 +48,11 @@ class RouterSettings:
 
     host: str = _declare("0.0.0.0", "server.host", "address to listen at")
     port: int = _declare(9000, "server.port", "port to listen at; 0 takes a free one")
+    workers: int = _declare(
+        0,
+        "server.workers",
+        f"processes that serve the port together; 0 or auto is one a core, up to {MAX_AUTO_WORKERS}",
+    )
     splitwise: bool = _declare(
         False, "server.splitwise", "serve each request by a prefill and a decode instance, instead of a mixed one"
     )
@@ -163,6 +172,12 @@ class RouterSettings:
                 f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
                 "keys to tell clients apart; name them with server.api-keys-file"
             )
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes serve."""
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.workers or min(MAX_AUTO_WORKERS, num_cores)
 
     @property
     def policy_options(self) -> PolicyOptions:

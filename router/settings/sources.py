@@ -142,6 +142,8 @@ def _read_yaml_entries(path: Path, sections: Collection[str]) -> Iterator[tuple[
 def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any:
     """``value`` as the field's type; text is read, a value of another type is refused."""
     kind = type(field.default)
+    if field.name == "workers" and value == "auto":
+        return 0
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 audit.py     Audit: one record a request, its line in the access log, and its explanation
 metrics.py   RouterMetrics: figures for Prometheus
+merge.py     the figures of several processes as one
 """
 
 from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from router.fleet import STATES
+from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
     from router.access import Admission
@@ -52,7 +53,7 @@ _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 _DECISION_WINDOW = 500
 
 
-class RouterMetrics(Collector):
+class RouterMetrics:
     """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
     def __init__(self, registry: Registry, admission: Admission, audit: Audit) -> None:
@@ -75,8 +76,6 @@ class RouterMetrics(Collector):
         self._actual = 0
         self._missed_by = 0
         audit.subscribe_to_batches(self.count_requests)
-        self._collector = CollectorRegistry()
-        self._collector.register(self)
 
     def count_requests(self, records: Sequence[RequestRecord]) -> None:
         """Count requests that have ended."""
@@ -149,13 +148,24 @@ class RouterMetrics(Collector):
                 if later > 0:
                     self._output_token.observe_seconds((record.total_ms - record.first_byte_ms) / 1e3 / later)
 
-    def render_text(self) -> bytes:
-        """All figures in Prometheus's text format."""
+    def dump(self) -> list[Any]:
+        """All figures as plain values, for ``render_text`` of another process."""
         self._audit.flush_records()
-        return generate_latest(self._collector)
+        return dump_families(self.collect())
+
+    def render_text(self, others: Sequence[Sequence[Any]] = ()) -> bytes:
+        """All figures in Prometheus's text format.
+
+        Args:
+            others: the figures of the router's other processes.
+        """
+        self._audit.flush_records()
+        collector = CollectorRegistry()
+        collector.register(_Families(merge_families(self.collect(), others)))
+        return generate_latest(collector)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client."""
+        """The figures of this process."""
         yield from self._collect_requests()
         yield from self._collect_tokens()
         yield from self._collect_attempts()
@@ -297,6 +307,17 @@ class RouterMetrics(Collector):
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
         yield from (states, requests, tokens, queued, running, waiting, breakers)
+
+
+class _Families(Collector):
+    """Families that are there already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        """Called by prometheus_client."""
+        return self._families
 
 
 class _Durations:

@@ -249,6 +249,19 @@ class TestEndpoints:
             (model,) = client.models.list().data
         assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4000)
 
+    @pytest.mark.parametrize("path", ["/clear_prefix_cache", "/reset_prefix_cache"])
+    def test_the_own_cache_is_cleared_by_either_name(self, instance: Served, path: str) -> None:
+        chat(instance, LONG_PROMPT, max_tokens=1)
+        assert instance.post(path, {}) == {"status": "success"}
+        details = chat(instance, LONG_PROMPT, max_tokens=1).usage.prompt_tokens_details.model_dump()
+        assert details["own_cached_tokens"] == 0
+
+    def test_an_instance_does_not_empty_the_pool(self, instance: Served) -> None:
+        with instance.http as client:
+            answer = client.post("/reset_prefix_cache?reset_external=true")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
+        assert "not the pool that others share; leave it out" in answer.json()["error"]["message"]
+
     def test_health_answers_200(self, instance: Served) -> None:
         with instance.http as client:
             assert client.get("/health").status_code == 200
@@ -260,22 +273,19 @@ class TestEndpoints:
             for name in ("num_requests_running", "available_gpu_block_num", "time_to_first_token_seconds_bucket"):
                 assert f"fastdeploy:{name}" in answer.text
 
-    @pytest.mark.parametrize(
-        ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405)]
-    )
-    def test_what_is_not_there_is_an_openai_error(self, instance: Served, method: str, path: str, status: int) -> None:
-        with instance.http as client:
-            answer = client.request(method, path)
-        assert answer.status_code == status
-        assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+    def test_a_model_is_found_by_its_name_only(self, instance: Served) -> None:
+        with instance.openai as client:
+            assert client.models.retrieve(MODEL).id == MODEL
+            with pytest.raises(openai.NotFoundError, match='serves no model "other/one"; it serves "words"') as caught:
+                client.models.retrieve("other/one")
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/abort_requests"])
     def test_a_body_that_is_not_json_is_told_so(self, instance: Served, path: str) -> None:
         with instance.http as client:
             answer = client.post(path, content=b"{'single': 'quotes'}")
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith("the body is not JSON")
+        assert answer.json()["error"]["message"].startswith("the body is not valid JSON")
 
     def test_the_openai_client_raises_bad_request_with_the_sentence(self, instance: Served) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature: Input should be greater than or equal to 0"):
@@ -567,6 +577,10 @@ def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
                 assert done == "[DONE]"
                 assert json.loads(last)["choices"][0]["finish_reason"] == reason
         assert served.process.wait() == 0
+        if reason == "abort":
+            line = "stopping: waiting for 1 request that runs\n"
+            assert f"engine.api_server: {line}" in served.process.output
+            assert line in served.log.read_text()
         assert "Traceback" not in served.process.output
         assert "Traceback" not in served.log.read_text()
 

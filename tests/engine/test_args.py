@@ -45,7 +45,7 @@ def test_defaults_are_fastdeploys() -> None:
     assert (args.splitwise_role, args.cache_transfer_protocol) == ("mixed", ("ipc",))
     assert args.enable_prefix_caching
     assert not args.enable_output_caching
-    assert (args.served_model_name, args.log_dir, args.debug) == ("m", Path("log"), False)
+    assert (args.served_model_name, args.log_dir, args.log_level) == ("m", None, "info")
 
 
 def test_several_transfer_protocols_are_separated_by_commas() -> None:
@@ -54,7 +54,8 @@ def test_several_transfer_protocols_are_separated_by_commas() -> None:
 
 def test_log_folder_and_debug_come_from_the_environment() -> None:
     args = parse("--model m", {"FD_LOG_DIR": "/tmp/logs", "FD_DEBUG": "1"})
-    assert (args.log_dir, args.debug) == (Path("/tmp/logs"), True)
+    assert (args.log_dir, args.log_level) == (Path("/tmp/logs"), "debug")
+    assert parse("--model m --log-level warn", {"FD_DEBUG": "1"}).log_level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -209,3 +210,13 @@ import engine
 def test_what_is_no_flag_is_said_before_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="did you mean --model"):
         parse("--modl m")
+
+
+def test_the_routers_token_is_named_by_the_flag_else_by_the_environment() -> None:
+    environ = {"FD_ROUTER_TOKEN_FILE": "/b"}
+    assert parse("--model m --router r:1").router_token_file is None
+    assert parse("--model m --router r:1 --router-token-file /a", environ).router_token_file == Path("/a")
+    assert parse("--model m --router r:1", environ).router_token_file == Path("/b")
+    assert parse("--model m", environ).router_token_file is None
+    with pytest.raises(ConfigError, match="--router-token-file has no effect without --router; add it"):
+        parse("--model m --router-token-file /a")

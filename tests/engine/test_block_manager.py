@@ -104,6 +104,12 @@ class BlockAccounting(RuleBasedStateMachine):
             if block in self.idle:
                 self.idle.remove(block)
 
+    @rule()
+    def forget_all(self) -> None:
+        assert self.blocks.unpublish_all() == len(self.published)
+        self.published.clear()
+        self.idle.clear()
+
     @rule(hashes=st.lists(st.sampled_from(HASHES)))
     def match(self, hashes: list[bytes]) -> None:
         leading = next((i for i, block_hash in enumerate(hashes) if block_hash not in self.published), len(hashes))

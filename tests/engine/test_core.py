@@ -14,7 +14,10 @@ import pytest
 from engine.core import Prefilled
 from engine.request import Request, SamplingParams, Sequence, State
 from engine.scheduler import Reservation
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Answering, Engine
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(1, 41))
 
@@ -194,3 +197,43 @@ def only_expected_errors(request: pytest.FixtureRequest, caplog: pytest.LogCaptu
     yield
     if "fails" not in request.node.name:
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_cleared_prefix_cache_is_filled_again_while_running_sequences_go_on(
+    engine: Engine, held: threading.Event, answer: list[int]
+) -> None:
+    held.set()
+    engine.answer(PROMPT, 1)
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32
+    held.clear()
+    running = engine.begin(PROMPT, 12)
+    wait_until(lambda: engine.scheduler.running, "the sequence to run")
+    engine.core.clear_prefix_cache()
+    held.set()
+    assert running.wait() == answer
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 0
+    assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32
+    engine.wait_until_idle()
+
+
+def test_a_stop_that_takes_long_tells_what_it_waits_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FaultyStore(MemoryStore(64 << 20))
+    store.hang_saves()
+    with Engine(tiny_checkpoint, store=store) as engine:
+        go, run = threading.Event(), engine.runner.run
+
+        def waiting_run(chunks: Any) -> Any:
+            go.wait()
+            return run(chunks)
+
+        monkeypatch.setattr(engine.runner, "run", waiting_run)
+        engine.begin(PROMPT, 100)
+        wait_until(lambda: engine.scheduler.running, "the prompt to be computed")
+        stopping = threading.Thread(target=engine.core.stop)
+        stopping.start()
+        assert engine.core.holds_stop_up == "the step that runs"
+        go.set()
+        wait_until(lambda: not engine.core.is_alive, "the loop to end")
+        assert engine.core.holds_stop_up == "1 block on its way to the pool"
+        store.go_on()
+        stopping.join()

@@ -43,9 +43,13 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("chat", b"hello", None, "the body is not JSON"),
-        ("chat", b"", None, "the body is not JSON"),
-        ("chat", b'{"messages": "\xff"}', None, "the body is not JSON"),
+        ("chat", b"hello", None, "the body is not valid JSON"),
+        ("chat", b"", None, "the body is not valid JSON"),
+        ("chat", b'{"messages": "\xff"}', None, "is not valid JSON: it is not UTF-8: line 1 byte 15 (byte 14) is 0xff"),
+        ("chat", '{"user": "é",\n "messages": [}'.encode(), None, "Expecting value: line 2 column 15 (char 28)"),
+        ("chat", b'{"temperature": NaN}', None, "the body is not valid JSON: "),
+        ("chat", b"[" * 100_000, None, "the body is not valid JSON: "),
+        ("chat", {"messages": MESSAGES, "request_id": "a" * 301}, "request_id", "at most 300 characters"),
         ("chat", [MESSAGES], None, "the body must be a JSON object, but it is [[{"),
         ("chat", None, None, "the body must be a JSON object, but it is null"),
         ("chat", {}, "messages", "messages: Field required"),
@@ -74,6 +78,37 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 ("suffix", "the end", "suffix"),
             ]
         ),
+        *(
+            (
+                "chat",
+                {"messages": MESSAGES, name: value},
+                name,
+                f"{name}: it is {json.dumps(value, separators=(',', ':'))}, but {said}",
+            )
+            for name, value, said in [
+                ("tool_choice", "required", 'this engine cannot force a call; give "auto" or "none"'),
+                ("tool_choice", {"type": "function"}, "this engine cannot force a call"),
+                ("functions", [{"name": "f"}], "this engine knows no functions; give tools"),
+                ("function_call", {"name": "f"}, "this engine cannot force a call"),
+                ("modalities", ["text", "audio"], 'this engine answers in text only; give ["text"]'),
+                ("audio", {"voice": "alloy"}, "this engine answers in text only"),
+                ("prediction", {"content": "a"}, "this engine does not compare"),
+                ("web_search_options", {}, "this engine searches nothing"),
+                ("reasoning_effort", "high", "it is a variable of some chat templates; give it in chat_template_kw"),
+                ("enable_thinking", False, "it is a variable of chat templates; give it in chat_template_kwargs"),
+                ("chat_template", "{{ 1 }}", "this engine renders messages by the checkpoint's own template"),
+                ("continue_final_message", True, "this engine begins a message of its own; use /v1/completions"),
+                ("add_generation_prompt", False, "this engine always lets the assistant speak next"),
+                ("guided_json", {"type": "object"}, "this engine holds answers to no form; ask for the form"),
+                ("guided_choice", ["a"], "this engine holds answers to no form"),
+                ("bad_words", ["river"], "this engine forbids no words"),
+                ("skip_special_tokens", False, "this engine leaves special tokens out"),
+                ("prompt_logprobs", 1, "this engine tells probabilities of the answer only"),
+            ]
+        ),
+        ("text", {"prompt": "a", "guided_regex": "a+"}, "guided_regex", "this engine holds answers to no form"),
+        ("text", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "this engine does not search by beams"),
+        ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "does not tell the model of tools"),
         ("chat", {"messages": MESSAGES, "temperature": -1}, "temperature", "greater than or equal to 0, but it is -1"),
         ("chat", {"messages": MESSAGES, "temperature": "hot"}, "temperature", "valid number"),
         ("chat", {"messages": MESSAGES, "top_p": 1.5}, "top_p", "less than or equal to 1, but it is 1.5"),
@@ -191,6 +226,17 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
     assert lengths[1] == lengths[0] + 1
 
 
+def test_the_model_hears_of_tools_that_it_may_call() -> None:
+    tokenizer = byte_fallback_tokenizer(chat_template="{{ messages[0].content }}{{ ' river' if tools }}")
+    completions = Completions(Generations(None, tokenizer, "mixed", 16, None), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    lengths = [
+        len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
+        for more in ({}, tools, {**tools, "tool_choice": "auto"}, {**tools, "tool_choice": "none"})
+    ]
+    assert lengths == [lengths[0], lengths[0] + 1, lengths[0] + 1, lengths[0]]
+
+
 def assert_at_most_one_sentence(check: Callable[[], object]) -> None:
     error = None
     try:
@@ -234,9 +280,12 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(
         {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
         {"logit_bias": {"5": 0}, "response_format": {"type": "text"}, "suffix": "", "echo": False, "model": "any"},
         {name: None for name in FIELDS if name not in ("messages", "prompt")},
+        {"tools": [], "tool_choice": "auto", "functions": [], "function_call": "none", "modalities": ["text"]},
+        {"tools": [{"type": "function"}], "tool_choice": "none", "parallel_tool_calls": True, "audio": None},
+        {"skip_special_tokens": True, "bad_words": [], "use_beam_search": False, "guided_json": None},
         {"stream_options": {"include_usage": None}, "disaggregate_info": {"decode_ip": None}},
     ],
-    ids=["numbers", "others", "null", "null within"],
+    ids=["numbers", "others", "null", "no call", "no tools", "FastDeploy's", "null within"],
 )
 @pytest.mark.parametrize("path", ["chat", "text"])
 def test_fields_that_say_what_holds_anyway_change_nothing(

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.registration import host_ip_towards, router_url, send_heartbeats
+from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from kvstore_backend import ConfigError
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.router import Router
@@ -126,3 +127,22 @@ async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytes
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_a_token_stands_alone_in_its_file_but_for_comments(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("# of the router\n\n  sécret  \n")
+    assert read_token(tmp_path / "token") == "sécret"
+
+
+@pytest.mark.parametrize("content", [b"", b"# only this\n", b"two words\n", b"two\nlines\n", b"\xff"])
+def test_a_file_without_one_token_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_token(tmp_path / "token")
+    said = str(caught.value).removeprefix(f"--router-token-file {tmp_path}/token ")
+    assert said in ("must have the token as its only line, with no space in it", "is not text in UTF-8")
+
+
+def test_a_token_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--router-token-file .*/token: No such file or directory"):
+        read_token(tmp_path / "token")

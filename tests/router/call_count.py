@@ -311,10 +311,10 @@ class _Server(uvicorn.Server):
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """The protocol that ``router.launch`` gives to uvicorn, wherever it is defined."""
+    """The protocol that ``router.launch.server`` gives to uvicorn, wherever it is defined."""
     found = [
         each
-        for each in vars(importlib.import_module("router.launch")).values()
+        for each in vars(importlib.import_module("router.launch.server")).values()
         if isinstance(each, type) and issubclass(each, HttpToolsProtocol)
     ]
     assert len(found) == 1, found

@@ -15,7 +15,9 @@ import uvicorn
 from router.app import RouterApp
 from router.http.server import RouterProtocol
 from router.settings import RouterSettings
+from router.sharing import NO_LINK, Link
 from tests.router.serving.fault_report import REPORTS, table
+from tests.router.sharing.links import open_links
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 
@@ -25,8 +27,10 @@ __all__ = ["RouterUnderTest"]
 class RouterUnderTest:
     """The router's application served by uvicorn on a loopback port."""
 
-    def __init__(self, thread: LoopThread, settings: RouterSettings) -> None:
-        self.app = RouterApp(settings)
+    def __init__(self, thread: LoopThread, settings: RouterSettings, link: Link = NO_LINK) -> None:
+        self.app = RouterApp(settings, link)
+        self.workers = [self]
+        """This router's processes, if it stands for one of several."""
         self.thread = thread
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -98,16 +102,23 @@ def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
 
 @pytest.fixture
 def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
-    """Starts routers: ``make_router(*stand_ins, splitwise=True)``; the stand-ins are registered."""
+    """Starts routers: ``make_router(*stand_ins, splitwise=True)``; the stand-ins are registered.
+
+    With ``workers=2`` it is two that share as two processes would; the stand-ins are registered at the first one.
+    """
     with contextlib.ExitStack() as started:
 
         def start(*instances: StandIn, **settings: Any) -> RouterUnderTest:
             # Rounds of probes come only in the tests that are about them.
-            router = RouterUnderTest(thread, RouterSettings(**{"health_check_interval_secs": 1000.0, **settings}))
-            router.start()
-            started.callback(router.stop)
+            made = RouterSettings(**{"health_check_interval_secs": 1000.0, **settings})
+            links = thread.run(open_links(made.workers)) if made.workers > 1 else [NO_LINK]
+            routers = [RouterUnderTest(thread, made, link) for link in links]
+            for router in routers:
+                router.workers = routers
+                router.start()
+                started.callback(router.stop)
             for instance in instances:
-                assert instance.register(router.url).json() == {"status": "success"}
-            return router
+                assert instance.register(routers[0].url).json() == {"status": "success"}
+            return routers[0]
 
         yield start

@@ -235,6 +235,15 @@ def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, 
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
 
 
+def test_without_instances_the_list_of_models_is_empty_and_no_failure(make_router: MakeRouter) -> None:
+    """Clients that ask it first, as Open WebUI does, take a failure for a wrong address."""
+    client = make_router().client
+    listed = client.get("/v1/models")
+    assert (listed.status_code, listed.json()) == (200, {"object": "list", "data": []})
+    assert client.get("/v1/models/m").json()["error"]["message"] == "no instance serves a model 'm'; served are: none"
+    assert client.get("/health_generate").status_code == 503  # here an operator sees it
+
+
 @pytest.mark.parametrize("name", ["a", "Qwen/Qwen3-0.6B", "a/"])
 def test_a_model_is_shown_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
     instance = stand_in()

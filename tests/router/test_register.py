@@ -127,7 +127,7 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
         (["--port", "0"], "'0' is not a port"),
         (["--role", "both"], "invalid choice: 'both'"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
-        (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of the router; did you mean --router?"),
+        (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of this program; did you mean --router?"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_sentence(flags: list[str], said: str) -> None:

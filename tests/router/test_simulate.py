@@ -98,6 +98,11 @@ def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[
         (["--trace", "nowhere"], "--trace nowhere cannot be read: No such file or directory"),
         (["--trace", "TRACE", "--instances", "0"], "argument --instances: it is 0; it must be more than 0"),
         (["--trace", "TRACE", "--headroom", "much"], "argument --headroom: invalid number value: 'much'"),
+        (
+            ["--trace", "TRACE", "--instance", "4"],
+            "--instance is not a flag of this program; did you mean --instances?",
+        ),
+        (["--tracee=TRACE"], "--tracee is not a flag of this program; did you mean --trace?"),
         (["--trace", "TRACE", "--policy", "best"], "invalid choice: 'best'"),
         (["--trace", "BROKEN"], "line 2 is no request; it must be a JSON object with a number timestamp"),
         (["--trace", "EMPTY"], "has no requests over some time"),
@@ -114,3 +119,10 @@ def test_a_mistake_is_told_in_one_sentence(
     error = capsys.readouterr().err
     assert complaint in error
     assert len(error.splitlines()) == 1
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("kvrouter ")

@@ -17,7 +17,9 @@ __all__ = ["Child", "child"]
 class Child:
     """One running program; use ``child()`` to start one."""
 
-    def __init__(self, argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment."""
         self.argv = [str(part) for part in argv]
         self.log = log
@@ -28,6 +30,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
+                cwd=cwd,
             )
 
     def __repr__(self) -> str:
@@ -89,9 +92,11 @@ class Child:
 
 
 @contextlib.contextmanager
-def child(argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Child]:
+def child(
+    argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[Child]:
     """A ``Child`` that has ended when the block is left."""
-    running = Child(argv, log, env)
+    running = Child(argv, log, env, cwd)
     try:
         yield running
     finally:

@@ -197,14 +197,16 @@ def fleet(
     return start
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_one_of_two(fleet: Callable[..., Fleet], role: str, fault: str) -> None:
-    running = fleet(role != "mixed", **PROBES)
+def test_one_of_two(fleet: Callable[..., Fleet], role: str, fault: str, workers: int) -> None:
+    running = fleet(role != "mixed", workers=workers, **PROBES)
     failing = running.of(role)[0]
     with FAULTS[fault](failing):
         ended = ask_all(running)
-        row = report(running, f"one of two {role}: {fault}", ended, failing, may_cut=(role, fault) in CUTS_STREAMS)
+        name = f"one of two {role}: {fault}" + (", two workers" if workers == 2 else "")
+        row = report(running, name, ended, failing, may_cut=(role, fault) in CUTS_STREAMS)
     assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
     assert failing.received or fault in UNREACHABLE
     if (role, fault) not in CUTS_STREAMS:
@@ -246,10 +248,11 @@ def test_a_hang_that_probes_do_not_show_is_ended_by_the_time_out(fleet: Callable
         ("mixed", "hangs, and its probes too", 502, "mixed_failed"),
     ],
 )
+@pytest.mark.parametrize("workers", [1, 2])
 def test_where_all_of_a_role_fail_each_client_gets_one_clear_error(
-    fleet: Callable[..., Fleet], role: str, fault: str, status: int, code: str
+    fleet: Callable[..., Fleet], role: str, fault: str, status: int, code: str, workers: int
 ) -> None:
-    running = fleet(role != "mixed", **PROBES)
+    running = fleet(role != "mixed", workers=workers, **PROBES)
     with contextlib.ExitStack() as faults:
         for failing in running.of(role):
             faults.enter_context(FAULTS[fault](failing))
@@ -261,9 +264,12 @@ def test_where_all_of_a_role_fail_each_client_gets_one_clear_error(
     assert row.left_running == 0
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("splitwise", [True, False])
-def test_clients_that_leave_take_their_legs_with_them(fleet: Callable[..., Fleet], splitwise: bool) -> None:
-    running = fleet(splitwise)
+def test_clients_that_leave_take_their_legs_with_them(
+    fleet: Callable[..., Fleet], splitwise: bool, workers: int
+) -> None:
+    running = fleet(splitwise, workers=workers)
     slow = {"prefill": prefills(), "decode": slowly(running.instances), "mixed": slowly([])}
     for instance in running.instances:
         instance.behave = slow[instance.role]
@@ -360,7 +366,8 @@ def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
     async def ask(client: httpx.AsyncClient, number: int) -> Ended | None:
         leaves = leaving and number % 2 == 0
         asked = {"request_id": f"r{number}", "number": str(number), "stream": number % 4 < 2, "leaves": leaves}
-        url = f"{fleet.router.url}/v1/chat/completions"
+        workers = fleet.router.workers
+        url = f"{workers[number // 4 % len(workers)].url}/v1/chat/completions"
         if not leaves:
             response = await client.post(url, json=asked)
             return _read(response)
@@ -422,13 +429,14 @@ def report(
 def left_running(fleet: Fleet, failing: list[StandIn], deadline_s: float = 5.0) -> int:
     """Legs that still run, or were given up without an abort at a sound instance; after waiting for them to end."""
     give_up_at = time.monotonic() + deadline_s
-    while (left := _left_running(fleet.router.app, fleet.instances, failing)) and time.monotonic() < give_up_at:
+    while (left := _left_running(fleet, failing)) and time.monotonic() < give_up_at:
         time.sleep(0.02)
     return left
 
 
-def _left_running(router: RouterApp, instances: list[StandIn], failing: list[StandIn]) -> int:
-    candidates = [instance.load for instance in router.registry]
+def _left_running(fleet: Fleet, failing: list[StandIn]) -> int:
+    instances = fleet.instances
+    candidates = [instance.load for worker in fleet.router.workers for instance in worker.app.registry]
     left: int = sum(abs(c.requests) + abs(c.tokens) + abs(round(c.queued)) for c in candidates)
     for instance in instances:
         left += instance.running

@@ -168,7 +168,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--splitwize"], "--splitwize is not a flag of the router; did you mean --splitwise?"),
+        (["--splitwize"], "--splitwize is not a flag of this program; did you mean --splitwise?"),
         (["--port", "x"], "--port is 'x'; it must be a whole number"),
         (["--port"], "--port: expected one argument"),
         (["--port", "70000"], "server.port is 70000; it must be a port, 1 to 65535, or 0 for a free one"),

@@ -1,0 +1,207 @@
+"""HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine.protocol import ApiError, error_body
+
+__all__ = [
+    "CLIENT_LEFT",
+    "HttpMiddleware",
+    "InstanceProtocol",
+    "add_error_handlers",
+    "encode_request_id",
+    "find_request_id",
+    "read_body",
+]
+
+CLIENT_LEFT = 499
+"""Status of a response that nobody reads."""
+
+# As of our router, so that nothing it lets through is refused here.
+MAX_HEAD_BYTES = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_ID_CHARACTERS = 256
+# Of a body that has begun, something more must come within so long.
+READ_SECONDS = 60.0
+
+_REQUEST_ID = b"x-request-id"
+
+
+class InstanceProtocol(HttpToolsProtocol):
+    """uvicorn's protocol; bytes that never become a request are refused in OpenAI's shape."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0  # of a head that has not come to its end
+
+    def data_received(self, data: bytes) -> None:
+        """Read the bytes that the client sends, but no head without end."""
+        super().data_received(data)
+        cycle: Any = self.cycle  # uvicorn's type has no None
+        # uvicorn makes a scope when a request begins, and a cycle of it at the end of the head.
+        is_in_head = cycle is None or cycle.scope is not self.scope
+        self._head_bytes = self._head_bytes + len(data) if is_in_head else 0
+        if self._head_bytes <= MAX_HEAD_BYTES:
+            return
+        if len(self.url) > MAX_HEAD_BYTES // 2:
+            message = f"the path and its query are longer than the {MAX_HEAD_BYTES} bytes this instance takes"
+            self._refuse_connection(ApiError(414, message, code="target_too_long"))
+        else:
+            message = f"the head is larger than the {MAX_HEAD_BYTES} bytes this instance takes"
+            self._refuse_connection(ApiError(431, message, code="head_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP."""
+        self._refuse_connection(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http"))
+
+    def _refuse_connection(self, error: ApiError) -> None:
+        cycle: Any = self.cycle
+        # Within the response to another request this one could not be told from it.
+        if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
+            head = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            body = orjson.dumps(error.body)
+            self.transport.write((head % (error.status, HTTPStatus(error.status).phrase, len(body))).encode() + body)
+        self.transport.close()
+
+
+class HttpMiddleware:
+    """Answers HEAD as GET (uvicorn leaves out the body), and gives a client's ``X-Request-Id`` back."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the application answer."""
+        if scope["type"] == "http":
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+            if echo := _echo_request_id(scope["headers"]):
+                send = _add_header(send, echo)
+        await self._app(scope, receive, send)
+
+
+def _add_header(send: Send, header: tuple[bytes, bytes]) -> Send:
+    """``send``, which adds ``header`` to a response that does not have it."""
+
+    async def send_with_header(message: Message) -> None:
+        if message["type"] == "http.response.start" and all(name != header[0] for name, _ in message["headers"]):
+            message["headers"] = [*message["headers"], header]
+        await send(message)
+
+    return send_with_header
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body of a request.
+
+    Raises:
+        ApiError: 413, it is too large; 408, nothing more of it came.
+        ClientDisconnect: the client left.
+    """
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    pieces = request.stream()
+    while True:
+        try:
+            body += await asyncio.wait_for(anext(pieces), READ_SECONDS)
+        except StopAsyncIteration:
+            return bytes(body)
+        except (asyncio.TimeoutError, TimeoutError):
+            message = f"nothing more of the request came within {READ_SECONDS:g} s"
+            raise ApiError(408, message, code="request_incomplete") from None
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, f"the body is larger than the {MAX_BODY_BYTES} bytes this instance takes", code="body_too_large"
+    )
+
+
+def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id that ``X-Request-Id`` gives; "" where it gives none.
+
+    Raises:
+        ApiError: 400, it cannot be an id.
+    """
+    for name, value in headers:
+        if name == _REQUEST_ID:
+            try:
+                text = value.decode()
+            except UnicodeDecodeError:
+                text = "\0"
+            if not text.isprintable():
+                message = f"X-Request-Id is {value!r}; it must be a text of printable characters"
+                raise ApiError(400, message, param="X-Request-Id")
+            if len(text) > MAX_ID_CHARACTERS:
+                message = f"X-Request-Id is longer than the {MAX_ID_CHARACTERS} characters this instance takes"
+                raise ApiError(400, message, param="X-Request-Id")
+            return text
+    return ""
+
+
+def encode_request_id(request_id: str) -> tuple[bytes, bytes]:
+    """The header ``X-Request-Id`` of a response."""
+    return _REQUEST_ID, request_id.encode()
+
+
+def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
+    """The header by which a client gets back the id it sent; None where it sent none that can be one."""
+    try:
+        sent = find_request_id(headers)
+    except ApiError:
+        return None
+    return encode_request_id(sent) if sent else None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every failure OpenAI's error object."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: Request, error: ApiError) -> Response:
+        # The rest of a body that did not come must not be taken for another request.
+        headers = {"Connection": "close"} if error.status == 408 else None
+        return JSONResponse(error.body, error.status, headers=headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_client_disconnect(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path, code = request.url.path, None
+        message = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message, code = f"{path} takes {allowed}, not {request.method}", "method_not_allowed"
+        elif error.status_code == 404:
+            known = [route.path for route in app.routes if hasattr(route, "path")]
+            nearest = difflib.get_close_matches(path, known, 1, 0.8)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            message, code = f"this instance has no path {path!r}{hint}", "unknown_path"
+        return JSONResponse(error_body(error.status_code, message, code=code), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def on_unexpected_error(request: Request, error: Exception) -> Response:
+        message = f"this instance failed ({type(error).__name__}); its log says why"
+        response = JSONResponse(error_body(500, message), 500)
+        if echo := _echo_request_id(request.headers.raw):  # the middleware is not on this response's way
+            response.raw_headers.append(echo)
+        return response

@@ -1,0 +1,14 @@
+"""Starts the router: ``python -m router.launch --port 52700 --splitwise``, or ``kvrouter``.
+
+program.py    main: reads the settings, opens log and port, runs one process or several
+server.py     RouterServer: uvicorn, whose shutdown also ends the router's requests in progress
+worker.py     run_worker: one process of several
+nursery.py    loaded into the process that workers are forked from
+logs.py       open_log: where the router's own log goes
+__main__.py   python -m router.launch
+"""
+
+from router.launch.program import main
+from router.launch.server import GRACE_SECONDS
+
+__all__ = ["GRACE_SECONDS", "main"]

@@ -1,0 +1,15 @@
+"""Loaded into the process that workers are forked from, and nowhere else.
+
+Whoever stops the router as a group of processes (systemd, docker, Ctrl-C) means the supervisor: it says what the others
+do. Were this process to end by itself, the supervisor could not tell a worker that serves from one that died.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import router.launch.worker  # noqa: F401  # workers are forked with all that they need
+
+__all__: list[str] = []
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,114 @@
+"""main: reads the settings, opens log and port, and runs the router as one process or as several."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from router.app import RouterApp
+from router.launch.logs import open_log
+from router.launch.server import GRACE_SECONDS, RouterServer, prepare_process
+from router.launch.worker import run_worker
+from router.settings import RouterSettings, SettingsError, load_settings
+from router.sharing import Supervisor, start_nursery
+
+__all__ = ["main"]
+
+_log = logging.getLogger("router.launch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router until SIGTERM or SIGINT; return the exit status."""
+    try:
+        settings = load_settings(sys.argv[1:] if argv is None else argv)
+        open_log(settings)
+        listener = _open_listener(settings.host, settings.port)
+        settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+        for sentence in settings.without_effect:
+            _log.warning("%s", sentence)
+        if settings.num_workers == 1:
+            _run_alone(settings, listener)
+        else:
+            _run_workers(settings, listener)
+    except SettingsError as exc:
+        print(f"router: {exc}", file=sys.stderr)
+        return 2
+    _log.info("the router has stopped")
+    return 0
+
+
+def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
+    """Serve in this process.
+
+    Raises:
+        SettingsError: a file that the settings name cannot be used.
+    """
+    server = RouterServer(RouterApp(settings))
+
+    # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    _log.info("%s", _format_startup_line(settings))
+    prepare_process()
+    uvloop.run(server.serve(sockets=[listener]))
+
+
+def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
+    """Let several processes serve, and supervise them.
+
+    Raises:
+        SettingsError: a file that the settings name cannot be used.
+    """
+    start_nursery("router.launch.nursery")
+
+    async def supervise() -> str:
+        supervisor = Supervisor(settings, listener, run_worker, GRACE_SECONDS)
+        return await supervisor.run(lambda: _log.info("%s", _format_startup_line(settings)))
+
+    if refusal := uvloop.run(supervise()):
+        raise SettingsError(refusal)
+
+
+def _open_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host:port``.
+
+    Raises:
+        SettingsError: it cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as exc:
+        raise SettingsError(f"--host {host} is not an address of this machine: {exc.strerror}") from exc
+    except ValueError as exc:  # no possible name, such as one with two dots together
+        raise SettingsError(f"--host {host} is not an address of this machine: {exc}") from exc
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as exc:
+        listener.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
+        raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
+    return listener
+
+
+def _format_startup_line(settings: RouterSettings) -> str:
+    if settings.splitwise:
+        mode = f"prefill by {settings.prefill_policy}, decode by {settings.decode_policy}"
+    else:
+        mode = f"mixed by {settings.policy}"
+    processes = f", {settings.num_workers} workers" if settings.num_workers > 1 else ""
+    address = f"http://{settings.host}:{settings.port}"
+    return f"router listens at {address}{processes}, {mode}; waiting for instances to register"

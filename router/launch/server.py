@@ -1,0 +1,107 @@
+"""RouterServer: uvicorn, whose shutdown also ends the router's requests in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from router.app import RouterApp
+from router.http import RouterProtocol
+
+__all__ = ["GRACE_SECONDS", "RouterServer", "prepare_process"]
+
+_log = logging.getLogger("router.launch")
+
+# Requests that still run get so long; then they are ended with an error. Kubernetes kills 30 s after its SIGTERM.
+GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
+# Stopping that takes longer is explained, and explained again after each further so long.
+QUIET_SECONDS, PROGRESS_SECONDS = 2.0, 5.0
+# A client that has not taken its response's end by then is cut off.
+FLUSH_SECONDS = 1.0
+# Longer than the clients' own limits (5 s in httpx, 60 s in many load balancers), so that they close first.
+CLIENT_IDLE_SECONDS = 65
+# The collector need not look often: requests leave no circles (tests/router/serving/test_fault_table.py).
+GC_THRESHOLDS = (20_000, 10, 10)
+
+
+class RouterServer(uvicorn.Server):
+    """Serves ``router`` to clients."""
+
+    def __init__(self, router: RouterApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                router,
+                http=RouterProtocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=CLIENT_IDLE_SECONDS,
+                timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
+            )
+        )
+        self._router = router
+        self._ends_requests_at = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, and let running requests end in their time; told so again, at once."""
+        self.stop(0.0 if self.should_exit else GRACE_SECONDS[signal.Signals(sig)])
+
+    def stop(self, grace: float) -> None:
+        """Stop, and let running requests end within ``grace`` seconds."""
+        self._ends_requests_at = time.monotonic() + grace
+        self.should_exit = True
+
+    def make_protocol(self) -> RouterProtocol:
+        """The protocol of a connection that was accepted elsewhere; the server has started."""
+        return RouterProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing new; wait for requests that run, or end them."""
+        meanwhile = [asyncio.ensure_future(self._end_requests()), asyncio.ensure_future(self._tell_progress())]
+        await super().shutdown(sockets)
+        for task in meanwhile:
+            task.cancel()
+
+    async def _tell_progress(self) -> None:
+        """Say why it takes long to stop, if it does."""
+        await asyncio.sleep(QUIET_SECONDS)
+        while True:
+            requests = self._router.proxy.num_requests
+            left = max(0.0, self._ends_requests_at - time.monotonic())
+            if requests:
+                what = "1 request that runs" if requests == 1 else f"{requests} requests that run"
+                _log.info("stopping: waiting for %s, for %.0f s at most; a second signal ends that at once", what, left)
+            else:
+                _log.info("stopping: waiting for %d connections to close", len(self.server_state.connections))
+            await asyncio.sleep(PROGRESS_SECONDS)
+
+    async def _end_requests(self) -> None:
+        while time.monotonic() < self._ends_requests_at:
+            await asyncio.sleep(0.1)
+        self._router.proxy.stop()
+        await asyncio.sleep(FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def prepare_process() -> None:
+    """Prepare a process that serves requests, once all is loaded."""
+    # The records kept to be explained would be looked through again and again for garbage that is not there.
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    # A request needs three descriptors, and the usual limit is 1,024.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS says "unlimited", and does not mean it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

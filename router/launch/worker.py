@@ -1,0 +1,86 @@
+"""run_worker: one process of several that serve one port."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import socket
+
+import uvloop
+
+from router.app import RouterApp
+from router.launch.logs import open_log, send_log
+from router.launch.server import RouterServer, prepare_process
+from router.settings import SettingsError
+from router.sharing import WorkerLink, WorkerTask, receive_connections
+
+__all__ = ["run_worker"]
+
+_log = logging.getLogger("router.launch.worker")
+
+# So often the supervisor hears that this process lives, and how many connections it has.
+COUNT_SECONDS = 0.25
+
+
+def run_worker(task: WorkerTask) -> None:
+    """Serve the connections that the supervisor hands over, until it says to stop."""
+    # Ctrl-C reaches all processes of a terminal: the supervisor says what follows from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    open_log(task.settings)
+    prepare_process()
+    uvloop.run(_serve(task))
+
+
+async def _serve(task: WorkerTask) -> None:
+    link = WorkerLink(task.name, is_first=task.is_first, is_late=task.is_late)
+    await link.open(task.channel)
+    if task.settings.log_output == "file":
+        send_log(link.log)
+    try:
+        server = RouterServer(RouterApp(task.settings, link))
+    except SettingsError as exc:
+        link.refuse(str(exc))
+        return
+    link.subscribe_to_stop(server.stop)
+    taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
+    # uvicorn takes SIGTERM for the time that it serves: a worker that is told to end alone does, and is replaced.
+    await server.serve(sockets=[])
+    taking.cancel()
+    link.close()
+
+
+async def _take_connections(channel: socket.socket, server: RouterServer, link: WorkerLink) -> None:
+    """Serve the connections that come over ``channel``, and say how many there are; until cancelled."""
+    loop = asyncio.get_running_loop()
+    while not server.started:
+        await asyncio.sleep(0.01)
+    num_taken = 0
+    opening: set[asyncio.Task[object]] = set()
+
+    def take() -> None:
+        nonlocal num_taken
+        for connection in receive_connections(channel):
+            num_taken += 1
+            connection.setblocking(False)
+            work = loop.create_task(loop.connect_accepted_socket(make_protocol, connection, ssl=server.config.ssl))
+            opening.add(work)
+            work.add_done_callback(functools.partial(_on_opened, opening))
+
+    make_protocol = server.make_protocol
+    channel.setblocking(False)
+    loop.add_reader(channel, take)
+    link.declare_ready()
+    try:
+        while not server.should_exit:
+            link.count({"connections": len(server.server_state.connections), "taken": num_taken})
+            await asyncio.sleep(COUNT_SECONDS)
+    finally:
+        loop.remove_reader(channel)
+
+
+def _on_opened(opening: set[asyncio.Task[object]], work: asyncio.Task[object]) -> None:
+    opening.discard(work)
+    if not work.cancelled() and (failure := work.exception()) is not None:
+        _log.debug("a client's connection failed at its start: %s", failure)

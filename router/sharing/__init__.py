@@ -1,0 +1,31 @@
+"""Sharing: several processes, and several routers, that know what one would know.
+
+link.py         Link: a worker's tie to the other processes
+wire.py         Wire: messages between two processes over a socket
+hub.py          Hub: the supervisor's part, which passes messages on and keeps records for newcomers
+supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
+hand_over.py    a client's connection, from the process that accepted it to the one that serves it
+fleet_sync.py   FleetSync: one fleet for all processes
+load_sync.py    LoadSync: one count of each instance's requests
+prefix_sync.py  PrefixSync: one knowledge of prefixes
+"""
+
+from router.sharing.fleet_sync import FleetSync
+from router.sharing.hand_over import receive_connections
+from router.sharing.link import NO_LINK, Link, WorkerLink
+from router.sharing.load_sync import LoadSync
+from router.sharing.prefix_sync import PrefixSync
+from router.sharing.supervisor import Supervisor, WorkerTask, start_nursery
+
+__all__ = [
+    "NO_LINK",
+    "FleetSync",
+    "Link",
+    "LoadSync",
+    "PrefixSync",
+    "Supervisor",
+    "WorkerLink",
+    "WorkerTask",
+    "receive_connections",
+    "start_nursery",
+]

@@ -1,0 +1,123 @@
+"""FleetSync: one fleet for all processes. What one learns of an instance, the others take over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from router.fleet import HealthMonitor, Instance, Registration, RegistrationError, Registry
+from router.sharing.link import Link
+
+__all__ = ["FleetSync"]
+
+_log = logging.getLogger("router.sharing.fleet_sync")
+
+# Records are renewed so often, so that they say of each instance how it is; and thrown away when they are older.
+RENEWAL_SECONDS = 10.0
+STALE_SECONDS = 600.0
+
+
+class FleetSync:
+    """Tells the other processes of instances, and takes over what they tell.
+
+    Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
+    that finds an instance dead lets the others look at once.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        registry: Registry,
+        health: HealthMonitor,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            clock: seconds since the epoch, because records may outlive processes.
+        """
+        self._link = link
+        self._registry = registry
+        self._health = health
+        self._clock = clock
+        link.subscribe_to_records(self._on_record)
+        link.subscribe("suspect", self._on_suspect)
+        link.subscribe("lost_cache", self._on_lost_cache)
+        link.answer("heard", lambda _: True)
+        registry.subscribe_to_troubles(self._on_trouble)
+
+    async def announce(self, instance: Instance) -> None:
+        """Tell the others of an instance that has registered or got an order, and wait until they know."""
+        self._keep_record(instance)
+        await self._link.ask("heard")
+
+    def announce_lost_cache(self, key: str) -> None:
+        """Tell the others that an instance's own cache is empty."""
+        self._link.publish("lost_cache", key)
+
+    async def keep_renewing(self) -> None:
+        """Renew the records of the instances, until cancelled; return at once if there is nobody to tell."""
+        while not self._link.is_alone:
+            await asyncio.sleep(RENEWAL_SECONDS)
+            for instance in self._registry:
+                if instance.healthy:
+                    self._keep_record(instance, is_news=False)
+
+    def _keep_record(self, instance: Instance, *, is_news: bool = True) -> None:
+        record = {
+            "fields": dict(instance.registration.fields),
+            "healthy": instance.healthy,
+            "permanent": instance.permanent,
+            "has_heartbeat": instance.has_heartbeat,
+            "draining": instance.draining,
+            "paused": instance.paused,
+            "share": instance.share,
+            "is_news": is_news,
+            "written_at": self._clock(),
+        }
+        self._link.keep(instance.key, record)
+
+    def _on_record(self, key: str, record: dict[str, Any]) -> None:
+        """Take over an instance as another process knows it."""
+        known = self._registry.get(key)
+        is_old = self._clock() - record["written_at"] > STALE_SECONDS
+        if is_old or (known is not None and not record["is_news"]):
+            return
+        try:
+            registration = Registration.from_fields(record["fields"])
+            self._registry.check_role(registration.role)
+        except RegistrationError as exc:
+            _log.warning("instance %s, of which another router told, is not taken: %s", key, exc)
+            return
+        now = time.monotonic()
+        if known is None:
+            known = self._registry.add_known(
+                registration,
+                now,
+                proven=record["healthy"],
+                permanent=record["permanent"],
+                has_heartbeat=record["has_heartbeat"],
+            )
+        elif record["has_heartbeat"]:
+            known.renew_registration(registration, now, proven=False)
+        known.set_draining(record["draining"])
+        known.set_pause(record["paused"])
+        known.set_share(record["share"])
+        if not known.healthy:
+            self._health.probe_soon(known)
+
+    def _on_trouble(self, instance: Instance) -> None:
+        """An instance was found dead here."""
+        self._link.publish("suspect", instance.key)
+
+    def _on_suspect(self, sender: str, key: str) -> None:
+        instance = self._registry.get(key)
+        if instance is not None and instance.healthy:
+            _log.debug("%s has trouble with %s", sender, key)
+            self._health.probe_soon(instance)
+
+    def _on_lost_cache(self, _: str, key: str) -> None:
+        if (instance := self._registry.get(key)) is not None:
+            self._registry.announce_lost_cache(instance)

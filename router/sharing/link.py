@@ -1,0 +1,228 @@
+"""Link: a worker's tie to the other workers of its router, and by way of the supervisor to other routers.
+
+Everything a worker says reaches the others in the order it was said. Three kinds of talk are enough:
+
+    publish   something has happened; the others may care
+    keep      a record that those who come later must have, too; the others get it at once
+    ask       each of the others answers
+
+A router that is one process has no others: its link is ``NO_LINK``, which says nothing and hears nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from router.sharing.wire import Wire, open_wire
+
+__all__ = ["NO_LINK", "Link", "WorkerLink"]
+
+_log = logging.getLogger("router.sharing.link")
+
+# The others answer from memory. One that does not in this time hangs, and the answer is made without it.
+ANSWER_SECONDS = 1.0
+
+
+class Link:
+    """The link of a router that is one process. ``WorkerLink`` is that of one of several."""
+
+    name = "router"
+    """This process, as the others know it."""
+    is_alone = True
+    """Whether there are no others, ever."""
+    is_first = True
+    """Whether this process does what only one of them should do."""
+    is_late = False
+    """Whether this process has taken the place of one that died."""
+
+    def publish(self, topic: str, content: Any) -> None:
+        """Tell the others of something that has happened."""
+
+    def keep(self, key: str, record: Any) -> None:
+        """Tell the others a record that replaces an earlier one of this key; those that come later get it, too."""
+
+    def count(self, figures: dict[str, int]) -> None:
+        """Tell the supervisor how busy this process is."""
+
+    async def ask(self, topic: str, content: Any = None) -> list[Any]:
+        """The answers of the others, of those that answered in time."""
+        return []
+
+    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
+        """Call ``callback`` with the sender and the content of all that others publish on ``topic``."""
+
+    def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
+        """Call ``callback`` with key and record of all that others keep, now and later."""
+
+    def subscribe_to_departures(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` with the name of each other process that is gone."""
+
+    def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
+        """Answer those who ask on ``topic`` with what ``respond`` returns for their content."""
+
+
+NO_LINK = Link()
+
+
+class WorkerLink(Link):
+    """A worker's end of the wire to its supervisor, whose ``Hub`` passes on all that is said."""
+
+    is_alone = False
+
+    def __init__(self, name: str, *, is_first: bool, is_late: bool) -> None:
+        self.name = name
+        self.is_first, self.is_late = is_first, is_late
+        self._grace: float | None = None  # once the supervisor has said to stop
+        self._stop_callback: Callable[[float], None] | None = None
+        self._wire: Wire | None = None
+        self._topics: dict[str, Callable[[str, Any], None]] = {}
+        self._responders: dict[str, Callable[[Any], Any]] = {}
+        self._record_callbacks: list[Callable[[str, Any], None]] = []
+        self._departure_callbacks: list[Callable[[str], None]] = []
+        self._records: dict[str, Any] = {}
+        self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._num_asked = 0
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def open(self, channel: socket.socket) -> None:
+        """Connect to the supervisor."""
+        self._wire = await open_wire(channel, self._on_message, self._on_lost)
+
+    def close(self) -> None:
+        """Disconnect, at the process's end."""
+        if self._wire is not None:
+            self._wire.close()
+
+    def declare_ready(self) -> None:
+        """Tell the supervisor that this process can serve clients."""
+        self._send("ready")
+
+    def refuse(self, sentence: str) -> None:
+        """Tell the supervisor why this process cannot start."""
+        self._send("refuse", sentence)
+
+    def log(self, level: int, logger: str, text: str) -> None:
+        """Let the supervisor log this."""
+        self._send("log", level, logger, text)
+
+    def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
+        """Call ``callback`` with seconds of grace when this process is to end, or is already."""
+        self._stop_callback = callback
+        if self._grace is not None:
+            callback(self._grace)
+
+    def publish(self, topic: str, content: Any) -> None:
+        """See ``Link.publish``."""
+        self._send("publish", topic, content)
+
+    def keep(self, key: str, record: Any) -> None:
+        """See ``Link.keep``."""
+        self._send("keep", key, record)
+
+    def count(self, figures: dict[str, int]) -> None:
+        """See ``Link.count``."""
+        self._send("count", figures)
+
+    async def ask(self, topic: str, content: Any = None) -> list[Any]:
+        """See ``Link.ask``."""
+        self._num_asked += 1
+        number, answers = self._num_asked, asyncio.get_running_loop().create_future()
+        self._asked[number] = answers
+        self._send("ask", number, topic, content)
+        try:
+            # The supervisor keeps the time; it may be gone itself.
+            return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
+        except TimeoutError:
+            return []
+        finally:
+            del self._asked[number]
+
+    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
+        """See ``Link.subscribe``."""
+        self._topics[topic] = callback
+
+    def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
+        """See ``Link.subscribe_to_records``."""
+        self._record_callbacks.append(callback)
+        for key, record in self._records.items():
+            callback(key, record)
+        self._records.clear()
+
+    def subscribe_to_departures(self, callback: Callable[[str], None]) -> None:
+        """See ``Link.subscribe_to_departures``."""
+        self._departure_callbacks.append(callback)
+
+    def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
+        """See ``Link.answer``."""
+        self._responders[topic] = respond
+
+    def _send(self, *message: Any) -> None:
+        if self._wire is not None:
+            self._wire.send(*message)
+
+    def _on_message(self, message: list[Any]) -> None:
+        kind, *rest = message
+        try:
+            _HANDLERS[kind](self, *rest)
+        except Exception:
+            _log.exception("a message of another process was not understood: %.200r", message)
+
+    def _on_publication(self, sender: str, topic: str, content: Any) -> None:
+        if callback := self._topics.get(topic):
+            callback(sender, content)
+
+    def _on_record(self, key: str, record: Any) -> None:
+        if not self._record_callbacks:
+            self._records[key] = record  # for those that subscribe when the router's parts are put together
+        for callback in self._record_callbacks:
+            callback(key, record)
+
+    def _on_departure(self, name: str) -> None:
+        for callback in self._departure_callbacks:
+            callback(name)
+
+    def _on_question(self, sender: str, number: int, topic: str, content: Any) -> None:
+        task = asyncio.ensure_future(self._give_answer(sender, number, topic, content))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _give_answer(self, sender: str, number: int, topic: str, content: Any) -> None:
+        given = None
+        try:
+            given = self._responders[topic](content)
+            if inspect.isawaitable(given):
+                given = await given
+        except Exception:
+            _log.exception("a question of another process was not answered: %s", topic)
+        self._send("answer", sender, number, given)
+
+    def _on_answers(self, number: int, answers: list[Any]) -> None:
+        waiting = self._asked.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answers)
+
+    def _on_stop(self, grace: float) -> None:
+        self._grace = grace
+        if self._stop_callback is not None:
+            self._stop_callback(grace)
+
+    def _on_lost(self) -> None:
+        """The supervisor is gone, and with it the way for new connections."""
+        if self._grace is None:
+            _log.error("the supervisor of worker %s is gone: it ends", self.name)
+        self._on_stop(0.0)
+
+
+_HANDLERS: dict[str, Callable[..., None]] = {
+    "publish": WorkerLink._on_publication,
+    "keep": WorkerLink._on_record,
+    "gone": WorkerLink._on_departure,
+    "ask": WorkerLink._on_question,
+    "answers": WorkerLink._on_answers,
+    "stop": WorkerLink._on_stop,
+}

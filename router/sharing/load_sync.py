@@ -1,0 +1,129 @@
+"""LoadSync: one count of each instance's requests for all processes, at most some milliseconds old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from router.policies import InstanceLoad
+
+if TYPE_CHECKING:
+    from router.fleet import Registry
+    from router.sharing.link import Link
+
+__all__ = ["LoadSync"]
+
+# Changes are told at once after a pause, and otherwise so often: a request in ten milliseconds is placed as if alone.
+TELL_SECONDS = 0.01
+# All figures are told so often, for those who have just come, or have lost a message on the way.
+TELL_ALL_SECONDS = 1.0
+
+# Requests, tokens and queued work, as in ``InstanceLoad``.
+_Figures = tuple[int, int, float]
+_NOTHING: _Figures = (0, 0, 0.0)
+
+
+class SharedLoad(InstanceLoad):
+    """The load that all processes put on one instance."""
+
+    __slots__ = ("_on_change",)
+
+    def __init__(self, key: str, on_change: Callable[[str], None]) -> None:
+        super().__init__(key)
+        self._on_change = on_change
+
+    def add_request(self, tokens: int, work: float) -> None:
+        """See ``InstanceLoad.add_request``."""
+        InstanceLoad.add_request(self, tokens, work)
+        self._on_change(self.key)
+
+    def remove_prefill(self, tokens: int, work: float) -> None:
+        """See ``InstanceLoad.remove_prefill``."""
+        InstanceLoad.remove_prefill(self, tokens, work)
+        self._on_change(self.key)
+
+    def remove_request(self, tokens: int, work: float) -> None:
+        """See ``InstanceLoad.remove_request``."""
+        InstanceLoad.remove_request(self, tokens, work)
+        self._on_change(self.key)
+
+
+class LoadSync:
+    """Adds the other processes' requests to the loads in ``registry``, and tells them of this one's."""
+
+    def __init__(self, link: Link, registry: Registry) -> None:
+        self._link = link
+        self._registry = registry
+        self._others: dict[str, dict[str, _Figures]] = {}
+        self._changed: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._told_at = 0.0
+        if not link.is_alone:
+            registry.make_load = self._make_load
+            link.subscribe("load", self._on_load)
+            link.subscribe_to_departures(self._on_departure)
+
+    def __repr__(self) -> str:
+        return f"<LoadSync with {list(self._others)}>"
+
+    async def keep_telling(self) -> None:
+        """Tell the others all figures now and then, until cancelled; return at once if there is nobody to tell."""
+        while not self._link.is_alone:
+            await asyncio.sleep(TELL_ALL_SECONDS)
+            self._link.publish("load", [True, {each.key: self._own_figures(each.load) for each in self._registry}])
+
+    def _make_load(self, key: str) -> InstanceLoad:
+        load = SharedLoad(key, self._on_change)
+        for figures in self._others.values():
+            _replace(load, _NOTHING, figures.get(key, _NOTHING))
+        return load
+
+    def _on_change(self, key: str) -> None:
+        self._changed.add(key)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._told_at + TELL_SECONDS), self._tell_changes)
+
+    def _tell_changes(self) -> None:
+        self._timer = None
+        self._told_at = asyncio.get_running_loop().time()
+        instances = [each for key in self._changed if (each := self._registry.get(key)) is not None]
+        self._changed.clear()
+        self._link.publish("load", [False, {each.key: self._own_figures(each.load) for each in instances}])
+
+    def _own_figures(self, load: InstanceLoad) -> _Figures:
+        """The part of ``load`` that is this process's."""
+        requests, tokens, queued = load.requests, load.tokens, load.queued
+        for figures in self._others.values():
+            theirs = figures.get(load.key, _NOTHING)
+            requests, tokens, queued = requests - theirs[0], tokens - theirs[1], queued - theirs[2]
+        return requests, tokens, queued
+
+    def _on_load(self, sender: str, content: list[Any]) -> None:
+        is_whole, told = content
+        known = self._others.setdefault(sender, {})
+        for key in set(known).difference(told) if is_whole else ():
+            self._set_figures(known, key, _NOTHING)
+        for key, figures in told.items():
+            self._set_figures(known, key, tuple(figures))
+
+    def _set_figures(self, known: dict[str, _Figures], key: str, figures: _Figures) -> None:
+        before = known.pop(key, _NOTHING)
+        if figures[0]:
+            known[key] = figures
+        else:
+            figures = _NOTHING  # with no requests the work is none, but for what rounding left of it
+        if (instance := self._registry.get(key)) is not None:
+            _replace(instance.load, before, figures)
+
+    def _on_departure(self, name: str) -> None:
+        known = self._others.pop(name, {})
+        for key in list(known):
+            self._set_figures(known, key, _NOTHING)
+
+
+def _replace(load: InstanceLoad, before: _Figures, now: _Figures) -> None:
+    load.requests += now[0] - before[0]
+    load.tokens += now[1] - before[1]
+    load.queued += now[2] - before[2]

@@ -1,0 +1,65 @@
+"""PrefixSync: one knowledge of prefixes for all processes: a prompt placed by one is known to the others soon."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from router.policies import Policy, PrefixPolicy
+
+if TYPE_CHECKING:
+    from router.fleet import Role
+    from router.sharing.link import Link
+
+__all__ = ["PrefixSync"]
+
+_log = logging.getLogger("router.sharing.prefix_sync")
+
+TELL_SECONDS = 0.1
+
+
+class PrefixSync:
+    """Tells the other processes which prompts went where, and lets the policies know what they tell."""
+
+    def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
+        self._link = link
+        self._policies = {role.value: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
+        self._placed: list[tuple[str, str, bytes]] = []
+        if not link.is_alone:
+            for role, policy in self._policies.items():
+                policy.subscribe_to_chains(partial(self._on_chain, role))
+            link.subscribe("chains", self._on_chains)
+            link.answer("prefixes", self._dump_prefixes)
+
+    async def take_over(self) -> None:
+        """Take over all that another process knows, if there is one: this one has just come."""
+        answers: list[dict[str, bytes]] = await self._link.ask("prefixes")
+        for role, dump in max(answers, key=lambda each: sum(map(len, each.values())), default={}).items():
+            try:
+                self._policies[role].load_dump(dump)
+            except (KeyError, ValueError) as exc:
+                _log.warning("the prefixes of another process are not taken over: %s", exc)
+
+    def _on_chain(self, role: str, chunks: Sequence[int], key: str) -> None:
+        if not self._placed:
+            asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_chains)
+        self._placed.append((role, key, array("Q", chunks).tobytes()))
+
+    def _tell_chains(self) -> None:
+        placed, self._placed = self._placed, []
+        self._link.publish("chains", placed)
+
+    def _on_chains(self, _: str, placed: list[Any]) -> None:
+        for role, key, data in placed:
+            if policy := self._policies.get(role):
+                policy.note_chain(array("Q", data), key)
+
+    async def _dump_prefixes(self, _: None) -> dict[str, bytes]:
+        encoders: dict[str, Callable[[], bytes]] = {
+            role: policy.prepare_dump() for role, policy in self._policies.items()
+        }
+        return {role: await asyncio.to_thread(encode) for role, encode in encoders.items()}

@@ -1,0 +1,285 @@
+"""Supervisor: starts workers, replaces those that die or hang, and gives each new connection to the idlest.
+
+It accepts connections itself, so that what a worker leaves behind when it dies is only the connections it served: the
+next ones go to the others, and those that come while no worker lives wait in the listener's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from router.sharing.hand_over import send_connection
+from router.sharing.hub import Hub
+from router.sharing.wire import Wire, open_wire
+
+if TYPE_CHECKING:
+    from router.settings import RouterSettings
+
+__all__ = ["Supervisor", "WorkerTask", "start_nursery"]
+
+_log = logging.getLogger("router.sharing.supervisor")
+
+# A worker that does not say anything for so long gets no new connections; and after so long it is killed.
+QUIET_SECONDS = 2.0
+HUNG_SECONDS = 15.0
+# One that dies young is replaced after a pause that doubles each time.
+YOUNG_SECONDS = 5.0
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.05, 5.0
+# Beyond their grace, workers that are told to stop get so long.
+STOP_SECONDS = 5.0
+CHECK_SECONDS = 0.5
+# Connections accepted in one go, before the loop does something else.
+MAX_ACCEPTED_AT_ONCE = 64
+# Where no descriptor is left for a connection, none is accepted for so long.
+ACCEPT_PAUSE_SECONDS = 0.5
+
+
+class WorkerTask(NamedTuple):
+    """All that a new worker is given."""
+
+    settings: RouterSettings
+    name: str
+    is_first: bool
+    is_late: bool
+    channel: socket.socket
+    """Its end of the wire to the supervisor."""
+    connections: socket.socket
+    """Brings clients' connections."""
+
+
+def start_nursery(module: str) -> None:
+    """Start the process that workers are forked from, with ``module`` loaded; it takes its time beside this one's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    forkserver.ensure_running()
+
+
+class Supervisor:
+    """The workers of one router."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        listener: socket.socket,
+        run_worker: Callable[[WorkerTask], None],
+        graces: Mapping[signal.Signals, float],
+    ) -> None:
+        """
+        Args:
+            listener: bound and listening.
+            run_worker: the work of a new process; it sends ``ready``, ``count`` and ``refuse`` beside what links send.
+            graces: the seconds that running requests get at each signal that ends the router.
+        """
+        self._settings = settings
+        self._listener = listener
+        self._run_worker = run_worker
+        self._graces = graces
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._prefix = secrets.token_hex(4)
+        self._workers: dict[str, _Worker] = {}
+        self._hub = Hub(self._on_count)
+        self._pause = FIRST_PAUSE_SECONDS
+        self._num_started = 0
+        self._was_ready = asyncio.Event()
+        self._is_stopping = False
+        self._kills_at = 0.0
+        self._refusal = ""
+        self._starts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Supervisor {list(self._workers.values())}>"
+
+    async def run(self, on_ready: Callable[[], None]) -> str:
+        """Serve until a signal says to end; all workers have ended then.
+
+        Args:
+            on_ready: called when all workers have started.
+
+        Returns:
+            Why the workers cannot start, in one sentence; ``""`` after a good end.
+        """
+        loop = asyncio.get_running_loop()
+        for each in self._graces:
+            loop.add_signal_handler(each, self._on_signal, each)
+        self._listener.setblocking(False)
+        for place in range(self._settings.num_workers):
+            await self._start_worker(place, is_late=False)
+        ready = asyncio.ensure_future(self._announce_ready(on_ready))
+        while self._workers or self._starts:
+            await asyncio.sleep(CHECK_SECONDS if not self._is_stopping else 0.02)
+            self._check_workers()
+        ready.cancel()
+        return self._refusal
+
+    async def _announce_ready(self, on_ready: Callable[[], None]) -> None:
+        await self._was_ready.wait()
+        on_ready()
+        asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
+
+    async def _start_worker(self, place: int, *, is_late: bool) -> None:
+        self._num_started += 1
+        # A name is never given twice: what was said of the one that died does not count for the next.
+        name = f"{self._prefix}-{place}-{self._num_started}"
+        channel, their_channel = socket.socketpair()
+        connections, their_connections = socket.socketpair(type=socket.SOCK_DGRAM)
+        for each in (channel, connections):
+            each.setblocking(False)
+        task = WorkerTask(self._settings, name, place == 0, is_late, their_channel, their_connections)
+        process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
+        process.start()
+        their_channel.close()
+        their_connections.close()
+        worker = self._workers[name] = _Worker(name, place, process, connections)
+        worker.wire = await open_wire(
+            channel, lambda message: self._on_message(worker, message), lambda: self._on_lost(worker)
+        )
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
+        self._hub.add_worker(name, worker.wire)
+
+    def _on_message(self, worker: _Worker, message: list[Any]) -> None:
+        match message:
+            case ["ready"]:
+                worker.is_ready, worker.heard_at = True, time.monotonic()
+                if all(each.is_ready for each in self._workers.values()):
+                    self._was_ready.set()
+            case ["log", level, logger, text]:
+                logging.getLogger(logger).log(level, "%s", text)
+            case ["refuse", sentence]:
+                self._on_refusal(worker, sentence)
+            case _:
+                self._hub.on_message(worker.name, message)
+
+    def _on_count(self, name: str, figures: dict[str, int]) -> None:
+        worker = self._workers[name]
+        worker.heard_at = time.monotonic()
+        worker.num_connections, worker.num_taken = figures["connections"], figures["taken"]
+
+    def _on_refusal(self, worker: _Worker, sentence: str) -> None:
+        """A worker cannot start."""
+        if self._was_ready.is_set():
+            _log.error("worker %s cannot start: %s", worker.name, sentence)
+        elif not self._refusal:
+            self._refusal = sentence
+            self._stop_workers(0.0)
+
+    def _on_lost(self, worker: _Worker) -> None:
+        """A worker has closed its wire, as it does at its end; its death is noticed by ``_on_death``."""
+        worker.is_ready = False
+
+    def _on_death(self, worker: _Worker) -> None:
+        """A worker's process has ended."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.process.sentinel)
+        worker.process.join()
+        worker.close()
+        del self._workers[worker.name]
+        self._hub.remove_worker(worker.name)
+        if self._is_stopping:
+            return
+        code = worker.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        _log.error("worker %s %s; another one takes its place", worker.name, how)
+        is_young = time.monotonic() - worker.started_at < YOUNG_SECONDS
+        self._pause = min(LAST_PAUSE_SECONDS, 2 * self._pause) if is_young else FIRST_PAUSE_SECONDS
+        start = asyncio.ensure_future(self._replace_worker(worker.place))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+
+    async def _replace_worker(self, place: int) -> None:
+        await asyncio.sleep(self._pause)
+        if not self._is_stopping:
+            await self._start_worker(place, is_late=True)
+
+    def _check_workers(self) -> None:
+        """Kill workers that hang, or have not ended in their time."""
+        now = time.monotonic()
+        for worker in self._workers.values():
+            if now - worker.heard_at > HUNG_SECONDS and not self._is_stopping:
+                _log.error("worker %s has said nothing for %.0f s and is killed", worker.name, HUNG_SECONDS)
+                worker.process.kill()
+            elif self._is_stopping and now > self._kills_at:
+                worker.process.kill()
+
+    def _on_signal(self, sent: signal.Signals) -> None:
+        self._stop_workers(0.0 if self._is_stopping else self._graces[sent])
+
+    def _stop_workers(self, grace: float) -> None:
+        """Accept nothing new; let workers end what they serve within ``grace`` seconds."""
+        self._is_stopping = True
+        self._kills_at = time.monotonic() + grace + STOP_SECONDS
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        self._hub.stop_workers(grace)
+
+    def _accept_connections(self) -> None:
+        for _ in range(MAX_ACCEPTED_AT_ONCE):
+            workers = self._list_idlest()
+            if not workers:  # the connections wait in the listener's queue
+                self._pause_accepting()
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                _log.error("no connection can be accepted: %s", exc.strerror)
+                self._pause_accepting()
+                return
+            with connection:
+                for worker in workers:
+                    if send_connection(worker.connections, connection):
+                        worker.num_given += 1
+                        break
+
+    def _pause_accepting(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        loop.call_later(ACCEPT_PAUSE_SECONDS if self._list_idlest() else FIRST_PAUSE_SECONDS, self._resume_accepting)
+
+    def _resume_accepting(self) -> None:
+        if not self._is_stopping:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
+
+    def _list_idlest(self) -> list[_Worker]:
+        """The workers that may get a connection, the one with the fewest first; those that are quiet, last."""
+        quiet_before = time.monotonic() - QUIET_SECONDS
+        ready = [worker for worker in self._workers.values() if worker.is_ready]
+        return sorted(ready, key=lambda worker: (worker.heard_at < quiet_before, worker.load))
+
+
+class _Worker:
+    """One worker, as its supervisor sees it."""
+
+    wire: Wire
+
+    def __init__(self, name: str, place: int, process: ForkServerProcess, connections: socket.socket) -> None:
+        self.name = name
+        self.place = place
+        self.process = process
+        self.connections = connections
+        self.started_at = self.heard_at = time.monotonic()
+        self.is_ready = False
+        self.num_connections = self.num_taken = self.num_given = 0
+
+    def __repr__(self) -> str:
+        return f"<worker {self.name} {self.load} connections>"
+
+    @property
+    def load(self) -> int:
+        """Its connections: those it has by its last account, and those it has been given since."""
+        return self.num_connections + self.num_given - self.num_taken
+
+    def close(self) -> None:
+        """Close this end of all that led to it."""
+        self.wire.close()
+        self.connections.close()

@@ -1,0 +1,64 @@
+"""Wire: messages between two processes of one machine, over a socket that both inherited."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgpack
+
+__all__ = ["Wire", "open_wire"]
+
+# A memory of prefixes that is full takes 13 MB (``PrefixIndex.dump``), or 250 MB at the very worst.
+MAX_MESSAGE_BYTES = 512 * 1024 * 1024
+
+
+class Wire(asyncio.Protocol):
+    """One end. A message is a list of plain values, in the form of https://msgpack.org."""
+
+    def __init__(self, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]) -> None:
+        """
+        Args:
+            on_message: called with each message that comes, in their order.
+            on_lost: called once, when the other end is gone.
+        """
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=MAX_MESSAGE_BYTES)
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
+        self._on_lost()
+
+    def send(self, *message: Any) -> None:
+        """Send a message; it is kept until the other end takes it, and lost where that is gone."""
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.write(msgpack.packb(message))
+
+    def close(self) -> None:
+        """Close this end once all that was sent is on its way."""
+        assert self._transport is not None
+        self._transport.close()
+
+
+async def open_wire(
+    channel: socket.socket, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]
+) -> Wire:
+    """The end of a wire that ``channel`` is."""
+    loop = asyncio.get_running_loop()
+    _, wire = await loop.create_unix_connection(lambda: Wire(on_message, on_lost), sock=channel)
+    return wire

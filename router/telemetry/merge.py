@@ -1,0 +1,48 @@
+"""The figures of several processes as one: what Prometheus would get if they were a single router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prometheus_client.core import Metric
+
+__all__ = ["dump_families", "merge_families"]
+
+# Of these each process has a part; any other gauge is about all of them already.
+_ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests"})
+
+_Dump = Sequence[Any]
+
+
+def dump_families(families: Iterable[Metric]) -> list[_Dump]:
+    """Families of figures as plain values, for another process."""
+    return [
+        (family.name, family.documentation, family.type, [(s.name, s.labels, s.value) for s in family.samples])
+        for family in families
+    ]
+
+
+def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> list[Metric]:
+    """``own`` families with the figures of other processes.
+
+    Counts are added. Quantiles cannot be: of those the highest is taken, so that none looks better than it is.
+    """
+    merged: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for dump in (dump_families(own), *others):
+        for name, documentation, kind, samples in dump:
+            merged.setdefault(name, Metric(name, documentation, kind))
+            known = values.setdefault(name, {})
+            for sample, labels, value in samples:
+                key = (sample, tuple(labels.items()))
+                if key not in known:
+                    known[key] = value
+                elif "quantile" in labels:
+                    known[key] = max(known[key], value)
+                elif kind != "gauge" or name in _ADDED_GAUGES:
+                    known[key] += value
+    for name, family in merged.items():
+        for (sample, labels), value in values[name].items():
+            family.add_sample(sample, dict(labels), value)
+    return list(merged.values())

@@ -1,0 +1,208 @@
+"""HTTP around the endpoints: no redirections, an answer to HEAD, ids given back, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from engine import http_server
+from engine.api_server import create_app
+from engine.completions import Completions
+from engine.disaggregation import HandoverReceiver
+from engine.generation import Generations
+from engine.http_server import MAX_HEAD_BYTES, InstanceProtocol
+from engine.metrics import EngineMetrics
+from tests.engine.event_loop import in_event_loop
+from tests.engine.running import Engine
+
+CHAT = "/v1/completions"
+BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
+
+
+@contextlib.asynccontextmanager
+async def no_lifespan(_: object) -> AsyncIterator[None]:
+    yield
+
+
+@pytest.fixture(scope="module")
+def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
+    """The endpoints over a running engine."""
+    with Engine(tiny_checkpoint) as engine:
+        generations = Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+        instance: Any = SimpleNamespace(
+            run_lifespan=no_lifespan,
+            core=engine.core,
+            metrics=EngineMetrics(),
+            generations=generations,
+            completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
+        )
+        yield create_app(instance)
+
+
+@contextlib.asynccontextmanager
+async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[int]:
+    """The endpoints behind the instance's own protocol, at a port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, http=InstanceProtocol, log_config=None))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await running
+
+
+def openai_error(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "message"),
+    [
+        ("GET", "/v1/nothing", 404, "unknown_path", "this instance has no path '/v1/nothing'"),
+        ("POST", "/v1/completions/", 404, "unknown_path", "; did you mean /v1/completions?"),
+        ("POST", "/v1/chat/completion", 404, "unknown_path", "; did you mean /v1/chat/completions?"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed", "/v1/chat/completions takes POST, not GET"),
+        ("DELETE", "/v1/models/tiny", 405, "method_not_allowed", "/v1/models/tiny takes GET, not DELETE"),
+        ("GET", "/v1/models/other/one", 404, "model_not_found", 'no model "other/one"; it serves "tiny"'),
+        ("GET", "/docs", 404, "unknown_path", "no path '/docs'"),
+        ("GET", "/openapi.json", 404, "unknown_path", "no path '/openapi.json'"),
+    ],
+)
+@in_event_loop
+async def test_what_is_not_there_is_an_openai_error_and_no_redirection(
+    app: Any, method: str, path: str, status: int, code: str, message: str
+) -> None:
+    async with asking(app) as client:
+        answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert "location" not in answer.headers
+    error = openai_error(answer)
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/nothing", CHAT])
+@in_event_loop
+async def test_head_is_answered_as_get_without_a_body(app: Any, path: str) -> None:
+    async with serving(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        head, get = await client.head(path), await client.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_event_loop
+async def test_the_id_of_the_header_names_the_request_and_is_given_back(app: Any, stream: bool) -> None:
+    sent = "my-réquest"
+    async with asking(app) as client:
+        answer = await client.post(CHAT, json={**BODY, "stream": stream}, headers={b"X-Request-Id": sent.encode()})
+        first = json.loads(answer.text.split("\n")[0].removeprefix("data: "))
+    assert first["id"] == f"cmpl-{sent}"
+    assert answer.headers.get_list("x-request-id") == [sent]
+
+
+@in_event_loop
+async def test_an_id_in_the_body_comes_first_and_one_is_made_where_there_is_none(app: Any) -> None:
+    async with asking(app) as client:
+        both = await client.post(CHAT, json={**BODY, "request_id": "inner"}, headers={"X-Request-Id": "outer"})
+        inner = await client.post(CHAT, json={**BODY, "request_id": "inner"})
+        none = await client.post(CHAT, json=BODY)
+    assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-inner", "outer")
+    assert (inner.json()["id"], inner.headers["x-request-id"]) == ("cmpl-inner", "inner")
+    assert none.json()["id"] == f"cmpl-{none.headers['x-request-id']}"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/models", 200), ("/nothing", 404), ("/tokenize", 405), ("/metrics", 200)]
+)
+@in_event_loop
+async def test_other_answers_give_the_id_back_too(app: Any, path: str, status: int) -> None:
+    async with asking(app) as client:
+        answer = await client.get(path, headers={"X-Request-Id": "mine"})
+    assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"a\x07b", "it must be a text of printable characters"),
+        (b"\xff", "it must be a text of printable characters"),
+        (b"a" * 257, "longer than the 256 characters"),
+    ],
+)
+@in_event_loop
+async def test_what_cannot_be_an_id_is_refused(app: Any, sent: bytes, message: str) -> None:
+    async with asking(app) as client:
+        answer = await client.post(CHAT, json=BODY, headers={b"X-Request-Id": sent})
+    assert answer.status_code == 400
+    assert openai_error(answer)["param"] == "X-Request-Id"
+    assert message in openai_error(answer)["message"]
+
+
+@in_event_loop
+async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b" " * 100
+
+    async with asking(app) as client:
+        for answer in (await client.post(CHAT, content=b" " * 1001), await client.post(CHAT, content=pieces())):
+            assert (answer.status_code, openai_error(answer)["code"]) == (413, "body_too_large")
+            assert "larger than the 1000 bytes" in openai_error(answer)["message"]
+
+
+@in_event_loop
+async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"pro')
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")  # to the connection's end
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("timeout", "request_incomplete")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET /" + b"a" * (MAX_HEAD_BYTES - 4), 414, "target_too_long"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES - 18), 431, "head_too_large"),
+        (b"what is this\r\n\r\n", 400, "invalid_http"),
+    ],
+    ids=["path", "head", "no HTTP"],
+)
+@in_event_loop
+async def test_what_is_no_request_is_an_openai_error(app: Any, sent: bytes, status: int, code: str) -> None:
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["error"]["code"] == code

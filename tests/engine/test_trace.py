@@ -1,0 +1,137 @@
+"""At debug a stranger can say from the log where each token of a prompt came from, and why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_backend.stores.memory import MemoryStore
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.faulty_store import Fault, FaultyStore
+from tests.engine.pair import PROMPT, Pair, all_of, forget_prefixes, pair_of
+from tests.engine.running import Engine
+
+BLOCK_BYTES = r"[1-9]\d*"
+
+
+class Told:
+    """The lines of the log, without the times in them."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def lines(self, name: str) -> list[str]:
+        """Those of this request, in their order."""
+        found = [each.getMessage() for each in self._caplog.records if each.levelno == logging.DEBUG]
+        return [line.removeprefix(f"request {name}: ") for line in found if line.startswith(f"request {name}: ")]
+
+    def has(self, name: str, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, line) for line in self.lines(name))
+
+    def sources(self, name: str) -> list[str]:
+        """The last lines, one an instance."""
+        return [line for line in self.lines(name) if line.startswith("prompt of ")]
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    with caplog.at_level(logging.DEBUG, "engine"), caplog.at_level(logging.DEBUG, "kvstore_backend"):
+        yield Told(caplog)
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(MemoryStore(64 << 20))
+
+
+@in_event_loop
+async def test_by_way_of_the_pool(tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, told: Told) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
+        await one_instance(pair, "first")
+        forget_prefixes(pair.prefill.engine)
+        await one_instance(pair, "second")
+        await one_instance(pair, "third")
+    assert told.has("first", r"look-up of 6 blocks \(its 0 to 5, from \w{12}\): the pool has 0 leading ones and 0 .*")
+    saves = [re.match(r"save of (\d) blocks .*: the pool has (\d) of them now", line) for line in told.lines("first")]
+    assert [sum(int(found[i]) for found in saves if found) for i in (1, 2)] == [6, 6]
+    assert told.has("second", rf"load of 6 blocks: 6 arrived and were verified, {BLOCK_BYTES} bytes in \d+\.\d ms")
+    tail = "the last 4 fill no block before the last token, which is always computed"
+    assert told.sources("first") == [
+        "prompt of 100 tokens: 100 computed here (0 to 99); because "
+        "pool: not in the pool (it lacks the first of 6 blocks)"
+    ]
+    assert told.sources("second") == [
+        "prompt of 100 tokens: 96 from the pool (0 to 95), 4 computed here (96 to 99); because "
+        f"pool: it had 6 of 6 blocks, of which 6 arrived; {tail}"
+    ]
+    assert told.sources("third") == [
+        "prompt of 100 tokens: 96 from own cache (0 to 95), 4 computed here (96 to 99); because "
+        f"pool: own cache had all 6 blocks; {tail}"
+    ]
+
+
+async def one_instance(pair: Pair, name: str) -> None:
+    generations = pair.prefill.generations
+    await all_of(generations.begin(pair.start(name=name)[0].request, None))
+    await eventually(lambda: pair.prefill.is_free, "the prompt to be saved")
+
+
+@in_event_loop
+async def test_a_direct_hand_over(tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, told: Told) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
+        await pair.answer(name="a")
+        await pair.answer([*PROMPT, *PROMPT], name="b")
+        assert pair.decode.engine.metric("kvstore_pool_unused_requests_total", reason="handed_over") == 2
+    assert told.has("b", r"the prefill instance begins to hand over 200 tokens; lent 7 blocks, the 6 before are here")
+    assert told.has("b", r"the decode instance at \S+ lends 7 blocks, and has the 6 before them")
+    assert told.has("b", rf"hand-over of blocks \d+ to 12: \d written, {BLOCK_BYTES} bytes in .* ms; decode had \d .*")
+    assert told.has("b", rf"direct hand-over accepted: 7 blocks written, {BLOCK_BYTES} bytes, .* ms since it began")
+    assert told.has("b", rf"hand-over verified: 7 blocks, {BLOCK_BYTES} bytes in .* ms")
+    prefill, decode = sorted(told.sources("b"), key=lambda line: "hand-over" in line)
+    assert prefill.startswith(
+        "prompt of 200 tokens: 96 from own cache (0 to 95), 104 computed here (96 to 199); because"
+    )
+    assert decode == (
+        "prompt of 200 tokens: 96 from own cache (0 to 95), 104 from the prefill instance (96 to 199); because "
+        "pool: not asked; the prefill instance handed the prompt over directly; "
+        "hand-over: directly; the prefill instance took 96 tokens from own cache and 0 from the pool"
+    )
+
+
+@in_event_loop
+async def test_a_hand_over_that_fails_tells_its_way(
+    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, told: Told
+) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
+        pair.prefill.transfer.fails = True
+        await pair.answer()
+    assert told.has("r", "handed over through the pool: a write to the decode instance failed")
+    assert told.has("r", "the prefill instance has saved the prompt to the pool")
+    decode = next(line for line in told.sources("r") if "hand-over" in line)
+    assert decode.startswith(
+        "prompt of 100 tokens: 96 from the pool (0 to 95), 4 computed here (96 to 99); because pool:"
+    )
+    assert "hand-over: through the pool; the prefill instance took 0 tokens from own cache and 0" in decode
+
+
+def test_a_save_that_the_pool_refuses(tiny_checkpoint: Path, store: FaultyStore, told: Told) -> None:
+    store.fault = Fault.REFUSES_SAVES
+    with Engine(tiny_checkpoint, store=store) as engine:
+        engine.answer(PROMPT, 1)
+    assert told.has("0", r"save of 1 blocks .*: the pool has 0 of them now, 0 bytes; .* ms")
+
+
+@in_event_loop
+async def test_without_debug_there_is_nothing_of_it(
+    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "engine"):
+        async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
+            await pair.answer()
+    assert "request finished: request_id=r" in caplog.text
+    assert "request r:" not in caplog.text
