@@ -15,6 +15,7 @@ request.py           Request, as a client asks for it, and Sequence, as the engi
 scheduler.py         which sequence computes how many tokens in the next step; free of tensors
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
 model_runner.py      the checkpoint, its KV memory, and one forward pass
+memory_budget.py     how many KV blocks there are, beside the memory of sparse attention
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors

@@ -37,6 +37,7 @@ from engine.http_server import (
     find_request_id,
     read_body,
 )
+from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
     ModelRunner,
@@ -90,17 +91,14 @@ class Instance:
         check_length(folder, config, args.max_model_len)
         device = choose_device(args.device)
         runner = ModelRunner(folder, config, device, choose_dtype(args.dtype, config), args.block_size)
-        num_blocks = args.num_gpu_blocks_override or runner.default_num_blocks(args.gpu_memory_utilization)
-        if num_blocks * args.block_size < args.max_model_len:
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {args.block_size} tokens cannot hold one sequence of "
-                f"--max-model-len {args.max_model_len}; lower it or raise --num-gpu-blocks-override"
-            )
+        num_blocks = choose_num_blocks(args, runner)
         runner.allocate_kv(num_blocks)
         runner.try_out()
         if args.retrieval:
             runner.enable_retrieval(args.retrieval, args.max_num_seqs, args.max_model_len)
             log.info("Sparse attention: %s", args.retrieval)
+            if advice := args.retrieval.explain_block_size():
+                log.warning("%s", advice)
         self.metrics = EngineMetrics()
         scheduler = Scheduler(
             BlockManager(num_blocks),

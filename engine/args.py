@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from engine.retrieval_config import REPRESENTATIVES, RetrievalConfig
 from kvstore_backend import ConfigError
 
 __all__ = ["EngineArgs", "parse_args", "set_native_defaults"]
+
+log = logging.getLogger(__name__)
 
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
@@ -140,7 +143,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
-    add("--enable-output-caching", action="store_true", help="save generated blocks to the pool, too")
+    add(
+        "--enable-output-caching",
+        action="store_true",
+        help="save generated blocks too, but for sparse attention's",
+    )
     add(
         "--kvcache-storage-backend",
         type=_parse_store,
@@ -169,7 +176,11 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sparse attention over an index of KV blocks").add_argument
     default = RetrievalConfig(block_size=1)
-    add("--enable-retrieval", action="store_true", help="long prompts' answers read only blocks that matter")
+    add(
+        "--enable-retrieval",
+        action=argparse.BooleanOptionalAction,
+        help="long prompts' answers read only blocks that matter [where VLLM_PLUGINS names retrieval]",
+    )
 
     def add_value(name: str, parse: Callable[[str], object], text: str) -> None:
         variable = _RETRIEVAL_VARIABLES.get(name)
@@ -190,24 +201,39 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
     """Sizes from the flags, else the environment, else the method's defaults; None: not enabled."""
     given = {name: values[f"retrieval_{name}"] for name in _RETRIEVAL_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
-    if not values["enable_retrieval"]:
-        for name in given:
-            raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+    named = {name: environ[variable] for name, variable in _RETRIEVAL_VARIABLES.items() if environ.get(variable)}
+    enabled, plugins = values["enable_retrieval"], environ.get("VLLM_PLUGINS", "").split(",")
+    if enabled is None:
+        enabled = "retrieval" in map(str.strip, plugins)
+    if not enabled:
+        _explain_idle_sizes(given, named)
         return None
-    for name, variable in _RETRIEVAL_VARIABLES.items():
-        text = environ.get(variable)
-        if text and name not in given:
-            try:
-                given[name] = _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
-            except argparse.ArgumentTypeError as exc:
-                raise ConfigError(f"{variable}: {exc}") from None
+    given.update({name: _parse_variable(name, text) for name, text in named.items() if name not in given})
     config = RetrievalConfig(values["block_size"], **given)
     if values["max_model_len"] < config.dense_boundary:
+        asked = "--enable-retrieval" if values["enable_retrieval"] else "VLLM_PLUGINS names retrieval"
         raise ConfigError(
-            f"--enable-retrieval: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
+            f"{asked}: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
             f"--max-model-len {values['max_model_len']}; raise one or lower the other"
         )
     return config
+
+
+def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
+    """Refuse sizes of sparse attention that flags give while it is off; say which ones variables give."""
+    for name in given:
+        raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+    if named:
+        variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
+        log.warning("Retrieval is off, so nothing reads %s; add --enable-retrieval", variables)
+
+
+def _parse_variable(name: str, text: str) -> float | int:
+    """A size of sparse attention as its variable gives it."""
+    try:
+        return _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
+    except argparse.ArgumentTypeError as exc:
+        raise ConfigError(f"{_RETRIEVAL_VARIABLES[name]}: {exc}") from None
 
 
 def _check_combinations(args: EngineArgs) -> None:

@@ -8,6 +8,7 @@ import logging
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
+from engine.attention.block_index import width_of
 from engine.attention.retrieval import Retrieval, SparseState
 from engine.packed_linear import pack_linears
 from engine.retrieval_config import Regime, RetrievalConfig
@@ -151,7 +153,8 @@ class ModelRunner:
         except Exception as exc:  # transformers raises many kinds here
             reason = str(exc).strip().splitlines()[0]
             raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
-        self.model.to(self.device).eval()
+        with _told_if_too_large(f"--model {folder!r} on {device}; use --device cpu or a smaller one"):
+            self.model.to(self.device).eval()
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         if self.device.type == "cpu":
             pack_linears(self.model)
@@ -178,17 +181,26 @@ class ModelRunner:
         """Make KV memory of ``num_blocks`` blocks.
 
         Zeros, not just room: attention masks unused tokens by weight 0, and 0 times a stray NaN is NaN.
+
+        Raises:
+            ConfigError: there is no memory for them.
         """
         shape = self.shape
         axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        if self.device.type == "cpu":
-            self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
-        else:
-            self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
+        with _told_if_too_large(f"{num_blocks} KV blocks; lower --num-gpu-blocks-override or --gpu-memory-utilization"):
+            if self.device.type == "cpu":
+                self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
+            else:
+                self.kv = torch.zeros(axes, dtype=shape.dtype, device=self.device)
 
     def enable_retrieval(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> None:
-        """Let sequences whose regime says so decode sparsely; after ``allocate_kv``."""
-        self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
+        """Let sequences whose regime says so decode sparsely; after ``allocate_kv``.
+
+        Raises:
+            ConfigError: there is no memory for the index.
+        """
+        with _told_if_too_large("the index of retrieval; lower --max-num-seqs or --max-model-len"):
+            self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
 
     def try_out(self) -> None:
         """Compute one token, to learn now whether all of the model's attention is ours, and leave no trace of it.
@@ -209,17 +221,23 @@ class ModelRunner:
             kind = type(self.model).__name__
             raise ConfigError(f"--model {self._folder!r}: this engine cannot run a {kind}: {reason}")
 
-    def default_num_blocks(self, gpu_memory_utilization: float) -> int:
-        """KV blocks for the memory there is: that share of a GPU's free memory, or a quarter of the host's.
+    def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
+        """Bytes that sparse attention takes on the device at most, besides KV blocks: its index and working sets."""
+        shape = self.shape
+        vectors = -(-max_model_len // shape.block_size) * shape.num_layers * shape.num_kv_heads
+        index = vectors * width_of(config.representative, shape.head_dim) * shape.dtype.itemsize
+        read = sum(config.max_blocks_read(max_model_len, layer) for layer in range(shape.num_layers))
+        return max_num_seqs * (index + read * shape.nbytes // shape.num_layers)
 
-        On the host at most 4 GiB: a laptop runs several instances.
-        """
-        if self.device.type == "cpu":
-            nbytes = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 4 << 30)
-        else:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            nbytes = int(free * gpu_memory_utilization)
-        return max(1, nbytes // self.shape.nbytes)
+    def count_free_bytes(self) -> int:
+        """Memory of the device that could be had now."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        with contextlib.suppress(OSError):  # not Linux
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def span(self, block: int) -> Span:
         """Where a block's bytes lie."""
@@ -268,6 +286,16 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+@contextlib.contextmanager
+def _told_if_too_large(wanted: str) -> Iterator[None]:
+    """Tell in a sentence that there is no memory for it: a GPU, torch and mmap each fail in their own way."""
+    try:
+        yield
+    except (RuntimeError, OSError, MemoryError, OverflowError) as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise ConfigError(f"there is no memory for {wanted}: {reason}") from exc
 
 
 def _zeros_on_demand(nbytes: int) -> torch.Tensor:

@@ -161,6 +161,13 @@ class PoolConnector:
         tokens = sequence.num_exact
         if not self._save_outputs:
             tokens = min(tokens, sequence.num_prompt_tokens)
+        elif is_last and tokens < sequence.num_computed:
+            log.info(
+                "%s: %d generated tokens are not saved to the pool: sparse attention computed their KV, which is not "
+                "exact; a prompt that has them computes and saves them",
+                sequence.request.request_id,
+                sequence.num_computed - tokens,
+            )
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return

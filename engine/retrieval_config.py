@@ -15,7 +15,10 @@ from fractions import Fraction
 
 from kvstore_backend import ConfigError
 
-__all__ = ["REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
+__all__ = ["RECOMMENDED_BLOCK_SIZE", "REPRESENTATIVES", "BlockPartition", "Regime", "RetrievalConfig"]
+
+RECOMMENDED_BLOCK_SIZE = 128
+"""The method's."""
 
 REPRESENTATIVES = ("min_max", "mean_std", "mean")
 """The vectors that can stand for a block in the index (see ``block_index``); the first is the default."""
@@ -57,7 +60,8 @@ class RetrievalConfig:
 
     Prompts below ``dense_boundary`` are attended to exactly, those above ``offload_boundary`` are offloaded. The window
     is never less than ``local_tokens``, initial tokens are rounded up to whole blocks, and the number of blocks
-    recalled is rounded down (but at least one). Blocks are chosen anew every ``stride`` steps, and whenever one leaves
+    recalled is rounded down (but at least one). Where the window cuts a block in two, the whole of it is read, and is
+    one of those that ``topk_percent`` allows. Blocks are chosen anew every ``stride`` steps, and whenever one leaves
     the window. The first ``dense_layers`` layers read every block.
 
     Raises:
@@ -108,13 +112,26 @@ class RetrievalConfig:
         """The blocks of a sequence for a step in ``layer`` whose newest token is the ``context``-th."""
         num_blocks = -(-context // self.block_size)
         num_initial = min(-(-self.init_tokens // self.block_size), num_blocks - 1)
-        window_start = max(num_initial, (context - self.local_tokens) // self.block_size)
+        window_start, num_before = divmod(context - self.local_tokens, self.block_size)
+        num_cut = int(window_start >= num_initial and num_before > 0)
+        window_start = max(num_initial, window_start)
         num_outside = window_start - num_initial
         if layer < self.dense_layers:
             return BlockPartition(num_blocks, num_initial, window_start, num_outside)
         # Of the decimal that was written: 0.3 of 10 blocks are 3, though as a float it is a little less.
-        share = int(Fraction(str(self.topk_percent)) * num_outside)
+        share = int(Fraction(str(self.topk_percent)) * (num_outside + num_cut)) - num_cut
         return BlockPartition(num_blocks, num_initial, window_start, min(num_outside, max(1, share)))
+
+    def explain_block_size(self) -> str:
+        """Why another block size would be better; empty: it is the recommended one."""
+        if self.block_size == RECOMMENDED_BLOCK_SIZE:
+            return ""
+        reason = (
+            "of shorter blocks there are more, which takes a larger index and a longer search"
+            if self.block_size < RECOMMENDED_BLOCK_SIZE
+            else "what stands for a longer block hides more of its tokens, and each recalled block reads more of them"
+        )
+        return f"--block-size {self.block_size}: {RECOMMENDED_BLOCK_SIZE} is recommended with retrieval, as {reason}"
 
     def max_blocks_read(self, max_context: int, layer: int) -> int:
         """The most blocks that any step up to ``max_context`` tokens reads in ``layer``."""

@@ -26,7 +26,7 @@ import torch
 
 from engine.retrieval_config import REPRESENTATIVES
 
-__all__ = ["BlockIndex", "Index", "best_blocks", "query_of", "representative_of"]
+__all__ = ["BlockIndex", "Index", "best_blocks", "query_of", "representative_of", "width_of"]
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,11 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
     if kind == "mean_std":
         return torch.cat([keys.mean(-2), keys.std(-2, correction=0)], -1)
     return torch.cat([keys.amin(-2), keys.amax(-2)], -1)
+
+
+def width_of(kind: str, head_dim: int) -> int:
+    """How many numbers a representative is of."""
+    return head_dim if kind == "mean" else 2 * head_dim
 
 
 def query_of(kind: str, queries: torch.Tensor) -> torch.Tensor:
@@ -124,9 +129,8 @@ class BlockIndex(Index):
         if kind not in REPRESENTATIVES:
             raise ValueError(f"{kind!r} is no representative; there are {', '.join(REPRESENTATIVES)}")
         self.kind = kind
-        width = head_dim if kind == "mean" else 2 * head_dim
         # A row's blocks of one head lie together: a search reads them as one matrix, without a copy.
-        shape = (num_layers, rows, num_kv_heads, max_blocks, width)
+        shape = (num_layers, rows, num_kv_heads, max_blocks, width_of(kind, head_dim))
         self._vectors = torch.empty(shape, dtype=dtype, device=device)
 
     @property

@@ -19,7 +19,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.api_server import main
+from engine import api_server
+from engine.api_server import Instance, main
+from engine.args import parse_args
+from engine.disaggregation import TransferUnavailable
+from engine.model_runner import ModelRunner
+from kvstore_backend.config import rdma
 from tests.engine.router import Router
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child
@@ -526,6 +531,15 @@ class TestStarting:
         )
         assert "3 KV blocks of 64 tokens cannot hold one sequence of --max-model-len 512" in said
 
+    def test_too_little_memory_for_retrieval_is_told(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ModelRunner, "count_free_bytes", lambda _: 5 << 20)
+        flags = ("--max-model-len", "2048", "--enable-retrieval", "--retrieval-dense-boundary", "1K")
+        said = self.sentence(capsys, "--model", str(word_model), "--device", "cpu", *flags)
+        assert "retrieval needs" in said
+        assert "5.0 MiB are free" in said
+
     def test_a_bad_flag_is_told(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--splitwise-role: invalid choice" in self.sentence(capsys, "--model", "m", "--splitwise-role", "both")
 
@@ -569,3 +583,40 @@ def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
             assert line in served.log.read_text()
         assert "Traceback" not in served.process.output
         assert "Traceback" not in served.log.read_text()
+
+
+def instance_of(model: Path, *flags: str) -> Instance:
+    """Built in this process, and not started."""
+    args = ("--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags)
+    with socket.socket() as connector:
+        return Instance(parse_args(args), connector)
+
+
+@pytest.mark.parametrize(("block_size", "times"), [("64", 1), ("128", 0)])
+def test_another_block_size_than_the_one_that_suits_retrieval_is_told_once(
+    word_model: Path, caplog: pytest.LogCaptureFixture, block_size: str, times: int
+) -> None:
+    instance_of(word_model, "--enable-retrieval", "--retrieval-dense-boundary", "1K", "--block-size", block_size)
+    said = [message for message in caplog.messages if "128 is recommended with retrieval" in message]
+    assert len(said) == times
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: str
+) -> None:
+    started: list[tuple[str, str]] = []
+
+    class Refusing:
+        """Stands in for Transfer, which needs a device of RDMA."""
+
+        def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str) -> None:
+            started.append((protocol, devices))
+            raise TransferUnavailable("none here")
+
+    monkeypatch.setattr(api_server, "Transfer", Refusing)
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
+    instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
+    assert started == [("rdma", "mlx5_0,mlx5_1")]

@@ -116,7 +116,36 @@ def test_a_debug_switch_that_is_neither_on_nor_off_is_refused() -> None:
 
 
 def test_sparse_attention_is_off_unless_asked_for() -> None:
-    assert parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5"}).retrieval is None
+    assert parse("--model m").retrieval is None
+    assert parse("--model m", {"VLLM_PLUGINS": "ascend,not_retrieval"}).retrieval is None
+
+
+@pytest.mark.parametrize("plugins", ["retrieval", "ascend_enhanced_model,ascend,retrieval", " retrieval , other"])
+def test_the_plugin_of_sparse_attention_turns_it_on_as_the_flag_does(plugins: str) -> None:
+    environ = {"VLLM_PLUGINS": plugins, "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512"}
+    line = "--model m --max-model-len 65536"
+    config = parse(f"{line} --retrieval-stride 2", environ).retrieval
+    assert config == RetrievalConfig(64, 512, stride=2)
+    assert config == parse(f"{line} --retrieval-stride 2 --enable-retrieval", {**environ, "VLLM_PLUGINS": ""}).retrieval
+
+
+def test_the_flag_that_turns_sparse_attention_off_goes_before_its_plugin() -> None:
+    assert (
+        parse("--model m --max-model-len 65536 --no-enable-retrieval", {"VLLM_PLUGINS": "retrieval"}).retrieval is None
+    )
+
+
+def test_sizes_of_sparse_attention_that_is_off_are_said_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5", "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "many"})
+    assert caplog.messages == [
+        "Retrieval is off, so nothing reads VLLM_RETRIEVAL_INIT_TOKENS_NUM, VLLM_RETRIEVAL_TOPK_PERCENT; "
+        "add --enable-retrieval"
+    ]
+
+
+def test_sizes_of_sparse_attention_that_is_on_are_not_said(caplog: pytest.LogCaptureFixture) -> None:
+    parse("--model m --max-model-len 65536", {"VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": "0.5"})
+    assert not caplog.messages
 
 
 def test_sparse_attention_has_the_methods_defaults() -> None:
@@ -142,6 +171,12 @@ def test_flags_of_sparse_attention_go_before_its_variables() -> None:
     [
         ("--retrieval-stride 2", {}, "--retrieval-stride has no effect without --enable-retrieval"),
         ("--enable-retrieval", {}, "no prompt reaches --retrieval-dense-boundary 32768 with --max-model-len 2048"),
+        ("--retrieval-stride 2 --no-enable-retrieval", {"VLLM_PLUGINS": "retrieval"}, "has no effect without"),
+        (
+            "",
+            {"VLLM_PLUGINS": "retrieval"},
+            "VLLM_PLUGINS names retrieval: no prompt reaches --retrieval-dense-boundary",
+        ),
         ("--enable-retrieval --retrieval-local-tokens 64", {}, "--retrieval-local-tokens 64 is not more than a block"),
         ("--enable-retrieval --retrieval-topk-percent 1.5", {}, "--retrieval-topk-percent: 1.5 is not a share"),
         ("--enable-retrieval --retrieval-init-tokens 3X", {}, "'3X' is no number of tokens, such as 1024 or 32K"),

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.retrieval import WorkingSet
+from engine.attention.retrieval import Retrieval, WorkingSet
 from engine.core import Listener, Prefilled
 from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.scheduler import Reservation
-from kvstore_backend import ConfigError
+from kvstore_backend import BlockPool, ConfigError, Span, Status
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.running import Answering, Engine
 from tests.support.waiting import wait_until
@@ -127,7 +127,8 @@ def test_every_step_and_layer_reads_its_budget_and_no_more(
     for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
         blocks = -(-context // BLOCK)
         outside = (context - 40) // BLOCK - 1
-        expected += [blocks - outside + max(1, outside // 4)] * LAYERS
+        cut = int((context - 40) % BLOCK > 0)
+        expected += [blocks - outside + max(1, (outside + cut) // 4 - cut)] * LAYERS
     assert read == expected
     assert answering.sequence.blocks_read == sum(expected)
     assert answering.sequence.blocks_read < 0.7 * answering.sequence.blocks_passed
@@ -181,6 +182,73 @@ def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Pat
         assert again.wait() == first
         assert again.sequence.pool_cached_tokens == saved * BLOCK
         assert store.stats().keys == saved
+
+
+def read_pool(store: MemoryStore, engine: Engine, sequence: EngineSequence) -> dict[int, torch.Tensor]:
+    """The blocks of ``sequence`` that are in the pool, by their numbers."""
+    hashes, shape = sequence.hashes(), engine.runner.kv.shape[1:]
+    blocks = torch.zeros(len(hashes), *shape)
+    nbytes = engine.runner.shape.nbytes
+    targets = [(Span(blocks[i].data_ptr(), nbytes),) for i in range(len(hashes))]
+    statuses = BlockPool(store, engine.runner.namespace).get_blocks(hashes, targets)
+    return {i: block for i, (block, status) in enumerate(zip(blocks, statuses, strict=True)) if status is Status.OK}
+
+
+def read_exact(folder: Path, sequence: EngineSequence) -> dict[int, torch.Tensor]:
+    """The KV of all full blocks of its tokens, as an engine that knows no sparse attention computes it."""
+    store = MemoryStore(64 << 20)
+    with Engine(folder, num_blocks=100, store=store) as engine:
+        return read_pool(store, engine, engine.answer(sequence.token_ids, 1).sequence)
+
+
+def check_that_all_is_exact(folder: Path, blocks: dict[int, torch.Tensor], sequence: EngineSequence) -> None:
+    exact = read_exact(folder, sequence)
+    for number, block in blocks.items():
+        torch.testing.assert_close(block, exact[number], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("offload_boundary", "num_blocks", "prompts"),
+    [(10_000, 100, PROMPTS), (100, 100, PROMPTS), (10_000, 24, [PROMPTS[0], PROMPTS[3]])],
+    ids=["sparse", "offloaded", "preempted"],
+)
+def test_only_exact_kv_is_in_the_pool_with_output_caching(
+    tiny_checkpoint: Path,
+    offload_boundary: int,
+    num_blocks: int,
+    prompts: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "engine.pool_connector")
+    store = MemoryStore(64 << 20)
+    settings = config(topk_percent=0.1, dense_boundary=100, offload_boundary=offload_boundary)
+    options: Any = {"retrieval": settings, "store": store, "save_outputs": True, "max_model_len": 360}
+    with Engine(tiny_checkpoint, num_blocks=num_blocks, **options) as engine:
+        begun = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
+        for answering in begun:
+            answering.wait()
+            assert answering.saved.wait(60)
+        assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 24)
+        for answering in begun:
+            sequence, blocks = answering.sequence, read_pool(store, engine, answering.sequence)
+            is_dense = sequence.regime is Regime.DENSE
+            exact_tokens = sequence.num_computed if is_dense else sequence.num_prompt_tokens
+            assert blocks.keys() <= set(range(exact_tokens // BLOCK))
+            check_that_all_is_exact(tiny_checkpoint, blocks, sequence)
+    said = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
+    sparse = [answering for answering in begun if answering.sequence.regime is not Regime.DENSE]
+    assert len(said) == len(sparse), "once for each sequence that decoded sparsely"
+
+
+def test_an_answer_of_sparse_steps_is_in_the_pool_once_a_prompt_has_it(tiny_checkpoint: Path) -> None:
+    store, settings = MemoryStore(64 << 20), config(topk_percent=0.1)
+    with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as engine:
+        first = engine.answer(PROMPTS[0], MAX_TOKENS).sequence
+        assert len(read_pool(store, engine, first)) == len(PROMPTS[0]) // BLOCK
+        following = engine.answer([*first.token_ids, 7, 8, 9], 2).sequence
+        blocks = read_pool(store, engine, following)
+        assert len(blocks) == following.num_prompt_tokens // BLOCK > len(PROMPTS[0]) // BLOCK
+        check_that_all_is_exact(tiny_checkpoint, blocks, following)
 
 
 def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -> None:
@@ -258,6 +326,28 @@ def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_fo
     assert partition.num_read <= partition.num_blocks
 
 
+@given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
+def test_working_sets_have_room_for_what_any_step_reads(init: int, local: int, percent: float, context: int) -> None:
+    tested = RetrievalConfig(BLOCK, init, local, percent, 0, 0)
+    read = [tested.partition_blocks(length, 0).num_read for length in range(1, context + 1)]
+    assert max(read) <= tested.max_blocks_read(context, 0)
+
+
+def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() -> None:
+    """Counted in what is allocated, which is enough for every step up to there."""
+    method, tokens = RetrievalConfig(128), 128 << 10
+    kv = torch.empty(tokens // 128, 1, 2, 1, 128, 2)
+    sequence = EngineSequence(Request("", (1,) * (tokens - 200), SamplingParams(200)), 128)
+    sequence.regime = method.choose_regime(sequence.num_prompt_tokens)
+    assert sequence.regime is Regime.OFFLOADED
+    resident = Retrieval(method, kv, 1, tokens).state_of(sequence).working_set(0).kv
+    assert resident.nbytes <= 0.25 * kv.nbytes
+    for context in range(tokens - 200, tokens + 1):
+        partition = method.partition_blocks(context, 0)
+        assert context - partition.window_start * 128 >= 7192
+        assert partition.num_recalled >= int(0.2 * partition.num_outside) - 1
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -276,3 +366,12 @@ def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, An
         config(**changes)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "reason"), [(64, "larger index and a longer search"), (256, "hides more of its tokens"), (128, "")]
+)
+def test_block_sizes_are_explained(block_size: int, reason: str) -> None:
+    said = RetrievalConfig(block_size).explain_block_size()
+    assert reason in said
+    assert bool(said) == bool(reason)

@@ -517,7 +517,6 @@ def test_each_of_their_retrieval_variables_is_read(variable: str) -> None:
     assert changed != parse_args([*LONG, "--enable-retrieval"], {}).retrieval
 
 
-@waits_for("c", "VLLM_PLUGINS that names retrieval turns it on")
 def test_their_plugin_list_turns_it_on() -> None:
     name, _, value = command("VLLM_PLUGINS").removeprefix("export ").partition("=")
     assert parse_args(LONG, {name: value}).retrieval is not None
@@ -527,7 +526,6 @@ def test_without_retrieval_in_the_list_it_is_off() -> None:
     assert parse_args(LONG, {"VLLM_PLUGINS": "ascend_enhanced_model,ascend"}).retrieval is None
 
 
-@waits_for("c", "VLLM_RETRIEVAL_* set while retrieval is off is said")
 def test_their_sizes_without_the_plugin_are_not_passed_over(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
