@@ -247,6 +247,8 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/health")
     async def answer_health_probe() -> Response:
+        if router.link.trouble:
+            return json_reply(200, {"status": "ok", "shared_state": router.link.trouble})
         return Response(status_code=200)
 
     @app.get("/health_generate")
@@ -297,7 +299,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
-            explanation = next(iter(await router.link.ask("explain", request_id)), None)
+            explanation = next(iter(await router.link.ask("explain", request_id, everywhere=True)), None)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
             return error_reply(ApiError(404, message, "unknown_request"))
@@ -404,7 +406,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
     """``Proxy.abort`` in all processes."""
     found, engine_ids = router.proxy.abort(asked)
-    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked):
+    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked, everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
         for sentence in settings.without_effect:
             _log.warning("%s", sentence)
-        if settings.num_workers == 1:
+        if settings.num_workers == 1 and not settings.shared_state:
             _run_alone(settings, listener)
         else:
             _run_workers(settings, listener)

@@ -53,6 +53,11 @@ class RouterSettings:
         "server.workers",
         f"processes that serve the port together; 0 or auto is one a core, up to {MAX_AUTO_WORKERS}",
     )
+    shared_state: str = _declare(
+        "",
+        "server.shared-state",
+        "Redis over which several routers know the same instances and each other's load: redis://HOST:PORT/0",
+    )
     splitwise: bool = _declare(
         False, "server.splitwise", "serve each request by a prefill and a decode instance, instead of a mixed one"
     )

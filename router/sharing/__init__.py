@@ -3,6 +3,7 @@
 link.py         Link: a worker's tie to the other processes
 wire.py         Wire: messages between two processes over a socket
 hub.py          Hub: the supervisor's part, which passes messages on and keeps records for newcomers
+shared_state.py  SharedState: several routers, over Redis
 supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
 hand_over.py    a client's connection, from the process that accepted it to the one that serves it
 fleet_sync.py   FleetSync: one fleet for all processes

@@ -42,6 +42,7 @@ class FleetSync:
         self._registry = registry
         self._health = health
         self._clock = clock
+        self._written_at: dict[str, float] = {}  # of the latest record of each key
         link.subscribe_to_records(self._on_record)
         link.subscribe("suspect", self._on_suspect)
         link.subscribe("lost_cache", self._on_lost_cache)
@@ -66,6 +67,9 @@ class FleetSync:
                     self._link.keep(instance.key, self._make_record(instance, is_news=False))
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
+        written_at = self._clock()
+        if is_news:
+            self._written_at[instance.key] = written_at
         return {
             "fields": dict(instance.registration.fields),
             "healthy": instance.healthy,
@@ -75,14 +79,14 @@ class FleetSync:
             "paused": instance.paused,
             "share": instance.share,
             "is_news": is_news,
-            "written_at": self._clock(),
+            "written_at": written_at,
         }
 
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""
         known = self._registry.get(key)
         is_old = self._clock() - record["written_at"] > STALE_SECONDS
-        if is_old or (known is not None and not record["is_news"]):
+        if is_old or (known is not None and not record["is_news"]) or self._is_outdated(key, record):
             return
         try:
             registration = Registration.from_fields(record["fields"])
@@ -106,6 +110,13 @@ class FleetSync:
         known.set_share(record["share"])
         if not known.healthy:
             self._health.probe_soon(known)
+
+    def _is_outdated(self, key: str, record: dict[str, Any]) -> bool:
+        """Whether a later record of this key was heard, or told, before."""
+        if record["written_at"] < self._written_at.get(key, 0.0):
+            return True
+        self._written_at[key] = record["written_at"]
+        return False
 
     def _on_trouble(self, instance: Instance) -> None:
         """An instance was found dead here."""

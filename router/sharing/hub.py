@@ -18,6 +18,9 @@ _log = logging.getLogger("router.sharing.hub")
 class Uplink(Protocol):
     """The way to the other routers."""
 
+    name: str
+    """This router, as the others know it."""
+
     def send(self, *message: Any) -> None:
         """Send what a worker published, kept, asked or answered to all other routers."""
 
@@ -36,17 +39,20 @@ class Hub:
         self.uplink: Uplink | None = None
         self._on_count = on_count
         self._workers: dict[str, Wire] = {}
-        self._records: dict[str, Any] = {}
+        self.records: dict[str, dict[str, Any]] = {}
+        """Of each key the record that was written last."""
+        self._trouble = ""
         self._questions: dict[tuple[str, int], _Question] = {}
 
     def __repr__(self) -> str:
-        return f"<Hub {list(self._workers)} {len(self._records)} records>"
+        return f"<Hub {list(self._workers)} {len(self.records)} records>"
 
     def add_worker(self, name: str, wire: Wire) -> None:
         """A worker has started; it gets the records."""
         self._workers[name] = wire
-        for key, record in self._records.items():
+        for key, record in self.records.items():
             wire.send("keep", key, record)
+        wire.send("state", self._trouble)
 
     def remove_worker(self, name: str) -> None:
         """A worker is gone."""
@@ -59,11 +65,20 @@ class Hub:
             if key[0] == name:
                 self._close_question(key)
             elif name in question.waiting_for:
-                self._note_answer(key, name, None)
+                self._note_answer(key, name, [])
 
     def stop_workers(self, grace: float) -> None:
         """Tell all workers to end within ``grace`` seconds."""
         self._send_to_workers("stop", grace)
+
+    def list_workers(self) -> list[str]:
+        """The names of this router's workers."""
+        return list(self._workers)
+
+    def announce_state(self, trouble: str) -> None:
+        """Tell all workers how it stands with the other routers: ``""`` if all is well."""
+        self._trouble = trouble
+        self._send_to_workers("state", trouble)
 
     def announce_departure(self, name: str) -> None:
         """Tell all workers that a process is gone, one of theirs or another router's."""
@@ -77,18 +92,15 @@ class Hub:
                 self._send_to_workers("publish", sender, topic, content, but=sender)
                 self._send_up("publish", sender, topic, content)
             case "keep", [key, record]:
-                self._records[key] = record
-                self._send_to_workers("keep", key, record, but=sender)
-                self._send_up("keep", key, record)
+                if self._keep_record(key, record):
+                    self._send_to_workers("keep", key, record, but=sender)
+                    self._send_up("keep", key, record)
             case "count", [figures]:
                 self._on_count(sender, figures)
-            case "ask", [number, topic, content]:
-                self._put_question(sender, number, topic, content)
+            case "ask", [number, topic, content, everywhere]:
+                self._put_question(sender, number, topic, content, everywhere)
             case "answer", [asker, number, content]:
-                if asker in self._workers:
-                    self._note_answer((asker, number), sender, content)
-                else:
-                    self._send_up("answer", asker, number, content)
+                self._note_answer((asker, number), sender, [] if content is None else [content])
             case _:
                 _log.error("worker %s sent a message that is none: %.200r", sender, message)
 
@@ -99,30 +111,45 @@ class Hub:
             case "publish", [sender, topic, content]:
                 self._send_to_workers("publish", sender, topic, content)
             case "keep", [key, record]:
-                self._records[key] = record
-                self._send_to_workers("keep", key, record)
+                if self._keep_record(key, record):
+                    self._send_to_workers("keep", key, record)
             case "gone", [name]:
                 self.announce_departure(name)
+            case "ask", [sender, number, topic, content]:
+                self._put_question(sender, number, topic, content)
+            case "answers", [asker, number, router, answers]:
+                self._note_answer((asker, number), router, answers)
             case _:
                 _log.error("another router sent a message that is none: %.200r", message)
 
-    def _put_question(self, asker: str, number: int, topic: str, content: Any) -> None:
-        others = [name for name in self._workers if name != asker]
+    def _keep_record(self, key: str, record: dict[str, Any]) -> bool:
+        """Keep a record unless a later one is known; whether it is kept."""
+        known = self.records.get(key)
+        if known is not None and known["written_at"] > record["written_at"]:
+            return False
+        self.records[key] = record
+        return True
+
+    def _put_question(self, asker: str, number: int, topic: str, content: Any, everywhere: bool = False) -> None:
+        """Ask all workers but ``asker``, which may be another router's; and perhaps the other routers."""
+        workers = [name for name in self._workers if name != asker]
+        routers = self.uplink.list_routers() if everywhere and self.uplink is not None else []
         key = (asker, number)
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
-        self._questions[key] = _Question(set(others), timer)
-        for name in others:
+        self._questions[key] = _Question({*workers, *routers}, timer)
+        for name in workers:
             self._workers[name].send("ask", asker, number, topic, content)
-        if not others:
+        if routers:
+            self._send_up("ask", asker, number, topic, content)
+        if not workers and not routers:
             self._close_question(key)
 
-    def _note_answer(self, key: tuple[str, int], sender: str, content: Any) -> None:
+    def _note_answer(self, key: tuple[str, int], sender: str, answers: list[Any]) -> None:
         question = self._questions.get(key)
         if question is None or sender not in question.waiting_for:
             return
         question.waiting_for.remove(sender)
-        if content is not None:
-            question.answers.append(content)
+        question.answers += answers
         if not question.waiting_for:
             self._close_question(key)
 
@@ -134,6 +161,8 @@ class Hub:
         asker, number = key
         if asker in self._workers:
             self._workers[asker].send("answers", number, question.answers)
+        elif self.uplink is not None:
+            self.uplink.send("answers", asker, number, self.uplink.name, question.answers)
 
     def _send_to_workers(self, *message: Any, but: str = "") -> None:
         for name, wire in self._workers.items():

@@ -39,18 +39,28 @@ class Link:
     """Whether this process does what only one of them should do."""
     is_late = False
     """Whether this process has taken the place of one that died."""
+    trouble = ""
+    """Why other routers are not heard of; ``""`` if they are, or there are none."""
 
     def publish(self, topic: str, content: Any) -> None:
         """Tell the others of something that has happened."""
 
-    def keep(self, key: str, record: Any) -> None:
-        """Tell the others a record that replaces an earlier one of this key; those that come later get it, too."""
+    def keep(self, key: str, record: dict[str, Any]) -> None:
+        """Tell the others a record that replaces an earlier one of this key; those that come later get it, too.
+
+        Args:
+            record: of two, the one whose ``written_at`` is later counts.
+        """
 
     def count(self, figures: dict[str, int]) -> None:
         """Tell the supervisor how busy this process is."""
 
-    async def ask(self, topic: str, content: Any = None) -> list[Any]:
-        """The answers of the others, of those that answered in time."""
+    async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
+        """The answers of the others, of those that answered in time.
+
+        Args:
+            everywhere: ask the other routers, too.
+        """
         return []
 
     def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
@@ -121,7 +131,7 @@ class WorkerLink(Link):
         """See ``Link.publish``."""
         self._send("publish", topic, content)
 
-    def keep(self, key: str, record: Any) -> None:
+    def keep(self, key: str, record: dict[str, Any]) -> None:
         """See ``Link.keep``."""
         self._send("keep", key, record)
 
@@ -129,12 +139,12 @@ class WorkerLink(Link):
         """See ``Link.count``."""
         self._send("count", figures)
 
-    async def ask(self, topic: str, content: Any = None) -> list[Any]:
+    async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """See ``Link.ask``."""
         self._num_asked += 1
         number, answers = self._num_asked, asyncio.get_running_loop().create_future()
         self._asked[number] = answers
-        self._send("ask", number, topic, content)
+        self._send("ask", number, topic, content, everywhere)
         try:
             # The supervisor keeps the time; it may be gone itself.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
@@ -207,6 +217,9 @@ class WorkerLink(Link):
         if waiting is not None and not waiting.done():
             waiting.set_result(answers)
 
+    def _on_state(self, trouble: str) -> None:
+        self.trouble = trouble
+
     def _on_stop(self, grace: float) -> None:
         self._grace = grace
         if self._stop_callback is not None:
@@ -225,5 +238,6 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "gone": WorkerLink._on_departure,
     "ask": WorkerLink._on_question,
     "answers": WorkerLink._on_answers,
+    "state": WorkerLink._on_state,
     "stop": WorkerLink._on_stop,
 }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.sharing.hand_over import send_connection
 from router.sharing.hub import Hub
+from router.sharing.shared_state import SharedState
 from router.sharing.wire import Wire, open_wire
 
 if TYPE_CHECKING:
@@ -105,10 +106,17 @@ class Supervisor:
         Args:
             on_ready: called when all workers have started.
 
+        Raises:
+            SettingsError: the address of the shared state is none.
+
         Returns:
             Why the workers cannot start, in one sentence; ``""`` after a good end.
         """
         loop = asyncio.get_running_loop()
+        sharing = None
+        if self._settings.shared_state:
+            self._hub.uplink = shared_state = SharedState(self._settings.shared_state, self._prefix, self._hub)
+            sharing = asyncio.ensure_future(shared_state.keep_connected())
         for each in self._graces:
             loop.add_signal_handler(each, self._on_signal, each)
         self._listener.setblocking(False)
@@ -119,6 +127,9 @@ class Supervisor:
             await asyncio.sleep(CHECK_SECONDS if not self._is_stopping else 0.02)
             self._check_workers()
         ready.cancel()
+        if sharing is not None:
+            sharing.cancel()
+            await shared_state.close()
         return self._refusal
 
     async def _announce_ready(self, on_ready: Callable[[], None]) -> None:

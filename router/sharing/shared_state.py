@@ -1,0 +1,207 @@
+"""SharedState: several routers, on several machines, that know what one would know, over Redis.
+
+What workers publish goes to the other routers over one channel of Redis, a few hundredths of a second later; records
+are kept in a hash of it besides, for routers that start later. Redis is a help, never a condition: while it is gone
+each router goes on with what it knows, and when it is back they tell each other what they know now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from router.settings import SettingsError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from router.sharing.hub import Hub
+
+__all__ = ["SharedState"]
+
+_log = logging.getLogger("router.sharing.shared_state")
+
+# The number changes with the form of messages, so that routers of two versions leave each other alone.
+CHANNEL = "kvrouter:1:bus"
+FLEET = "kvrouter:1:fleet"
+
+# Messages are sent in batches, so often; an empty one now and then says that this router lives.
+SEND_SECONDS = 0.02
+ALIVE_SECONDS = 1.0
+# A router that was not heard of for so long is gone, and Redis is where a router does not hear itself.
+GONE_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
+RETRY_SECONDS = 1.0
+# More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
+MAX_WAITING = 10_000
+# Records of instances that nobody has renewed for so long are deleted.
+FORGET_SECONDS = 3600.0
+
+
+class SharedState:
+    """One router's connection to the others."""
+
+    def __init__(self, url: str, name: str, hub: Hub) -> None:
+        """
+        Args:
+            url: such as ``redis://host:6379/0``.
+            name: this router, as the others know it.
+            hub: takes what the others send.
+
+        Raises:
+            SettingsError: ``url`` is none, or redis-py is not installed.
+        """
+        self.name = name
+        self._hub = hub
+        self._redis = _make_client(url)
+        self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
+        # Other routers: when each was heard last, and the names of its processes.
+        self._heard_at: dict[str, float] = {}
+        self._processes: dict[str, set[str]] = {}
+        self._heard_self_at = 0.0
+        self._is_up: bool | None = None
+
+    def __repr__(self) -> str:
+        return f"<SharedState with {list(self._heard_at)}>"
+
+    def send(self, *message: Any) -> None:
+        """Send a message to all other routers, soon; see ``Uplink``."""
+        self._waiting.append(message)
+
+    def list_routers(self) -> list[str]:
+        """The names of the other routers that were heard of lately; see ``Uplink``."""
+        return list(self._heard_at) if self._is_up else []
+
+    async def keep_connected(self) -> None:
+        """Exchange messages with the other routers, and come back whenever Redis was gone; until cancelled."""
+        from redis.exceptions import RedisError
+
+        while True:
+            try:
+                await self._exchange_messages()
+            except (RedisError, OSError, asyncio.TimeoutError) as exc:
+                self._set_trouble(str(exc) or type(exc).__name__)
+            except Exception:
+                _log.exception("the exchange with other routers failed; it begins anew")
+                self._set_trouble("it failed")
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def close(self) -> None:
+        """Say goodbye, if Redis is there."""
+        if self._is_up:
+            for name in self._hub.list_workers():
+                self.send("gone", name)
+            await self._send_batch()
+        await self._redis.aclose()
+
+    async def _exchange_messages(self) -> None:
+        """Connect, and exchange messages until something fails."""
+        async with self._redis.pubsub() as subscription:
+            await subscription.subscribe(CHANNEL)
+            await self._exchange_records()
+            self._heard_self_at = time.monotonic()
+            self._set_trouble("")
+            sending = asyncio.ensure_future(self._keep_sending())
+            try:
+                while not sending.done():
+                    message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SEND_SECONDS * 5)
+                    if message is not None:
+                        self._take_batch(message["data"])
+                    self._check_silence()
+                sending.result()
+            finally:
+                sending.cancel()
+
+    async def _exchange_records(self) -> None:
+        """Take over the records that Redis has, and give it those that it may lack."""
+        stored: dict[Any, Any] = await self._redis.hgetall(FLEET)
+        now = time.time()
+        for key, data in stored.items():
+            record = msgpack.unpackb(data)
+            if now - record["written_at"] > FORGET_SECONDS:
+                await self._redis.hdel(FLEET, key.decode())
+            else:
+                self._hub.on_distant_message(["keep", key.decode(), record])
+        for kept, record in self._hub.records.items():
+            self.send("keep", kept, record)
+
+    async def _keep_sending(self) -> None:
+        sent_at = 0.0
+        while True:
+            if self._waiting or time.monotonic() - sent_at > ALIVE_SECONDS:
+                sent_at = time.monotonic()
+                await self._send_batch()
+            await asyncio.sleep(SEND_SECONDS)
+
+    async def _send_batch(self) -> None:
+        batch = list(self._waiting)
+        self._waiting.clear()
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for message in batch:
+                if message[0] == "keep":
+                    pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
+            pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
+            await pipeline.execute()
+
+    def _take_batch(self, data: bytes) -> None:
+        sender, batch = msgpack.unpackb(data, strict_map_key=False)
+        if sender == self.name:
+            self._heard_self_at = time.monotonic()
+            return
+        if sender not in self._heard_at:
+            _log.info("router %s shares its state with this one", sender)
+        self._heard_at[sender] = time.monotonic()
+        for message in batch:
+            if message[0] == "publish":
+                self._processes.setdefault(sender, set()).add(message[1])
+            self._hub.on_distant_message(message)
+
+    def _check_silence(self) -> None:
+        """Notice who is gone.
+
+        Raises:
+            TimeoutError: it is Redis.
+        """
+        now = time.monotonic()
+        if now - self._heard_self_at > GONE_SECONDS:
+            raise asyncio.TimeoutError(f"nothing came from it for {GONE_SECONDS:g} s")
+        for router in [router for router, heard_at in self._heard_at.items() if now - heard_at > GONE_SECONDS]:
+            _log.warning("router %s, which shared its state with this one, is gone", router)
+            self._forget_router(router)
+
+    def _forget_router(self, router: str) -> None:
+        del self._heard_at[router]
+        for name in self._processes.pop(router, ()):
+            self._hub.announce_departure(name)
+
+    def _set_trouble(self, trouble: str) -> None:
+        if self._is_up == (not trouble):
+            return
+        self._is_up = not trouble
+        if trouble:
+            _log.warning("the shared state is gone, and this router goes on with what it knows: %s", trouble)
+            for router in list(self._heard_at):  # what they do now is not known: better none than old figures
+                self._forget_router(router)
+        else:
+            _log.info("the shared state is there")
+        self._hub.announce_state(trouble)
+
+
+def _make_client(url: str) -> Redis:
+    try:
+        from redis.asyncio import Redis
+    except ImportError:
+        raise SettingsError(
+            "server.shared-state needs redis-py: pip install 'fastdeploy-kvstore[shared-state]'"
+        ) from None
+    try:
+        return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+    except ValueError as exc:
+        raise SettingsError(
+            f"server.shared-state is no address of a Redis, such as redis://host:6379/0: {exc}"
+        ) from exc
