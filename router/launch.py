@@ -23,7 +23,8 @@ import uvloop
 
 from router.app import RouterApp
 from router.http.server import RouterProtocol
-from router.settings import RouterSettings, SettingsError, load_settings
+from router.http.tls import ListenerContext
+from router.settings import RouterSettings, SettingsError, load_certificate, load_settings
 
 __all__ = ["main"]
 
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until SIGTERM or SIGINT; return the exit status."""
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv)
+        tls = _make_tls_context(settings)
         handler = _make_log_handler(settings)
         listener = _open_listener(settings.host, settings.port)
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
@@ -107,21 +109,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for sentence in settings.without_effect:
         _log.warning("%s", sentence)
-    server = _Server(
-        uvicorn.Config(
-            router,
-            http=RouterProtocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=CLIENT_IDLE_SECONDS,
-            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
-        ),
+    config = uvicorn.Config(
         router,
+        http=RouterProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=CLIENT_IDLE_SECONDS,
+        timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
     )
+    config.load()
+    config.ssl = tls
+    server = _Server(config, router)
 
     # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
     def stop(*_: object) -> None:
@@ -137,6 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     uvloop.run(server.serve(sockets=[listener]))
     _log.info("the router has stopped")
     return 0
+
+
+def _make_tls_context(settings: RouterSettings) -> ListenerContext | None:
+    """What clients' connections are encrypted with; None where they are not.
+
+    Raises:
+        SettingsError: certificate or key cannot be used.
+    """
+    if not settings.ssl_certfile:
+        return None
+    context = ListenerContext()
+    load_certificate(context, settings.ssl_certfile, settings.ssl_keyfile)
+    return context
 
 
 def _make_log_handler(settings: RouterSettings) -> logging.Handler:
@@ -193,7 +208,8 @@ def _format_startup_line(settings: RouterSettings) -> str:
         mode = f"prefill by {settings.prefill_policy}, decode by {settings.decode_policy}"
     else:
         mode = f"mixed by {settings.policy}"
-    return f"router listens at http://{settings.host}:{settings.port}, {mode}; waiting for instances to register"
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"router listens at {scheme}://{settings.host}:{settings.port}, {mode}; waiting for instances to register"
 
 
 if __name__ == "__main__":

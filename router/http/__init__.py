@@ -1,6 +1,7 @@
 """HTTP/1.1: the server that clients talk to, and pooled connections to instances. Only this room speaks HTTP.
 
 server.py       a client's connection: uvicorn's protocol, with a shorter way for the data plane
+tls.py          TLS towards clients
 exchange.py     one request to one instance and its response
 connection.py   one connection to an instance: received bytes to pieces of a response
 pool.py         the connections to all instances
@@ -42,6 +43,7 @@ from router.http.pool import ConnectionPool
 from router.http.replies import error_reply, json_reply, refusal_reply
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path
+from router.http.tls import ListenerContext
 from router.http.usage import Usage, read_usage
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "Exchange",
     "Headers",
     "InferenceBody",
+    "ListenerContext",
     "NoRoom",
     "PreparedHead",
     "Refused",

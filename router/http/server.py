@@ -30,8 +30,11 @@ MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
 LINGER_SECONDS = 2.0
+# When the server stops, an idle client's goodbye, which ends a connection with TLS, is waited for for so long.
+GOODBYE_SECONDS = 1.0
 # Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
 READ_SECONDS = 60.0
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class DataPlane(Protocol):
@@ -246,7 +249,10 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+            if data.startswith(_TLS_HANDSHAKE):
+                self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+            else:
+                self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
                 self._refuse_request(self._head_too_large())
@@ -367,10 +373,21 @@ class RouterProtocol(HttpToolsProtocol):
     def hang_up(self, request: ClientRequest) -> None:
         """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
         if request.more_body and not self.transport.is_closing():
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not with TLS, where the answer's own length must do
+                self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
             self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server stops: end the connection, with TLS even if its client does not, or after its request."""
+        super().shutdown()
+        if self.scheme == "https" and self.transport.is_closing():
+            self.loop.call_later(GOODBYE_SECONDS, self._abort_if_flushed)
+
+    def _abort_if_flushed(self) -> None:
+        if not self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""

@@ -151,6 +151,14 @@ class RouterSettings:
         "file with a token that /register and /decode_instances take beside the admin's, so that instances need not "
         "hold that one",
     )
+    ssl_certfile: str = _declare(
+        "",
+        "server.ssl-certfile",
+        "file with the certificate by which clients know this router, in PEM form: it then speaks HTTPS only",
+    )
+    ssl_keyfile: str = _declare(
+        "", "server.ssl-keyfile", "file with that certificate's key; none if both stand in one file"
+    )
 
     without_effect: tuple[str, ...] = ()
     """One sentence for each setting that was given and means nothing here."""
@@ -162,6 +170,12 @@ class RouterSettings:
             raise SettingsError(
                 f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
                 "keys to tell clients apart; name them with server.api-keys-file"
+            )
+
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise SettingsError(
+                f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
+                "server.ssl-certfile"
             )
 
     @property
