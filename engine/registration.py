@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import socket
+import ssl
 from typing import Any
 
 import httpx
@@ -65,7 +66,9 @@ async def send_heartbeats(router: str, instance: dict[str, Any]) -> None:
         instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
     """
     reported: str | None = None
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+    # The system's authorities, or those that SSL_CERT_FILE names; httpx would take a list of its own.
+    tls = ssl.create_default_context()
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=tls) as client:
         while True:
             try:
                 payload = {**instance, "host_ip": await asyncio.to_thread(host_ip_towards, router)}

@@ -47,7 +47,7 @@ from router.http import (
     refusal_reply,
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
-from router.settings import RouterSettings
+from router.settings import RouterSettings, read_authorities
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -89,7 +89,8 @@ class RouterApp:
         self.auth = Auth(settings)
         self.admission = Admission(settings)
         self.audit = Audit(settings)
-        self.upstream = ConnectionPool()
+        ca_file = settings.instance_ca_file
+        self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
@@ -402,7 +403,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "role": registration.role.value,
         "connector_port": registration.connector_port or "",
         "engine_worker_queue_port": _format_text(registration.fields.get("engine_worker_queue_port")) or "",
-        "url": f"http://{instance.key}",
+        "url": instance.address.url,
         "worker_type": registration.role.value,
         "state": instance.state,
         "trouble": instance.trouble,

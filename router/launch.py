@@ -22,8 +22,7 @@ import uvicorn
 import uvloop
 
 from router.app import RouterApp
-from router.http.server import RouterProtocol
-from router.http.tls import ListenerContext
+from router.http import ListenerContext, RouterProtocol
 from router.settings import RouterSettings, SettingsError, load_certificate, load_settings
 
 __all__ = ["main"]

@@ -30,6 +30,12 @@ class Address(NamedTuple):
 
     host: str
     port: int
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """Its address for people, with its scheme."""
+        return f"{'https' if self.tls else 'http'}://{self}"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

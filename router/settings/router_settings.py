@@ -159,6 +159,12 @@ class RouterSettings:
     ssl_keyfile: str = _declare(
         "", "server.ssl-keyfile", "file with that certificate's key; none if both stand in one file"
     )
+    instance_ca_file: str = _declare(
+        "",
+        "manager.instance-ca-file",
+        "file with certificates of the authorities that instances' own, behind https addresses, must be of, in PEM "
+        "form; none takes the system's authorities",
+    )
 
     without_effect: tuple[str, ...] = ()
     """One sentence for each setting that was given and means nothing here."""

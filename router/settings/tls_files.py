@@ -50,13 +50,11 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> No
 
 
 def read_authorities(path: str, setting: str) -> ssl.SSLContext:
-    """The context of a client that trusts the authorities whose certificates this file has; ``""``: the system's.
+    """The context of a client that trusts the authorities whose certificates this file has, and no others.
 
     Raises:
         SettingsError: the file cannot be read, or has no certificate in it; it names ``setting``.
     """
-    if not path:
-        return ssl.create_default_context()
     where = f"{setting} {path}"
     if _CERTIFICATE not in _read_text(Path(path), where):
         raise SettingsError(f"{where} has no certificate in it, which would begin with '{_CERTIFICATE}'")

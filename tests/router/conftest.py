@@ -93,8 +93,8 @@ def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
     """Starts stand-ins: ``stand_in("prefill", behaviour)``."""
     with contextlib.ExitStack() as started:
 
-        def start(role: str = "mixed", behave: Behaviour | None = None) -> StandIn:
-            instance = StandIn(role, thread)
+        def start(role: str = "mixed", behave: Behaviour | None = None, tls: ssl.SSLContext | None = None) -> StandIn:
+            instance = StandIn(role, thread, tls=tls)
             if behave is not None:
                 instance.behave = behave
             instance.start()

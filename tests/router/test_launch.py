@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,8 +123,7 @@ def test_an_https_router_says_so_and_ends_at_a_signal_although_clients_stay_conn
     flags = ["--port", "0", "--ssl-certfile", str(made.certfile), "--ssl-keyfile", str(made.keyfile)]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
         process.wait_for(lambda: "router listens at https://127.0.0.1:" in process.output, "the startup line")
-        trusting = ssl.create_default_context(cafile=made.certfile)
-        with httpx.Client(base_url=url_of(process), verify=trusting, trust_env=False) as client:
+        with httpx.Client(base_url=url_of(process), verify=made.trust(), trust_env=False) as client:
             assert client.get("/health").status_code == 200
             process.signal(number)
             assert process.wait(5.0) == 0

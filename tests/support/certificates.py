@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,16 @@ class Certificate(NamedTuple):
 
     certfile: Path
     keyfile: Path
+
+    def serve(self) -> ssl.SSLContext:
+        """The context of a server that has it."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certfile, self.keyfile)
+        return context
+
+    def trust(self) -> ssl.SSLContext:
+        """The context of a client that believes it, and no other one."""
+        return ssl.create_default_context(cafile=self.certfile)
 
 
 def make_certificate(folder: Path, *names: str) -> Certificate:

@@ -55,9 +55,8 @@ def curl(*arguments: str) -> subprocess.CompletedProcess[str]:
 def connection(make_https_router: MakeRouter, stand_in: MakeStandIn, made: Certificate) -> Iterator[ssl.SSLSocket]:
     """A client's connection to a router that takes small bodies."""
     router = make_https_router(stand_in(), max_body_bytes=LIMIT)
-    trusting = ssl.create_default_context(cafile=made.certfile)
     plain = socket.create_connection(("127.0.0.1", router.port), timeout=20)
-    with trusting.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted:
+    with made.trust().wrap_socket(plain, server_hostname="127.0.0.1") as encrypted:
         yield encrypted
 
 

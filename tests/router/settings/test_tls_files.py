@@ -115,11 +115,6 @@ class TestAuthorities:
         assert authority["subject"] == ((("commonName", "router"),),)
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
-    def test_without_a_file_they_are_the_systems(self) -> None:
-        context = read_authorities("", "manager.instance-ca-file")
-        assert context.cert_store_stats() == ssl.create_default_context().cert_store_stats()
-        assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
-
     @pytest.mark.parametrize(
         ("go_wrong", "said"),
         [
