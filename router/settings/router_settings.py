@@ -7,6 +7,7 @@ nothing here the operator is told (``RouterSettings.without_effect``).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ __all__ = ["SETTINGS", "RouterSettings", "SettingsError"]
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 _LOG_OUTPUTS = ("stderr", "stdout", "file")
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
 # The least that a whole number may be; 0 where it is not named.
 _MINIMUMS = {
@@ -159,6 +162,11 @@ class RouterSettings:
     ssl_keyfile: str = _declare(
         "", "server.ssl-keyfile", "file with that certificate's key; none if both stand in one file"
     )
+    cors_allowed_origins: tuple[str, ...] = _declare(
+        (),
+        "server.cors-allowed-origins",
+        "origins of pages whose scripts may use /v1 from a browser, such as https://chat.example.com, or * for all",
+    )
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
@@ -209,5 +217,11 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     minimum = _MINIMUMS.get(field.name, 0)
     if type(value) is int and value < minimum:
         raise SettingsError(f"{name} is {value}; it must be at least {minimum}")
+    for origin in value if field.name == "cors_allowed_origins" else ():
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise SettingsError(
+                f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port with nothing behind it, such "
+                "as https://chat.example.com, or * for all"
+            )
     if field.name == "health_check_endpoint" and not value.startswith("/"):
         raise SettingsError(f"{name} is {value!r}; a path begins with '/'")
