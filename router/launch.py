@@ -47,7 +47,9 @@ LOG_FILES_KEPT = 4
 class _Server(uvicorn.Server):
     """uvicorn, whose shutdown also ends the router's requests in progress."""
 
-    def __init__(self, config: uvicorn.Config, router: RouterApp) -> None:
+    def __init__(self, config: uvicorn.Config, router: RouterApp, tls: ListenerContext | None) -> None:
+        config.load()
+        config.ssl = tls
         super().__init__(config)
         self._router = router
         self._ends_requests_at = 0.0
@@ -120,9 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeout_keep_alive=CLIENT_IDLE_SECONDS,
         timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
     )
-    config.load()
-    config.ssl = tls
-    server = _Server(config, router)
+    server = _Server(config, router, tls)
 
     # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
     def stop(*_: object) -> None:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_tls_context(settings: RouterSettings) -> ListenerContext | None:
-    """What clients' connections are encrypted with; None where they are not.
+    """The TLS of clients' connections; None where they speak plain HTTP.
 
     Raises:
         SettingsError: certificate or key cannot be used.

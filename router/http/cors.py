@@ -47,7 +47,7 @@ class Cors:
         return f"<Cors {ANYBODY if self._is_open else sorted(self._origins)}>"
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """What every answer to a request with these headers says, an error too."""
+        """Headers of every answer to a request with these ``headers``, of an error too."""
         if self._is_open:
             return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", EXPOSED)]
         origin = _find_header(headers, b"origin")

@@ -163,7 +163,7 @@ class ConnectionPool:
         return connection
 
     def _trust(self) -> ssl.SSLContext:
-        """What decides whose certificates are believed."""
+        """The context that decides whose certificates are believed."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls

@@ -110,7 +110,7 @@ class ClientRequest:
         self.headers = headers
         self.version = version
         self.added_head = b""
-        """Lines of the response's head that do not depend on what is answered."""
+        """Lines that the response's head gets, however it turns out."""
         self.body = b""
         self.arriving: bytearray | None = None
         """The body so far, if it comes in more than one piece."""
@@ -391,9 +391,9 @@ class RouterProtocol(HttpToolsProtocol):
         """The server stops: end the connection, with TLS even if its client does not, or after its request."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
-            self.loop.call_later(GOODBYE_SECONDS, self._abort_if_flushed)
+            self.loop.call_later(GOODBYE_SECONDS, self._cut_goodbye_short)
 
-    def _abort_if_flushed(self) -> None:
+    def _cut_goodbye_short(self) -> None:
         if not self.transport.get_write_buffer_size():
             self.transport.abort()
 
@@ -493,7 +493,7 @@ class RouterProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
-        """Answer a request if it only asks what a page's script may send; whether it does."""
+        """Answer a request that only asks for a page's script whether it may send another one; False for others."""
         answer = self._cors.answer_preflight(request.headers) if self._cors is not None else None
         if answer is not None:
             request.send_response(*answer)

@@ -20,7 +20,7 @@ _PLAIN_HTTP = ApiError(400, "this port speaks HTTPS: the address begins with htt
 class _ClientTls(ssl.SSLObject):
     """The TLS of one client's connection: a handshake that fails is logged, and plain HTTP is answered.
 
-    The event loop calls these methods, and sends what stands in ``outgoing`` whenever one of them wants to read on.
+    The event loop calls these methods, and sends the bytes in ``outgoing`` whenever one of them wants to read on.
     """
 
     outgoing: ssl.MemoryBIO
