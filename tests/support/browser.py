@@ -72,6 +72,7 @@ class Page:
         """Open the page in Chromium with the body of an asynchronous function; return what that function returns."""
         self.script = script
         command = [_find_chromium(), "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += ["--no-proxy-server", "--disable-background-networking", "--disable-component-update"]
         # Without a port for debugging, it would end with its start.
         command += ["--headless", "--remote-debugging-port=0", f"--user-data-dir={folder / 'profile'}", *flags]
         with child([*command, self.origin], folder / "chromium.log") as browser:

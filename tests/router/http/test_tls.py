@@ -47,8 +47,9 @@ def make_https_router(make_router: MakeRouter, made: Certificate) -> MakeRouter:
 
 def curl(*arguments: str) -> subprocess.CompletedProcess[str]:
     """curl's answer, with the status in a line at its end."""
-    command = ["curl", "--silent", "--show-error", "--max-time", "20", "--write-out", "\n%{http_code}"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=30)
+    command = ["curl", "--silent", "--show-error", "--noproxy", "*", "--max-time", "20"]
+    command += ["--write-out", "\n%{http_code}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
 @pytest.fixture
@@ -73,6 +74,20 @@ def test_curl_gets_a_stream_over_https(make_https_router: MakeRouter, stand_in: 
         ["data: [DONE]"],
         "200",
     )
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [([], "missing_api_key"), (["--header", "Authorization: Bearer sk-mallory"], "invalid_api_key")]
+)
+def test_curl_with_a_wrong_key_is_told_so(
+    make_https_router: MakeRouter, made: Certificate, tmp_path: Path, sent: list[str], code: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-alice\n")
+    router = make_https_router(api_keys_file=str(keys))
+    answer = curl("--cacert", str(made.certfile), f"{router.url}{CHAT}", "--data", "{}", *sent)
+    body, status = answer.stdout.splitlines()
+    assert (status, json.loads(body)["error"]["code"]) == ("401", code)
 
 
 def test_curl_that_does_not_know_the_certificate_refuses_it(make_https_router: MakeRouter) -> None:
