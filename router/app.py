@@ -36,6 +36,7 @@ from router.http import (
     ApiError,
     BadBody,
     ConnectionPool,
+    Cors,
     Headers,
     Refused,
     UpstreamError,
@@ -44,10 +45,11 @@ from router.http import (
     is_normal_path,
     json_reply,
     parse_object,
+    raw_reply,
     refusal_reply,
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
-from router.settings import RouterSettings
+from router.settings import RouterSettings, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
@@ -62,10 +64,10 @@ CLOSING_SECONDS = 0.5
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are, are for the holder of the admin token; two of them also for
-# instances, which may have a token of their own. The rest of the control plane is for probes and figures, or, under
-# /v1, for clients.
-_GUARDED = frozenset({"/registered"})
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; two of them
+# also for instances, which may have a token of their own. The rest of the control plane is for probes and figures, or,
+# under /v1, for clients.
+_GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
 
 
@@ -94,9 +96,11 @@ class RouterApp:
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
+        self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         self.admission = Admission(settings)
         self.audit = Audit(settings)
-        self.upstream = ConnectionPool()
+        ca_file = settings.instance_ca_file
+        self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
@@ -129,6 +133,13 @@ class RouterApp:
         if scope["type"] == "http":
             if echo := echo_request_id(scope["headers"]):
                 send = _add_headers(send, echo)
+            if self.cors is not None and scope["path"].startswith("/v1/"):
+                send = _add_headers(send, self.cors.answer_headers(scope["headers"]))
+                preflight = self.cors.answer_preflight(scope["headers"]) if scope["method"] == "OPTIONS" else None
+                if preflight is not None:
+                    status, headers, body = preflight
+                    await raw_reply(status, headers, body)(scope, receive, send)
+                    return
             if not is_normal_path(scope["path"]):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
                 await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
@@ -440,7 +451,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "role": registration.role.value,
         "connector_port": registration.connector_port or "",
         "engine_worker_queue_port": _format_text(registration.fields.get("engine_worker_queue_port")) or "",
-        "url": f"http://{instance.key}",
+        "url": instance.address.url,
         "worker_type": registration.role.value,
         "state": instance.state,
         "trouble": instance.trouble,

@@ -17,6 +17,7 @@ import logging
 import re
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from router.settings import FlagParser, SettingsError, read_token
+from router.settings import FlagParser, SettingsError, read_authorities, read_token
 
 __all__ = ["Sidecar", "main"]
 
@@ -45,17 +46,22 @@ class Sidecar:
         payload: the registration payload: ``role``, ``port``, and ``host_ip`` and ``connector_port`` where known.
             Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time.
         token: the router's registration token or admin token, where it has one.
+        tls: decides which certificates are believed, of the router and of the server; None for those of the system's
+            authorities.
     """
 
-    def __init__(self, router: str, payload: dict[str, Any], token: str = "") -> None:
+    def __init__(
+        self, router: str, payload: dict[str, Any], token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
         self._router = router
         self._payload = payload
+        self._tls = tls or ssl.create_default_context()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._last_problem: str | None = None
 
     async def keep_registering(self) -> None:
         """Until cancelled: ask the server, register it, log each change."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False, verify=self._tls) as client:
             while True:
                 self._log_change(await self._send_heartbeat(client))
                 await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -66,8 +72,8 @@ class Sidecar:
             payload = {"host_ip": await asyncio.to_thread(_find_own_address, self._router), **self._payload}
         except OSError as exc:
             return f"there is no way to the router {self._router}: {exc}"
-        host = f"[{payload['host_ip']}]" if ":" in payload["host_ip"] else payload["host_ip"]
-        server = f"http://{host}:{payload['port']}"
+        scheme, _, host = payload["host_ip"].rpartition("://")
+        server = f"{scheme or 'http'}://{f'[{host}]' if ':' in host else host}:{payload['port']}"
         try:
             health = await client.get(f"{server}/health")
         except httpx.HTTPError as exc:
@@ -98,7 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
     parser.add_argument("--role", choices=ROLES, required=True, help="what the server does")
     parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
-    parser.add_argument("--host", metavar="IP", help="of the server (default: this machine's, as the router sees it)")
+    parser.add_argument(
+        "--host",
+        metavar="IP",
+        help="of the server (default: this machine's, as the router sees it); https://HOST if it speaks HTTPS",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="with certificates of the authorities that the router's and the server's own must be of, where they speak "
+        "HTTPS (default: the system's)",
+    )
     parser.add_argument(
         "--connector-port", type=_parse_port, help="where it takes KV from prefill instances, if it does"
     )
@@ -108,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
+        tls = read_authorities(str(arguments.ca_file), "--ca-file") if arguments.ca_file else None
     except SettingsError as exc:
         print(f"router.register: {exc}", file=sys.stderr)
         return 2
@@ -118,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         payload["connector_port"] = arguments.connector_port
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token)))
+    asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))
     return 0
 
 

@@ -50,7 +50,7 @@ class HealthMonitor:
         """
         self._registry.check_role(registration.role)
         known = self._registry.get(registration.key)
-        if known is None or not known.healthy:
+        if known is None or not known.healthy or known.address != registration.address:
             try:
                 await self._probe_address(registration.address)
             except UpstreamError as exc:

@@ -62,7 +62,7 @@ class Instance:
         self.key = registration.key
         """Its identity, ``host_ip:port``, which every later registration has too."""
         self.address: Address = registration.address
-        """Where it listens."""
+        """Where it listens; its host and port stay, but not whether it speaks TLS."""
         self.registration = registration
         self.role: Role = registration.role
         self.load: InstanceLoad = registry.make_load(registration.key)
@@ -121,6 +121,7 @@ class Instance:
             proven: it is healthy, or has answered a probe.
         """
         known, self.registration, self.role = self.registration, registration, registration.role
+        self.address = registration.address
         self.has_heartbeat = True
         self.last_registered = now
         if proven and not self.healthy:  # or else it was not probed, and failed probes before this stay counted

@@ -14,8 +14,8 @@ from router.http import Address
 
 __all__ = ["Registration", "RegistrationError", "Role"]
 
-# A name or an address of either kind, an IPv6 one perhaps with its zone.
-_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
+# A name or an address of either kind, an IPv6 one perhaps with its zone; perhaps behind a scheme.
+_HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
 
 _PROTOCOLS = ("ipc", "rdma", "tcp")
 
@@ -64,7 +64,7 @@ class Registration:
         """The fields that stay as they are while the instance's process lives."""
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
-            *(self.version, self.metrics_port, self.fields.get("engine_worker_queue_port")),
+            *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),
         )
 
     @classmethod
@@ -117,10 +117,10 @@ def _parse_role(value: Any) -> Role:
 def _parse_address(fields: Mapping[str, Any]) -> Address:
     # Both of FastDeploy's routers take an address that says its scheme.
     host = fields.get("host_ip")
-    stripped = host.removeprefix("http://") if isinstance(host, str) else ""
-    if not _HOST.fullmatch(stripped):
+    found = _HOST.fullmatch(host) if isinstance(host, str) else None
+    if found is None:
         raise RegistrationError(f"host_ip is {host!r}; it must be the address the instance listens at")
-    return Address(stripped, int(_parse_port(fields, "port")))
+    return Address(found[2], int(_parse_port(fields, "port")), tls=found[1] == "https://")
 
 
 def _parse_instance_keys(fields: Mapping[str, Any], name: str) -> frozenset[str]:

@@ -10,7 +10,7 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-from router.http import Address, UpstreamError
+from router.http import UpstreamError
 
 if TYPE_CHECKING:
     from router.fleet.instance import Instance
@@ -56,7 +56,7 @@ class Scraper:
 
     async def _scrape_instance(self, instance: Instance) -> None:
         load = instance.load
-        address = Address(instance.address.host, instance.registration.metrics_port)
+        address = instance.address._replace(port=instance.registration.metrics_port)
         try:
             response = await self._upstream.fetch(address, "GET", "/metrics", timeout=self._interval)
             load.running, load.waiting = _parse_figures(response.body)

@@ -1,6 +1,8 @@
 """HTTP/1.1: the server that clients talk to, and pooled connections to instances. Only this room speaks HTTP.
 
 server.py       a client's connection: uvicorn's protocol, with a shorter way for the data plane
+tls.py          TLS towards clients
+cors.py         which pages' scripts may use the router from a browser
 exchange.py     one request to one instance and its response
 connection.py   one connection to an instance: received bytes to pieces of a response
 pool.py         the connections to all instances
@@ -26,6 +28,7 @@ from router.http.body import (
     splice,
     whole_number,
 )
+from router.http.cors import Cors
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
 from router.http.exchange import Exchange
 from router.http.message import (
@@ -39,9 +42,10 @@ from router.http.message import (
     prepare_head,
 )
 from router.http.pool import ConnectionPool
-from router.http.replies import error_reply, json_reply, refusal_reply
+from router.http.replies import error_reply, json_reply, raw_reply, refusal_reply
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path
+from router.http.tls import ListenerContext
 from router.http.usage import Usage, read_usage
 
 __all__ = [
@@ -55,9 +59,11 @@ __all__ = [
     "ConnectFailed",
     "ConnectRefused",
     "ConnectionPool",
+    "Cors",
     "Exchange",
     "Headers",
     "InferenceBody",
+    "ListenerContext",
     "NoRoom",
     "PreparedHead",
     "Refused",
@@ -80,6 +86,7 @@ __all__ = [
     "parse_inference",
     "parse_object",
     "prepare_head",
+    "raw_reply",
     "read_usage",
     "refusal_reply",
     "show_escapes",

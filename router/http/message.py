@@ -20,9 +20,13 @@ HOP_BY_HOP = frozenset(
 )
 """Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
 
-NOT_PASSED_BACK = HOP_BY_HOP | {b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id"}
-"""Names of headers of an instance's response that no client gets: those that would lead it past the router, and one
-that the router writes itself."""
+NOT_PASSED_BACK = HOP_BY_HOP | {
+    *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id"),
+    *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
+    *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
+}
+"""Names of headers of an instance's response that no client gets: those that would lead it past the router, and those
+that the router writes itself, where it does."""
 
 
 class Address(NamedTuple):
@@ -30,6 +34,12 @@ class Address(NamedTuple):
 
     host: str
     port: int
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """Its address for people, with its scheme."""
+        return f"{'https' if self.tls else 'http'}://{self}"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
 from collections import deque
 from collections.abc import Iterable
 
@@ -29,7 +30,12 @@ _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, e
 class ConnectionPool:
     """The pool of connections to all instances."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """
+        Args:
+            tls: decides whose certificates are believed; None for those of the system's authorities.
+        """
+        self._tls = tls
         self._idle: dict[Address, deque[tuple[float, Connection]]] = {}
         self._open: set[Connection] = set()
         self._hosts: dict[Address, bytes] = {}
@@ -139,11 +145,14 @@ class ConnectionPool:
             ConnectFailed: nobody accepted it.
         """
         loop = asyncio.get_running_loop()
-        opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port)
+        tls = self._trust() if address.tls else None
+        opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port, ssl=tls)
         try:
             _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
+        except ssl.SSLError as exc:
+            raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
         except OSError as exc:
             if exc.errno in _NO_ROOM:
                 raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
@@ -152,6 +161,12 @@ class ConnectionPool:
         except UnicodeError as exc:
             raise ConnectFailed(f"cannot connect to {address}: it is no host's name") from exc
         return connection
+
+    def _trust(self) -> ssl.SSLContext:
+        """The context that decides whose certificates are believed."""
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
 
     def add_open(self, connection: Connection) -> None:
         """A connection was made."""
@@ -170,3 +185,11 @@ class ConnectionPool:
             if not idle:
                 del self._idle[address]
         self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None
+
+
+def _describe_tls_failure(exc: ssl.SSLError) -> str:
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {exc.verify_message.removesuffix('.')}"
+    if exc.reason == "WRONG_VERSION_NUMBER":
+        return "what answers there speaks no TLS; it must be registered without https://"
+    return f"the TLS handshake failed: {(exc.reason or str(exc)).replace('_', ' ').lower()}"

@@ -8,8 +8,9 @@ import orjson
 from fastapi import Response
 
 from router.http.api_error import ApiError, Refused
+from router.http.message import Headers
 
-__all__ = ["error_reply", "json_reply", "refusal_reply"]
+__all__ = ["error_reply", "json_reply", "raw_reply", "refusal_reply"]
 
 
 def json_reply(status: int, value: Any) -> Response:
@@ -20,6 +21,13 @@ def json_reply(status: int, value: Any) -> Response:
 def error_reply(error: ApiError) -> Response:
     """A response that is an error."""
     return Response(error.body(), status_code=error.status, media_type="application/json")
+
+
+def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
+    """A response with these headers and this body."""
+    answer = Response(body, status_code=status)
+    answer.raw_headers += headers
+    return answer
 
 
 def refusal_reply(refused: Refused) -> Response:

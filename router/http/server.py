@@ -18,6 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.api_error import ApiError, Refused
+from router.http.cors import Cors
 from router.http.message import Headers
 from router.http.request_id import echo_request_id
 
@@ -30,8 +31,11 @@ MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
 LINGER_SECONDS = 2.0
+# When the server stops, an idle client's goodbye, which ends a connection with TLS, is waited for for so long.
+GOODBYE_SECONDS = 1.0
 # Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
 READ_SECONDS = 60.0
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class DataPlane(Protocol):
@@ -69,6 +73,7 @@ class ClientRequest:
         "_chunked",
         "_left_to_send",
         "_protocol",
+        "added_head",
         "arriving",
         "body",
         "disconnected",
@@ -104,6 +109,8 @@ class ClientRequest:
         """The path in ``target``, without query and escapes."""
         self.headers = headers
         self.version = version
+        self.added_head = b""
+        """Lines that the response's head gets, however it turns out."""
         self.body = b""
         self.arriving: bytearray | None = None
         """The body so far, if it comes in more than one piece."""
@@ -123,7 +130,7 @@ class ClientRequest:
     def send_response(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
         is_head = self.method == "HEAD"
-        head = STATUS_LINE[status]
+        head = STATUS_LINE[status] + self.added_head
         for header in headers:
             if is_head or header[0] != b"content-length":
                 head += b"%s: %s\r\n" % header
@@ -137,7 +144,7 @@ class ClientRequest:
 
     def start_response(self, status: int, headers: Headers) -> None:
         """Send the head of a response whose body comes in pieces."""
-        head, length = STATUS_LINE[status], None
+        head, length = STATUS_LINE[status] + self.added_head, None
         for header in headers:
             head += b"%s: %s\r\n" % header
             if header[0] == b"content-length" and length is None:
@@ -224,6 +231,7 @@ class RouterProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         application: Any = self.config.app
         self._data_plane: DataPlane = application.proxy
+        self._cors: Cors | None = application.cors
         self._served: ClientRequest | None = None
         # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
@@ -246,7 +254,10 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+            if data.startswith(_TLS_HANDSHAKE):
+                self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+            else:
+                self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:
             if self._undigested > HEAD_BYTES:
                 self._refuse_request(self._head_too_large())
@@ -307,6 +318,9 @@ class RouterProtocol(HttpToolsProtocol):
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
         request = ClientRequest(self, method, self.url, path, self.headers, version, keep_alive)
+        if self._cors is not None:
+            for header in self._cors.answer_headers(self.headers):
+                request.added_head += b"%s: %s\r\n" % header
         self.headers = _DROPPED  # type: ignore[assignment]  # trailers, after a chunked body, are no headers
         self.cycle = request  # type: ignore[assignment]
         if existing is not None and not existing.response_complete:
@@ -367,10 +381,21 @@ class RouterProtocol(HttpToolsProtocol):
     def hang_up(self, request: ClientRequest) -> None:
         """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
         if request.more_body and not self.transport.is_closing():
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not with TLS, where the answer's own length must do
+                self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
             self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server stops: end the connection, with TLS even if its client does not, or after its request."""
+        super().shutdown()
+        if self.scheme == "https" and self.transport.is_closing():
+            self.loop.call_later(GOODBYE_SECONDS, self._cut_goodbye_short)
+
+    def _cut_goodbye_short(self) -> None:
+        if not self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client is gone."""
@@ -446,9 +471,12 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()  # within another answer, this one could not be told from it
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
+            request: Any = self.cycle
+            is_known = isinstance(request, ClientRequest) and not request.response_complete
+            start = STATUS_LINE[error.status] + (request.added_head if is_known else b"")
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
-            self.transport.write(head % (STATUS_LINE[error.status], len(body)) + body)
+            self.transport.write(head % (start, len(body)) + body)
             self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
@@ -458,9 +486,18 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_body(cycle, cycle.refusal)
         elif not cycle.more_body:
             self._served = cycle
+            if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
+                return
             task = self.loop.create_task(self._data_plane.serve(cycle))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
+
+    def _answer_preflight(self, request: ClientRequest) -> bool:
+        """Answer a request that only asks for a page's script whether it may send another one; False for others."""
+        answer = self._cors.answer_preflight(request.headers) if self._cors is not None else None
+        if answer is not None:
+            request.send_response(*answer)
+        return answer is not None
 
 
 _NOBODY_WAITS = _NobodyWaits()

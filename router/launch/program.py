@@ -110,5 +110,6 @@ def _format_startup_line(settings: RouterSettings) -> str:
     else:
         mode = f"mixed by {settings.policy}"
     processes = f", {settings.num_workers} workers" if settings.num_workers > 1 else ""
-    address = f"http://{settings.host}:{settings.port}"
+    scheme = "https" if settings.ssl_certfile else "http"
+    address = f"{scheme}://{settings.host}:{settings.port}"
     return f"router listens at {address}{processes}, {mode}; waiting for instances to register"

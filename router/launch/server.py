@@ -15,7 +15,8 @@ from types import FrameType
 import uvicorn
 
 from router.app import RouterApp
-from router.http import RouterProtocol
+from router.http import ListenerContext, RouterProtocol
+from router.settings import RouterSettings, load_certificate
 
 __all__ = ["GRACE_SECONDS", "RouterServer", "prepare_process"]
 
@@ -37,20 +38,25 @@ class RouterServer(uvicorn.Server):
     """Serves ``router`` to clients."""
 
     def __init__(self, router: RouterApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                router,
-                http=RouterProtocol,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=CLIENT_IDLE_SECONDS,
-                timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
-            )
+        """
+        Raises:
+            SettingsError: the certificate or its key cannot be used.
+        """
+        config = uvicorn.Config(
+            router,
+            http=RouterProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=CLIENT_IDLE_SECONDS,
+            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
         )
+        config.load()
+        config.ssl = _make_tls_context(router.settings)
+        super().__init__(config)
         self._router = router
         self._ends_requests_at = 0.0
 
@@ -94,6 +100,15 @@ class RouterServer(uvicorn.Server):
         await asyncio.sleep(FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _make_tls_context(settings: RouterSettings) -> ListenerContext | None:
+    """The TLS of clients' connections; None where they speak plain HTTP."""
+    if not settings.ssl_certfile:
+        return None
+    context = ListenerContext()
+    load_certificate(context, settings.ssl_certfile, settings.ssl_keyfile)
+    return context
 
 
 def prepare_process() -> None:

@@ -53,7 +53,7 @@ class Selector:
             chance: gives a number from 0 to below 1.
         """
         self._registry = registry
-        self._port = settings.port
+        self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
         self._clock = clock
         self._chance = chance
         names = {
@@ -172,7 +172,7 @@ class Selector:
             return f"no {role.value} instance can take the request ({states})"
         flag = "" if role is Role.MIXED else f" --splitwise-role {role.value}"
         return (
-            f"no {role.value} instance is registered; start one with{flag} --router HOST:{self._port}, "
+            f"no {role.value} instance is registered; start one with{flag} --router {self._router}, "
             "where HOST is this router's address"
         )
 

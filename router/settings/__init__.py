@@ -5,6 +5,7 @@ sources.py           load_settings: reads flags, the YAML file and the environme
 flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys
+tls_files.py         read_certificate, read_authorities: files with certificates and keys
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
@@ -13,6 +14,7 @@ from router.settings.hints import suggest_name
 from router.settings.router_settings import RouterSettings, SettingsError
 from router.settings.secret_file import read_keys, read_token
 from router.settings.sources import load_settings
+from router.settings.tls_files import load_certificate, read_authorities
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "RouterSettings",
     "SettingsError",
     "YamlFileError",
+    "load_certificate",
     "load_settings",
+    "read_authorities",
     "read_keys",
     "read_token",
     "read_yaml",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ MAX_AUTO_WORKERS = 4
 
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 _LOG_OUTPUTS = ("stderr", "stdout", "file")
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
 # The least that a whole number may be; 0 where it is not named.
 _MINIMUMS = {
@@ -165,6 +168,25 @@ class RouterSettings:
         "file with a token that /register and /decode_instances take beside the admin's, so that instances need not "
         "hold that one",
     )
+    ssl_certfile: str = _declare(
+        "",
+        "server.ssl-certfile",
+        "file with the certificate by which clients know this router, in PEM form: it then speaks HTTPS only",
+    )
+    ssl_keyfile: str = _declare(
+        "", "server.ssl-keyfile", "file with that certificate's key; none if both stand in one file"
+    )
+    cors_allowed_origins: tuple[str, ...] = _declare(
+        (),
+        "server.cors-allowed-origins",
+        "origins of pages whose scripts may use /v1 from a browser, such as https://chat.example.com, or * for all",
+    )
+    instance_ca_file: str = _declare(
+        "",
+        "manager.instance-ca-file",
+        "file with certificates of the authorities that instances' own, behind https addresses, must be of, in PEM "
+        "form; none takes the system's authorities",
+    )
 
     without_effect: tuple[str, ...] = ()
     """One sentence for each setting that was given and means nothing here."""
@@ -176,6 +198,12 @@ class RouterSettings:
             raise SettingsError(
                 f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
                 "keys to tell clients apart; name them with server.api-keys-file"
+            )
+
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise SettingsError(
+                f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
+                "server.ssl-certfile"
             )
 
     @property
@@ -209,5 +237,11 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     minimum = _MINIMUMS.get(field.name, 0)
     if type(value) is int and value < minimum:
         raise SettingsError(f"{name} is {value}; it must be at least {minimum}")
+    for origin in value if field.name == "cors_allowed_origins" else ():
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise SettingsError(
+                f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port with nothing behind it, such "
+                "as https://chat.example.com, or * for all"
+            )
     if field.name == "health_check_endpoint" and not value.startswith("/"):
         raise SettingsError(f"{name} is {value!r}; a path begins with '/'")

@@ -71,10 +71,15 @@ def _make_parser() -> FlagParser:
     for field in SETTINGS:
         flag = "--" + field.name.replace("_", "-")
         choices = field.metadata["choices"]
+        default = field.default if field.default not in ("", ()) else "none"
         about = f"{field.metadata['help']}{': ' + ', '.join(choices) if choices else ''} " \
-                f"(default {field.default if field.default != '' else 'none'}) [{field.metadata['key']}]"  # fmt: skip
+                f"(default {default}) [{field.metadata['key']}]"  # fmt: skip
         if isinstance(field.default, bool):
             parser.add_argument(flag, nargs="?", const=True, metavar="true|false", help=about)
+        elif isinstance(field.default, tuple):
+            parser.add_argument(
+                flag, nargs="*", metavar=field.name.split("_")[-1].removesuffix("s").upper(), help=about
+            )
         else:
             is_number = type(field.default) is int and field.name != "port"
             metavar = "N" if is_number else field.name.split("_")[-1].upper()
@@ -148,6 +153,10 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is tuple and isinstance(value, (str, list)):
+        texts = [value] if isinstance(value, str) else value
+        if all(isinstance(text, str) for text in texts):
+            return tuple(part for text in texts for part in text.replace(",", " ").split())
     if isinstance(value, str):
         if kind is bool and value.lower() in ("1", "0", "true", "false"):
             return value.lower() in ("1", "true")
@@ -156,5 +165,7 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
                 return kind(value)
             except ValueError:
                 pass
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of texts"}[
+        kind
+    ]
     raise SettingsError(f"{where} is {value!r}; it must be {expected}")

@@ -44,6 +44,7 @@ class FleetSync:
         self._clock = clock
         self._written_at: dict[str, float] = {}  # of the latest record of each key
         link.subscribe_to_records(self._on_record)
+        link.subscribe_to_departures(self._on_departure)
         link.subscribe("suspect", self._on_suspect)
         link.subscribe("lost_cache", self._on_lost_cache)
         link.answer("heard", lambda _: True)
@@ -117,6 +118,11 @@ class FleetSync:
             return True
         self._written_at[key] = record["written_at"]
         return False
+
+    def _on_departure(self, _: str) -> None:
+        """A process is gone, and with it perhaps the way by which instances' heartbeats came."""
+        for instance in self._registry:
+            instance.has_heartbeat = False  # it is gone when its probes fail, until it registers here
 
     def _on_trouble(self, instance: Instance) -> None:
         """An instance was found dead here."""

@@ -159,6 +159,8 @@ class SharedState:
         for message in batch:
             if message[0] == "publish":
                 self._processes.setdefault(sender, set()).add(message[1])
+            elif message[0] == "gone":
+                self._processes.get(sender, set()).discard(message[1])
             self._hub.on_distant_message(message)
 
     def _check_silence(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import uvicorn
 
 from router.app import RouterApp
+from router.http import ListenerContext
 from router.http.server import RouterProtocol
-from router.settings import RouterSettings
+from router.settings import RouterSettings, load_certificate
 from router.sharing import NO_LINK, Link
 from tests.router.serving.fault_report import REPORTS, table
 from tests.router.sharing.links import LinkedHub, join_all
@@ -34,12 +36,18 @@ class RouterUnderTest:
         self.thread = thread
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if settings.ssl_certfile else 'http'}://127.0.0.1:{self.port}"
         config = uvicorn.Config(self.app, http=RouterProtocol, ws="none", log_config=None, access_log=False)
         config.server_header = config.date_header = False
+        config.load()
+        verify: ssl.SSLContext | bool = True
+        if settings.ssl_certfile:
+            config.ssl = ListenerContext()
+            load_certificate(config.ssl, settings.ssl_certfile, settings.ssl_keyfile)
+            verify = ssl.create_default_context(cafile=settings.ssl_certfile)
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Future[None] | None = None
-        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=20)
+        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=20, verify=verify)
 
     def start(self) -> None:
         async def serve() -> None:
@@ -89,8 +97,8 @@ def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
     """Starts stand-ins: ``stand_in("prefill", behaviour)``."""
     with contextlib.ExitStack() as started:
 
-        def start(role: str = "mixed", behave: Behaviour | None = None) -> StandIn:
-            instance = StandIn(role, thread)
+        def start(role: str = "mixed", behave: Behaviour | None = None, tls: ssl.SSLContext | None = None) -> StandIn:
+            instance = StandIn(role, thread, tls=tls)
             if behave is not None:
                 instance.behave = behave
             instance.start()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -201,6 +202,7 @@ class StandIn:
     health: int = 200
     answers_probes: bool = True
     port: int = 0
+    tls: ssl.SSLContext | None = None
     received: list[Received] = field(default_factory=list)
     answered: set[bytes] = field(default_factory=set)
     aborted: list[Any] = field(default_factory=list)
@@ -228,7 +230,7 @@ class StandIn:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def key(self) -> str:
@@ -238,7 +240,7 @@ class StandIn:
         """What it tells the router, as FastDeploy's instances do."""
         return {
             "role": self.role,
-            "host_ip": "127.0.0.1",
+            "host_ip": "https://127.0.0.1" if self.tls else "127.0.0.1",
             "port": self.port,
             "metrics_port": self.port,
             "connector_port": self.port + 1 if self.port < 65535 else 1,
@@ -258,7 +260,7 @@ class StandIn:
         return httpx.post(f"{router_url}/register", json=self.registration(**changes), trust_env=False)
 
     async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26)
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def accept_no_more(self) -> None:

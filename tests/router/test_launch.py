@@ -18,6 +18,7 @@ import pytest
 
 from router.launch import GRACE_SECONDS
 from tests.router.stand_in import Received, Responder, StandIn, stalls
+from tests.support.certificates import make_certificate
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
@@ -40,7 +41,7 @@ def running(tmp_path: Path) -> Iterator[Child]:
 
 
 def url_of(process: Child) -> str:
-    found = re.search(r"router listens at (http://\S+:\d+)", process.output)
+    found = re.search(r"router listens at (https?://\S+:\d+)", process.output)
     assert found, process.output
     return found.group(1)
 
@@ -68,6 +69,8 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--snapshot-path", "/no/such/file"], "there is no folder /no/such"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is not an address"),
         (["--host", "a..b"], "--host a..b is not an address"),
+        (["--ssl-certfile", "/no/such"], "server.ssl-certfile /no/such: No such file or directory"),
+        (["--ssl-keyfile", "/no/such"], "but there is no certificate; name its file with server.ssl-certfile"),
         (["--snapshot-path", "."], "manager.snapshot-path is '.', which is a folder; it must be a file"),
     ],
 )
@@ -110,6 +113,21 @@ def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_pat
     with child([*LAUNCH, *flags], tmp_path / "router.log") as process:
         process.wait_for(lambda: "router listens at" in process.output, "the startup line")
         assert "prefill by pool_aware, decode by random" in process.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_https_router_says_so_and_ends_at_a_signal_although_clients_stay_connected(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    made = make_certificate(tmp_path)
+    flags = ["--port", "0", "--ssl-certfile", str(made.certfile), "--ssl-keyfile", str(made.keyfile)]
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at https://127.0.0.1:" in process.output, "the startup line")
+        with httpx.Client(base_url=url_of(process), verify=made.trust(), trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            process.signal(number)
+            assert process.wait(5.0) == 0
+        assert "Traceback" not in process.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

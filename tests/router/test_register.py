@@ -16,6 +16,7 @@ from router.fleet import Role
 from router.register import ROLES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
+from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
@@ -103,6 +104,22 @@ def test_a_router_with_an_admin_token_wants_it(
         wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
 
 
+def test_a_server_and_a_router_may_both_speak_https(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside, tmp_path: Path
+) -> None:
+    made = make_certificate(tmp_path)
+    certfile, keyfile = str(made.certfile), str(made.keyfile)
+    server = stand_in(tls=made.serve())
+    router = make_router(ssl_certfile=certfile, ssl_keyfile=keyfile, instance_ca_file=certfile)
+    with beside(router.url, server.port, "--host", "https://127.0.0.1") as sidecar:
+        sidecar.wait_for(lambda: "does not answer /health" in sidecar.output, "saying so")
+        assert f"{server.url} does not answer /health" in sidecar.output
+        assert "certificate verify failed: self-signed certificate" in sidecar.output
+    with beside(router.url, server.port, "--host", "https://127.0.0.1", "--ca-file", certfile):
+        wait_until(lambda: list(healthy(router).values()) == [True], "the registration")
+        assert router.chat().status_code == 200
+
+
 def test_a_refusal_is_said_once(
     stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
 ) -> None:
@@ -127,6 +144,7 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
         (["--port", "0"], "'0' is not a port"),
         (["--role", "both"], "invalid choice: 'both'"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
+        (["--ca-file", "/nowhere"], "--ca-file /nowhere: No such file or directory"),
         (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of this program; did you mean --router?"),
     ],
 )

@@ -110,6 +110,16 @@ def test_with_a_token_only_its_holder_registers_and_looks_around(
     assert router.client.get("/admin/explain/1").status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/redoc"])
+def test_with_an_admin_token_the_description_of_the_paths_is_for_its_holder(
+    tmp_path: Path, make_router: MakeRouter, path: str
+) -> None:
+    client = make_router(admin_token_file=written(tmp_path / "token", "s3cret\n")).client
+    refused = client.get(path)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "missing_admin_token")
+    assert client.get(path, headers={"authorization": "Bearer s3cret"}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/registered_number"])
 def test_probes_and_figures_stay_open(tmp_path: Path, make_router: MakeRouter, path: str) -> None:
     files = {name: written(tmp_path / name, "s3cret") for name in ("admin_token_file", "api_keys_file")}

@@ -59,6 +59,7 @@ def test_unknown_fields_are_kept() -> None:
         ("connected_decodes", [{"host_ip": "10.0.0.2", "port": "1"}], frozenset({"10.0.0.2:1"})),
         ("connected_decodes", ["10.0.0.2:1", "[::1]:2"], frozenset({"10.0.0.2:1", "[::1]:2"})),
         ("host_ip", "http://10.0.0.1", "10.0.0.1"),
+        ("host_ip", "https://10.0.0.1", "10.0.0.1"),
     ],
 )
 def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understood: Any) -> None:
@@ -74,7 +75,8 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"role": True}, "role is True"),
         ({"host_ip": ""}, "host_ip is ''"),
         ({"host_ip": 5}, "host_ip is 5"),
-        ({"host_ip": "https://10.0.0.1"}, "host_ip is 'https://10.0.0.1'"),
+        ({"host_ip": "ftp://10.0.0.1"}, "host_ip is 'ftp://10.0.0.1'"),
+        ({"host_ip": "https://10.0.0.1/v1"}, "host_ip is 'https://10.0.0.1/v1'"),
         ({"metrics_port": "x"}, "metrics_port is 'x'"),
         ({"connected_decodes": [5]}, "connected_decodes has 5; an entry must be 'host:port', or an object with"),
         ({"connected_decodes": ["d"]}, "connected_decodes has"),

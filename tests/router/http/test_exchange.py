@@ -366,7 +366,7 @@ def test_it_is_told_apart_why_no_connection_was_made(
     client: Client, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[UpstreamError]
 ) -> None:
     async def connect(upstream: ConnectionPool) -> None:
-        async def fails(*args: object) -> None:
+        async def fails(*args: object, **kwargs: object) -> None:
             raise OSError(number, "no")
 
         loop = SimpleNamespace(create_connection=fails)

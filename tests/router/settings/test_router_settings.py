@@ -32,12 +32,18 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("max_queued_requests", -1, "server.max-queued-requests is -1; it must be at least 0"),
         ("prefix_index_entries", 1, "scheduler.prefix-index-entries is 1; it must be at least 2"),
         ("health_check_endpoint", "health", "manager.health-check-endpoint is 'health'; a path begins with '/'"),
+        (
+            "cors_allowed_origins",
+            ("chat.example.com",),
+            "server.cors-allowed-origins has 'chat.example.com'; an origin",
+        ),
+        ("cors_allowed_origins", ("https://a.example/",), "is scheme://host or scheme://host:port with nothing behind"),
+        ("cors_allowed_origins", ("https://*.example",), "has 'https://*.example'"),
+        ("ssl_keyfile", "key.pem", "server.ssl-keyfile is 'key.pem', but there is no certificate"),
         ("max_concurrent_requests_per_key", 1, "there are no keys to tell clients apart"),
     ],
 )
-def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(
-    setting: str, value: str | float, message: str
-) -> None:
+def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, value: object, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         RouterSettings(**{setting: value})  # type: ignore[arg-type]
     assert message in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_every_setting_can_be_a_flag() -> None:
         "random",
         "debug",
     )
+
+
+@pytest.mark.parametrize(
+    "flags", [["http://a", "http://b:1"], ["http://a,http://b:1"], ["http://a, http://b:1"]], ids=["two", "one", "text"]
+)
+def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: Path) -> None:
+    flag = ["--cors-allowed-origins", *flags]
+    assert load_settings([*flag, "--port", "1"], {}).cors_allowed_origins == ("http://a", "http://b:1")
+    variable = {"KVROUTER__CORS_ALLOWED_ORIGINS": ",".join(flags)}
+    assert load_settings([], variable).cors_allowed_origins == ("http://a", "http://b:1")
+    file = write(tmp_path / "config.yaml", f"server: {{cors-allowed-origins: {json.dumps(flags)}}}")
+    assert load_settings(["--config_path", file], {}).cors_allowed_origins == ("http://a", "http://b:1")
 
 
 def test_underscores_in_flags_are_taken_as_fastdeploy_does() -> None:

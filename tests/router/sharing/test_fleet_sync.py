@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from router.sharing import WorkerLink
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
@@ -68,6 +70,21 @@ def test_a_heartbeat_at_one_keeps_the_instance_alive_at_both(make_router: MakeRo
     instance.register(first.url)
     assert known.last_registered > before
     wait_until(lambda: not registered(first) and not registered(second), "the silent instance to be forgotten")
+
+
+def test_an_instance_outlives_the_process_that_it_registered_at(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    probes = {"health_check_interval_secs": 0.05, "heartbeat_expiry_secs": 0.5, "health_failure_threshold": 1}
+    first, second = make_router(instance, workers=2, **probes).workers
+    instance.register(first.url)
+    known = second.app.registry.get(f"127.0.0.1:{instance.port}")
+    assert known is not None
+    assert known.has_heartbeat
+    first.thread.run(leave(first))
+    wait_until(lambda: time.monotonic() - known.last_registered > 1.0, "its heartbeat to be late")
+    assert second.chat().status_code == 200
+    instance.stop()
+    wait_until(lambda: not registered(second), "the dead instance to be forgotten")
 
 
 def test_where_one_finds_an_instance_dead_the_other_looks_at_once(
@@ -149,6 +166,13 @@ def test_a_prompt_that_one_placed_is_known_to_the_other(make_router: MakeRouter,
     placed = first.chat(**prompt).headers["x-router-mixed"]
     wait_until(lambda: len(second.app.selector.policies[second.app.registry.roles[0]]._index) > 0, "the prompt")  # type: ignore[attr-defined]
     assert {second.chat(**prompt).headers["x-router-mixed"] for _ in range(4)} == {placed}
+
+
+async def leave(worker: RouterUnderTest) -> None:
+    """Cut a process's link, as its death does."""
+    link = worker.app.link
+    assert isinstance(link, WorkerLink)
+    link.close()
 
 
 def tell(worker: RouterUnderTest, record: dict[str, Any]) -> None:

@@ -33,14 +33,15 @@ def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
         first, second = await join_all(hub, 2)
         known: dict[str, dict[str, Any]] = {"early": {}, "late": {}}
         second.subscribe_to_records(known["early"].__setitem__)
-        first.keep("a", 1)
-        first.keep("b", 2)
-        first.keep("a", 3)
-        await until(lambda: known["early"] == {"a": 3, "b": 2})
+        first.keep("a", {"written_at": 1})
+        first.keep("b", {"written_at": 2})
+        first.keep("a", {"written_at": 3})
+        first.keep("a", {"written_at": 2, "late": True})
+        await until(lambda: known["early"] == {"a": {"written_at": 3}, "b": {"written_at": 2}})
         late = await hub.join("2")
         await asyncio.sleep(0)  # records may come before anybody in that process has asked for them
         late.subscribe_to_records(known["late"].__setitem__)
-        await until(lambda: known["late"] == {"a": 3, "b": 2})
+        await until(lambda: known["late"] == {"a": {"written_at": 3}, "b": {"written_at": 2}})
 
     run_linked(run)
 

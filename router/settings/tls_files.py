@@ -1,0 +1,81 @@
+"""Files with certificates and keys, read for TLS; each mistake in them is told in one sentence."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import NoReturn
+
+from router.settings.router_settings import SettingsError
+
+__all__ = ["load_certificate", "read_authorities"]
+
+_CERTIFICATE, _KEY = "-----BEGIN CERTIFICATE-----", "PRIVATE KEY-----"
+# OpenSSL's reasons for a key that is another certificate's, the last two of another algorithm.
+_MISMATCHES = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+
+
+def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
+    """Give the context of a server its certificate and key.
+
+    Args:
+        certfile: the file with the certificate, and those of the authorities between it and the root, if there are any.
+        keyfile: the file with its key; ``""`` where that stands in ``certfile`` too.
+
+    Raises:
+        SettingsError: a file cannot be read or used, or they do not belong together.
+    """
+    certificate = f"server.ssl-certfile {certfile}"
+    key = f"server.ssl-keyfile {keyfile}" if keyfile else certificate
+    text = _read_text(Path(certfile), certificate)
+    if _CERTIFICATE not in text:
+        raise SettingsError(f"{certificate} has no certificate in it, which would begin with '{_CERTIFICATE}'")
+    if _KEY not in (_read_text(Path(keyfile), key) if keyfile else text):
+        hint = "" if keyfile else "; name its file with server.ssl-keyfile"
+        raise SettingsError(f"{key} has no private key in it, which would begin with '-----BEGIN {_KEY}'{hint}")
+
+    def refuse_password() -> NoReturn:
+        raise SettingsError(f"the key in {key} has a password; write it without: openssl pkey -in KEY -out NEW_KEY")
+
+    try:
+        context.load_cert_chain(certfile, keyfile or None, refuse_password)
+    except ssl.SSLError as exc:
+        if exc.reason in _MISMATCHES:
+            raise SettingsError(f"the key in {key} is not the key of the certificate in {certificate}") from exc
+        if exc.reason not in (None, "PEM_LIB"):
+            reason = str(exc.reason).replace("_", " ").lower()
+            raise SettingsError(f"{certificate} and its key cannot be used: {reason}") from exc
+        damaged = f"the key in {key}" if _is_readable(text) else f"the certificate in {certificate}"
+        raise SettingsError(f"{damaged} is damaged") from exc
+
+
+def read_authorities(path: str, setting: str) -> ssl.SSLContext:
+    """The context of a client that trusts the authorities whose certificates this file has, and no others.
+
+    Raises:
+        SettingsError: the file cannot be read, or has no certificate in it; it names ``setting``.
+    """
+    where = f"{setting} {path}"
+    if _CERTIFICATE not in _read_text(Path(path), where):
+        raise SettingsError(f"{where} has no certificate in it, which would begin with '{_CERTIFICATE}'")
+    try:
+        return ssl.create_default_context(cafile=path)
+    except ssl.SSLError as exc:
+        raise SettingsError(f"a certificate in {where} is damaged") from exc
+
+
+def _read_text(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="latin-1")  # a certificate may have anything for people before it
+    except OSError as exc:
+        raise SettingsError(f"{where}: {exc.strerror}") from exc
+
+
+def _is_readable(certificates: str) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata="".join(certificates.partition(_CERTIFICATE)[1:])
+        )
+    except (ssl.SSLError, ValueError):
+        return False
+    return True

@@ -1,0 +1,247 @@
+"""Pages of other origins: header by header, and a real one in Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http import Cors
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn, answers, streams
+from tests.support.browser import open_page
+from tests.support.certificates import make_certificate
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+PAGE, OTHER = "https://chat.example.com", "https://other.example.com"
+CHAT = "/v1/chat/completions"
+ALLOWED = {
+    "access-control-allow-origin": PAGE,
+    "access-control-expose-headers": "X-Request-Id, Retry-After",
+    "vary": "Origin",
+}
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file with one client's API key."""
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-alice\n")
+    return str(path)
+
+
+def cors_headers(response: httpx.Response) -> dict[str, str]:
+    """The headers of a response that are for a browser."""
+    return {name: value for name, value in response.headers.items() if name == "vary" or "access-control" in name}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/v1/models/m", "/v1/abort_requests", "/v1//chat/completions"])
+def test_a_preflight_is_answered_before_anybody_says_who_they_are(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: str, path: str
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, cors_allowed_origins=(PAGE,), api_keys_file=keys)
+    answer = router.client.options(path, headers={"origin": PAGE, **PREFLIGHT})
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert cors_headers(answer) == {
+        **ALLOWED,
+        "access-control-allow-methods": "GET, HEAD, POST, PUT, PATCH, DELETE",
+        "access-control-allow-headers": "authorization,content-type,x-stainless-os",
+        "access-control-max-age": "3600",
+    }
+    assert instance.received == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models"])
+def test_a_preflight_of_another_origin_is_refused_with_the_setting(make_router: MakeRouter, path: str) -> None:
+    router = make_router(cors_allowed_origins=(PAGE,))
+    answer = router.client.options(path, headers={"origin": OTHER, **PREFLIGHT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert f"'{OTHER}'" in answer.json()["error"]["message"]
+    assert cors_headers(answer) == {"vary": "Origin"}
+
+
+def test_preflights_and_requests_in_one_connection_are_answered_in_their_order(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    async def slow(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.05)
+        await respond.answer(200, b"{}")
+
+    async def pipeline() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        head = f"HTTP/1.1\r\nhost: x\r\norigin: {PAGE}\r\n"
+        writer.write(f"POST {CHAT} {head}content-length: 2\r\n\r\n{{}}".encode())
+        writer.write(f"OPTIONS {CHAT} {head}access-control-request-method: POST\r\n\r\n".encode())
+        writer.write(f"OPTIONS {CHAT} {head}access-control-request-method: POST\r\nconnection: close\r\n\r\n".encode())
+        received = await reader.read(-1)
+        writer.close()
+        return received
+
+    router = make_router(stand_in("mixed", slow), cors_allowed_origins=(PAGE,))
+    received = router.thread.run(pipeline())
+    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"204", b"204"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_instances_may_be_read_by_allowed_pages_only(
+    make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
+) -> None:
+    behave = streams("one") if stream else answers()
+    router = make_router(stand_in("mixed", behave), cors_allowed_origins=("https://a.example", PAGE))
+    found = {}
+    for origin in (PAGE, OTHER, ""):
+        headers = {"origin": origin} if origin else {}
+        found[origin] = router.client.post(CHAT, json={"stream": stream}, headers=headers)
+        assert found[origin].status_code == 200
+    assert cors_headers(found[PAGE]) == ALLOWED
+    assert cors_headers(found[OTHER]) == cors_headers(found[""]) == {"vary": "Origin"}
+
+
+def test_a_star_allows_every_page_and_nothing_differs_by_origin(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in(), cors_allowed_origins=("*",))
+    for path, method in ((CHAT, "POST"), ("/v1/models", "GET")):
+        for origin in (PAGE, "null"):
+            answer = router.client.request(method, path, headers={"origin": origin})
+            assert answer.headers["access-control-allow-origin"] == "*"
+            assert "vary" not in answer.headers
+            assert "access-control-allow-credentials" not in answer.headers
+    assert router.client.options(CHAT, headers={"origin": OTHER, **PREFLIGHT}).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", CHAT, b"{}", 401),
+        ("GET", "/v1/models", b"", 401),
+        ("POST", "/v1/abort_requests", b'{"req_ids": ["r"]}', 401),
+        ("POST", CHAT, b"x" * 2000, 413),
+        ("POST", "/v1//chat/completions", b"{}", 404),
+    ],
+)
+def test_errors_may_be_read_too(
+    make_router: MakeRouter, keys: str, method: str, path: str, body: bytes, status: int
+) -> None:
+    router = make_router(cors_allowed_origins=(PAGE,), api_keys_file=keys, max_body_bytes=1000)
+    answer = router.client.request(method, path, content=body, headers={"origin": PAGE})
+    assert (answer.status_code, cors_headers(answer)) == (status, ALLOWED)
+
+
+def test_a_request_without_an_instance_and_one_that_is_no_json_may_be_read(make_router: MakeRouter) -> None:
+    router = make_router(cors_allowed_origins=(PAGE,))
+    for body, status in ((b"{}", 503), (b"[", 400)):
+        answer = router.client.post(CHAT, content=body, headers={"origin": PAGE, "x-request-id": "r"})
+        assert (answer.status_code, cors_headers(answer), answer.headers["x-request-id"]) == (status, ALLOWED, "r")
+
+
+@pytest.mark.parametrize("path", ["/register", "/registered", "/admin/drain", "/health", "/metrics", "/openapi.json"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_what_is_not_for_clients_is_for_no_page(make_router: MakeRouter, method: str, path: str) -> None:
+    router = make_router(cors_allowed_origins=("*",))
+    answer = router.client.request(method, path, headers={"origin": PAGE, **PREFLIGHT})
+    assert cors_headers(answer) == {}
+    assert method != "OPTIONS" or answer.status_code == 405
+
+
+def test_without_the_setting_nothing_is_allowed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    asked = {"origin": PAGE, **PREFLIGHT}
+    assert router.client.options("/v1/models", headers=asked).status_code == 405
+    for answer in (router.client.options("/v1/models", headers=asked), router.client.post(CHAT, headers=asked)):
+        assert cors_headers(answer) == {}
+
+
+@pytest.mark.parametrize("settings", [{}, {"cors_allowed_origins": (PAGE,)}])
+def test_what_an_instance_would_allow_does_not_count(
+    make_router: MakeRouter, stand_in: MakeStandIn, settings: dict[str, Any]
+) -> None:
+    allows = [("Access-Control-Allow-Origin", "*"), ("Access-Control-Allow-Credentials", "true")]
+    router = make_router(stand_in("mixed", answers(200, b"{}", *allows)), **settings)
+    answer = router.client.post(CHAT, json={}, headers={"origin": OTHER})
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("setting", "origin"),
+    [
+        ("https://Chat.Example.com:443", PAGE),
+        ("http://10.0.0.1:80", "http://10.0.0.1"),
+        ("http://10.0.0.1:8080", "http://10.0.0.1:8080"),
+        ("http://10.0.0.1:443", "http://10.0.0.1:443"),
+        ("app://local", "app://local"),
+    ],
+)
+def test_an_origin_is_compared_as_browsers_write_it(setting: str, origin: str) -> None:
+    assert Cors([setting]).answer_headers([(b"origin", origin.encode())])[0][1] == origin.encode()
+
+
+SCRIPT = """
+const url = %s, body = JSON.stringify({messages: [], stream: true});
+async function ask(key) {
+  const headers = {"content-type": "application/json", "authorization": "Bearer " + key, "x-request-id": "mine"};
+  const answer = await fetch(url, {method: "POST", headers, body});
+  const found = {status: answer.status, id: answer.headers.get("x-request-id"), reads: 0, text: ""};
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    found.reads += 1;
+    found.text += part.value;
+  }
+  return found;
+}
+return {right: await ask("sk-alice"), wrong: await ask("sk-mallory")};
+"""
+
+
+def spki_digest(certfile: Path) -> str:
+    """The name by which Chromium lets one trust a certificate that no authority vouches for."""
+    command = (
+        f"openssl x509 -in {certfile} -noout -pubkey | openssl pkey -pubin -outform der"
+        " | openssl dgst -sha256 -binary | openssl base64"
+    )
+    return subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_page_in_chromium_reads_a_stream_to_its_end_and_a_refusal(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: str, tmp_path: Path
+) -> None:
+    made = make_certificate(tmp_path)
+    files = {"ssl_certfile": str(made.certfile), "ssl_keyfile": str(made.keyfile), "api_keys_file": keys}
+    instance = stand_in("mixed", streams("one", "two", "three"))
+    with open_page() as page:
+        router = make_router(cors_allowed_origins=(page.origin,), **files)
+        router.client.post("/register", json=instance.registration())
+        trust = f"--ignore-certificate-errors-spki-list={spki_digest(made.certfile)}"
+        found = page.run(SCRIPT % json.dumps(router.url + CHAT), tmp_path, trust)
+    right, wrong = found["right"], found["wrong"]
+    assert (right["status"], right["id"]) == (200, "mine")
+    *events, done, _ = right["text"].split("\n\n")
+    assert [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events] == ["one", "two", "three"]
+    assert done == "data: [DONE]"
+    assert (wrong["status"], json.loads(wrong["text"])["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("origins", [(), (OTHER,)])
+def test_a_page_in_chromium_that_is_not_allowed_learns_nothing(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, origins: tuple[str, ...]
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, cors_allowed_origins=origins)
+    with open_page() as page:
+        found = page.run(SCRIPT % json.dumps(router.url + CHAT), tmp_path)
+    assert found == {"failed": "TypeError: Failed to fetch"}
+    assert [request for request in instance.received if request.method != "OPTIONS"] == []

@@ -1,0 +1,210 @@
+"""Several routers over a real Redis, which is also killed, stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.settings import SettingsError
+from router.sharing import WorkerLink, shared_state
+from router.sharing.shared_state import SharedState
+from tests.router.sharing.links import LinkedHub, until
+from tests.support.ports import free_port
+from tests.support.processes import Child
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+
+
+class RedisServer:
+    """A real redis-server that a test may kill, stop and start again; it keeps nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self.process: Child | None = None
+
+    def start(self) -> None:
+        argv: list[str | Path] = [
+            "redis-server",
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            self._folder,
+        ]
+        self.process = Child(argv, self._folder / "redis.log")
+        self.process.wait_for(self._answers, "its start")
+
+    def _answers(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+class Router:
+    """A hub with one worker, connected to others."""
+
+    def __init__(self, link: WorkerLink, shared: SharedState, connecting: asyncio.Future[None]) -> None:
+        self.link, self.shared, self.connecting = link, shared, connecting
+        self.heard: list[Any] = []
+        self.records: dict[str, Any] = {}
+        self.gone: list[str] = []
+        link.subscribe("news", lambda sender, content: self.heard.append((sender, content)))
+        link.subscribe_to_records(self.records.__setitem__)
+        link.subscribe_to_departures(self.gone.append)
+
+
+@asynccontextmanager
+async def router(name: str, url: str) -> AsyncIterator[Router]:
+    linked = LinkedHub()
+    shared = SharedState(url, name, linked.hub)
+    linked.hub.uplink = shared
+    connecting = asyncio.ensure_future(shared.keep_connected())
+    try:
+        yield Router(await linked.join(f"{name}-0"), shared, connecting)
+    finally:
+        connecting.cancel()
+        await shared.close()
+        await linked.close()
+
+
+def run_two(redis: RedisServer, work: Callable[[Router, Router], Any]) -> None:
+    """Run ``work`` with two routers that know of each other."""
+
+    async def run() -> None:
+        async with router("a", redis.url) as first, router("b", redis.url) as second:
+            await until(lambda: first.shared.list_routers() == ["b"] and second.shared.list_routers() == ["a"])
+            await work(first, second)
+
+    asyncio.run(run())
+
+
+def test_what_one_router_publishes_the_other_hears_in_order(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        for number in range(200):
+            first.link.publish("news", number)
+        await until(lambda: second.heard == [("a-0", number) for number in range(200)])
+        assert first.heard == []
+
+    run_two(redis, work)
+
+
+def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        first.link.keep("one", record(1.0))
+        second.link.keep("two", record(2.0))
+        await until(lambda: "one" in second.records and "two" in first.records)
+        async with router("c", redis.url) as third:
+            await until(lambda: set(third.records) == {"one", "two"})
+
+    run_two(redis, work)
+
+
+def test_a_question_reaches_all_routers_where_it_is_meant_to(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        second.link.answer("sum", lambda content: content + 1)
+        assert await first.link.ask("sum", 1, everywhere=True) == [2]
+        assert await first.link.ask("sum", 1) == []
+
+    run_two(redis, work)
+
+
+def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "GONE_SECONDS", 2.0)
+
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            async with router("b", redis.url) as ending:
+                await until(lambda: first.shared.list_routers() == ["b"])
+                ending.link.publish("news", 1)
+                await until(lambda: bool(first.heard))
+            await until(lambda: first.gone == ["b-0"])
+            async with router("c", redis.url) as dying:
+                await until(lambda: "c" in first.shared.list_routers())
+                dying.link.publish("news", 1)
+                await until(lambda: len(first.heard) == 2)
+                dying.connecting.cancel()  # it says nothing more, as after a kill -9
+                dying.shared._is_up = False
+                await until(lambda: first.gone == ["b-0", "c-0"])
+
+    monkeypatch.setattr(shared_state, "ALIVE_SECONDS", 0.5)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["killed", "hangs"])
+def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(shared_state, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+
+    async def work(first: Router, second: Router) -> None:
+        first.link.keep("before", record(1.0))
+        await until(lambda: "before" in second.records)
+        assert redis.process is not None
+        if fault == "killed":
+            redis.kill()
+        else:
+            redis.process.signal(signal.SIGSTOP)
+        await until(lambda: bool(first.link.trouble and second.link.trouble))
+        first.link.keep("meanwhile", record(2.0))
+        first.link.keep("before", record(3.0))
+        if fault == "killed":
+            redis.start()
+        else:
+            redis.process.signal(signal.SIGCONT)
+        await until(lambda: not first.link.trouble and not second.link.trouble)
+        await until(lambda: second.records == {"before": record(3.0), "meanwhile": record(2.0)})
+        second.link.publish("news", "again")
+        await until(lambda: ("b-0", "again") in first.heard)
+
+    run_two(redis, work)
+
+
+def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+    redis.kill()
+
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            await until(lambda: bool(first.link.trouble))
+            redis.start()
+            await until(lambda: not first.link.trouble)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:port"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"server.shared-state is no address of a Redis, such as redis://host:6379/0"
+    ):
+        SharedState(url, "a", LinkedHub().hub)
+
+
+def record(written_at: float) -> dict[str, Any]:
+    """A record of a fresh hour."""
+    return {"written_at": 4e9 + written_at}
