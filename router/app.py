@@ -87,7 +87,7 @@ class RouterApp:
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
-        self.admission = Admission(settings)
+        self.admission = Admission(settings, self.auth.token_rates)
         self.audit = Audit(settings)
         self.upstream = ConnectionPool()
         self.tasks = Tasks()

@@ -4,23 +4,26 @@ router_settings.py   RouterSettings: each setting with its default, its key and 
 sources.py           load_settings: reads flags, the YAML file and the environment
 flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
-secret_file.py       read_token, read_keys: files with the admin token and with API keys
+secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
 from router.settings.flags import FlagParser
 from router.settings.hints import suggest_name
 from router.settings.router_settings import RouterSettings, SettingsError
-from router.settings.secret_file import read_keys, read_token
+from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.sources import load_settings
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
+    "PRIORITIES",
+    "ApiKey",
     "FlagParser",
     "RouterSettings",
     "SettingsError",
     "YamlFileError",
     "load_settings",
+    "parse_priority",
     "read_keys",
     "read_token",
     "read_yaml",

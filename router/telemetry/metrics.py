@@ -254,6 +254,12 @@ class RouterMetrics(Collector):
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
         yield GaugeMetricFamily("router_queued_requests", "Requests waiting in line to be served", gate.waiting)
+        by_priority = GaugeMetricFamily(
+            "router_queued_requests_by_priority", "Those of each priority that has any", labels=["priority"]
+        )
+        for priority, count in gate.waiting_by_priority.items():
+            by_priority.add_metric([str(priority)], count)
+        yield by_priority
         refused = CounterMetricFamily("router_refused_requests", "Requests answered with 429", labels=["reason"])
         for reason, count in gate.refused.items():
             refused.add_metric([reason], count)
