@@ -148,7 +148,7 @@ class ServingRequest:
         self._is_aborted = False
         self._is_read = False
         self._cache_salt = b""  # the member that keeps the client's cache apart, where there is one
-        self._charged = 0  # tokens that the client was charged for at the beginning
+        self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
 
     async def serve(self) -> None:
@@ -183,7 +183,8 @@ class ServingRequest:
             if self._keep_alive is not None:
                 self._keep_alive.stop()
             if self.client is not None:
-                services.admission.leave(self.client, self._count_uncharged_tokens() if self._charged else 0)
+                uncharged = 0 if self._charged is None else self._count_uncharged_tokens(self._charged)
+                services.admission.leave(self.client, uncharged)
             self._write_record()
 
     def fail(self, ended: RequestEnded) -> None:
@@ -256,16 +257,16 @@ class ServingRequest:
             self._queueing = None
         self._charged = tokens
 
-    def _count_uncharged_tokens(self) -> int:
+    def _count_uncharged_tokens(self, charged: int) -> int:
         """How many tokens more the request has used than the client was charged for; negative for fewer."""
         response = self._response
         if response.status >= 400 and response.status != CLIENT_LEFT:
-            return -self._charged
+            return -charged
         usage = response.read_usage()
         # Where the engine does not say how many tokens it made, each piece it sent stands for one.
         completion = usage.completion_tokens or (response.chunks if response.is_event_stream else 0)
         prompt = self._features.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return prompt + completion - self._charged
+        return prompt + completion - charged
 
     def _watch_client(self) -> None:
         """End the request when the client leaves.

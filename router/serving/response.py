@@ -105,7 +105,8 @@ class ClientResponse:
         """
         key = attempt.answering.instance.key
         if self._request.response_started:
-            raise RequestEnded(_no_continuation(f"{key} did not go on with the stream"))
+            did_not = "did not go on with the stream" if self.first_byte_at else "did not answer with a stream"
+            raise RequestEnded(_no_continuation(f"{key} {did_not}"))
         is_whole = attempt.answering.exchange.is_taken
         if not is_whole and isinstance(self.merger, ResponseMerger):
             raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))

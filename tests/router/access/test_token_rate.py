@@ -42,7 +42,8 @@ def test_a_clients_own_rate_comes_before_the_common_one() -> None:
     rates = TokenRates(100, {"vip": 0.0, "slow": 1.0}, Clock())
     for client in ("vip", "slow"):
         rates.charge(client, 21)
-    assert (rates.seconds_to_wait("vip"), rates.seconds_to_wait("slow")) == (0, pytest.approx(12))
+    assert rates.seconds_to_wait("vip") == 0
+    assert rates.seconds_to_wait("slow") == pytest.approx(12)
     assert TokenRates(0, {"slow": 1.0}).is_limited
     assert not TokenRates(0, {"vip": 0.0}).is_limited
 
