@@ -18,12 +18,14 @@ from router.http import (
     HOP_BY_HOP,
     MAX_ID_CHARACTERS,
     NOT_PASSED_BACK,
+    UNCHECKED_BYTES,
     ApiError,
     BadBody,
     ClientRequest,
     ConnectionPool,
     Headers,
     InferenceBody,
+    LargeBody,
     NoRoom,
     PreparedHead,
     Refused,
@@ -38,7 +40,7 @@ from router.http import (
     parse_inference,
     prepare_head,
     read_usage,
-    splice,
+    splice_parts,
 )
 from router.policies import Decision, Outcome, RequestFeatures, request_features
 from router.serving.aborts import Aborter, names_any
@@ -162,7 +164,7 @@ class ServingRequest:
                 services.admission.try_enter(client)
             self.client = client
             if not self._is_read:
-                self._read_request(client)
+                await self._read_request(client)
             await self._answer_client()
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -223,7 +225,7 @@ class ServingRequest:
         if asked is not None:
             body = self.body
             with contextlib.suppress(BadBody):
-                if not self._is_read and names_any(self._request.body, asked):
+                if body is None and len(self._request.body) <= UNCHECKED_BYTES and names_any(self._request.body, asked):
                     body = parse_inference(self._request.body)
                 sent_id = find_request_id(self._request.headers)
                 self.request_id = self.request_id or (body and body.request_id) or sent_id
@@ -251,7 +253,7 @@ class ServingRequest:
         if not services.admission.try_enter(client, tokens):
             self._watch_client()
             if services.settings.sse_keepalive_secs:
-                self._read_request(client)  # for only a stream's client can be told to wait
+                await self._read_request(client)  # for only a stream's client can be told to wait
             self._queueing = asyncio.current_task()
             await services.admission.enter(client, priority, tokens)
             self._queueing = None
@@ -281,14 +283,13 @@ class ServingRequest:
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    def _read_request(self, client: str) -> None:
+    async def _read_request(self, client: str) -> None:
         """Parse the body if the request is a completion, and prepare the head that instances get.
 
         Raises:
             RequestEnded: it cannot be served, or the client left.
         """
         request = self._request
-        self._is_read = True
         self._watch_client()
         for name, value in request.headers:
             if name == b"traceparent":
@@ -305,8 +306,10 @@ class ServingRequest:
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
+            is_large = len(request.body) > UNCHECKED_BYTES
             try:
-                self.body = body = parse_inference(request.body)
+                large = await self._look_through() if is_large else None
+                self.body = body = parse_inference(request.body, large)
             except BadBody as exc:
                 raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
             if len(body.request_id or "") > MAX_ID_CHARACTERS:
@@ -321,7 +324,26 @@ class ServingRequest:
             if seconds and members.get("stream"):
                 self._keep_alive = KeepAlive(self._response, seconds, self._own_headers())
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
+            if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
+                await asyncio.sleep(0)
+                _ = self._features.chunks
+                await asyncio.sleep(0)
         self._head = prepare_head(request.method, request.target, headers)
+        self._is_read = True
+
+    async def _look_through(self) -> LargeBody:
+        """Look through a large body, and let other requests go on meanwhile.
+
+        Raises:
+            BadBody: it would take too long to parse.
+            RequestEnded: the request was ended meanwhile.
+        """
+        large = LargeBody(self._request.body)
+        for _ in large.check_values():
+            await asyncio.sleep(0)
+            if self._ended is not None:
+                raise self._ended
+        return large
 
     def _salt_cache(self, salts: CacheSalts, client: str, members: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give the request a salt of its client's; return the body's members with it.
@@ -487,12 +509,12 @@ class ServingRequest:
         )
         return self.attempt
 
-    def _make_leg(self, instance: Instance, data: bytes, work: float) -> Leg:
+    def _make_leg(self, instance: Instance, data: bytes | tuple[bytes, ...], work: float) -> Leg:
         fresh = instance.key in self._retries.stale
         exchange = self._services.upstream.prepare_exchange(instance.address, self._head, data, fresh)
         return Leg(instance, exchange, self._features.prompt_tokens, work)
 
-    def _next_body(self, pair_info: bytes) -> tuple[bytes, EngineIds | None]:
+    def _next_body(self, pair_info: bytes) -> tuple[bytes | tuple[bytes, ...], EngineIds | None]:
         """The body to send to instances, and the ids that their engines will give the request's sequences.
 
         Each attempt has a request id of its own, because an engine may still know the one before. A request that
@@ -516,7 +538,7 @@ class ServingRequest:
         if self._preemptions and merger is not None:
             resumption = merger.resumption() or {}
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        return splice(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
+        return splice_parts(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
