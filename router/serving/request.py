@@ -252,8 +252,11 @@ class ServingRequest:
         priority = services.auth.find_priority(client, self._request.headers)
         if not services.admission.try_enter(client, tokens):
             self._watch_client()
-            if services.settings.sse_keepalive_secs:
-                await self._read_request(client)  # for only a stream's client can be told to wait
+            # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
+            if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
+                await self._read_request(client)
+                if self._ended is not None:
+                    raise self._ended
             self._queueing = asyncio.current_task()
             await services.admission.enter(client, priority, tokens)
             self._queueing = None
@@ -262,7 +265,8 @@ class ServingRequest:
     def _count_uncharged_tokens(self, charged: int) -> int:
         """How many tokens more the request has used than the client was charged for; negative for fewer."""
         response = self._response
-        if response.status >= 400 and response.status != CLIENT_LEFT:
+        has_failed = response.status >= 400 or (response.error_code and not response.first_byte_at)
+        if has_failed and response.status != CLIENT_LEFT:
             return -charged
         usage = response.read_usage()
         # Where the engine does not say how many tokens it made, each piece it sent stands for one.

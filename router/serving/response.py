@@ -35,8 +35,8 @@ EVENT_BYTES = 16 * 1024 * 1024
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream")]
 _COMMENT = b": keep-alive\n\n"
-# Some proxies hold a stream back to send it in larger pieces.
-_UNHELD = [*_EVENT_STREAM, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+# nginx would hold the comments back, to send larger pieces.
+_UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
 # So much of a refusal that is no JSON object with an error is quoted in an event.
 _QUOTED_CHARACTERS = 1000
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")

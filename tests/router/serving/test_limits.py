@@ -103,6 +103,21 @@ def test_tokens_that_were_estimated_and_not_used_are_given_back(
         assert answer.status_code == status
 
 
+def test_a_stream_refused_after_its_head_costs_nothing(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    async def refuses(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.2)
+        await answers(400, b"{}")(request, respond)
+
+    limits = {"max_tokens_per_sec_per_key": 10.0, "sse_keepalive_secs": 0.05}
+    router = make_router(stand_in("mixed", refuses), **limits, **keys)
+    for _ in range(3):
+        body = {"prompt": "long " * 1000, "stream": True}
+        answer = router.client.post("/v1/completions", json=body, headers=bearer("sk-1"))
+        assert (answer.status_code, answer.text[:12]) == (200, ": keep-alive")
+
+
 def test_a_stream_without_usage_is_charged_for_its_pieces(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
 ) -> None:
@@ -159,6 +174,7 @@ def test_a_priority_that_is_none_is_refused_where_it_matters(make_router: MakeRo
         ({}, {"request_id": "r1"}, ["chatcmpl-r1"]),
         ({"X-Request-Id": "other"}, {"request_id": "r1", "n": 2}, ["chatcmpl-r1_1"]),
         ({}, {"request_id": "é/1"}, ["é/1"]),
+        ({}, {"prompt": "word " * 100_000, "request_id": "r1"}, ["chatcmpl-r1_0"]),
     ],
 )
 @pytest.mark.parametrize("keepalive", [0.0, 1000.0])
