@@ -2,7 +2,7 @@
 
 auth.py         Auth: API keys of clients, and the admin token
 admission.py    Admission: limits, and the line of requests that wait for their turn
-line.py         Line: priorities, and turns of clients within each
+line.py         WaitingLine: priorities, and turns of clients within each
 token_rate.py   TokenRates: tokens a second of each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """

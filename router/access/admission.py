@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from router.access.line import Line, Place
+from router.access.line import Place, WaitingLine
 from router.access.token_rate import TokenRates
 from router.http import ApiError, Refused
 
@@ -58,7 +58,7 @@ class Admission:
         self._line_limit = settings.max_queued_requests
         self._patience = settings.queue_timeout_secs
         self._running_of: dict[str, int] = {}
-        self._line: Line[_Turn] = Line()
+        self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class Admission:
             if not place.turn.cancelled() and place.turn.result() is None:
                 self.leave(client)  # it was let in, but its task was cancelled before it could know
             else:
-                self._line.leave(place)
+                self._line.leave_line(place)
             raise
         finally:
             timer.cancel()
@@ -182,7 +182,7 @@ class Admission:
         if place is None:
             message = f"{self.running} requests run and {self.waiting} wait; no more may wait"
             raise self._count_refusal("queue_full", message, self._guess_wait())
-        self._line.leave(place)
+        self._line.leave_line(place)
         if not place.turn.done():
             why = (
                 "others' clients have fewer of them" if place.priority == priority else "others have a higher priority"
@@ -193,7 +193,7 @@ class Admission:
     def _time_out(self, place: Place[_Turn]) -> None:
         """Reject a request that has waited for too long."""
         if not place.turn.done():
-            self._line.leave(place)
+            self._line.leave_line(place)
             message = f"it was not this request's turn within {self._patience:g} s; {self.running} requests run"
             place.turn.set_result(self._count_refusal("queue_timeout", message, self._guess_wait()))
 

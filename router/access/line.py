@@ -1,4 +1,4 @@
-"""Line: requests that wait for their turn. Higher priorities come first, and clients of one priority take turns.
+"""WaitingLine: requests that wait for their turn. Higher priorities come first, and clients of one priority take turns.
 
 Nobody waits for ever: a priority that has been passed over ``MAX_PASSED_OVER`` times in a row by higher ones gets the
 next turn. So the first of a priority is let in after at most ``MAX_PASSED_OVER`` + (number of priorities) others.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["Line"]
+__all__ = ["WaitingLine"]
 
 MAX_PASSED_OVER = 8
 
@@ -24,7 +24,7 @@ class Place(NamedTuple, Generic[T]):
     turn: T
 
 
-class Line(Generic[T]):
+class WaitingLine(Generic[T]):
     """Requests in line, each known by its ``turn``: any hashable object of its own."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Line(Generic[T]):
         self.waiting += 1
         return Place(priority, client, turn)
 
-    def leave(self, place: Place[T]) -> None:
+    def leave_line(self, place: Place[T]) -> None:
         """Take a request out of the line, if it is still there."""
         level = self._levels.get(place.priority)
         line = level.clients.get(place.client, {}) if level else {}
@@ -83,7 +83,7 @@ class Line(Generic[T]):
         line = level.clients[client]
         place = Place(priority, client, next(iter(line)))
         level.clients[client] = level.clients.pop(client)  # the client goes to the end of the order
-        self.leave(place)
+        self.leave_line(place)
         return place
 
     def find_last(self, priority: int, client: str) -> Place[T] | None:

@@ -211,7 +211,7 @@ class ClientResponse:
             event = b"data: " + orjson.dumps(value) + b"\n\n"
         else:
             message = body.decode(errors="replace")[:_QUOTED_CHARACTERS] or f"the instance answered with {status}"
-            event = ApiError(status, message, self.error_code).event()
+            event = ApiError(status, message, self.error_code).error_event()
         self._request.finish_response(event)
 
     def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
@@ -234,7 +234,7 @@ class ClientResponse:
         elif not request.response_started:
             self.send(error.status, _JSON, error.body(), own_headers)
         elif self.is_event_stream:
-            request.finish_response(error.sse() if self.first_byte_at else error.event())
+            request.finish_response(error.sse() if self.first_byte_at else error.error_event())
         else:
             request.cut_response()  # the response stays short of its announced length
 

@@ -1,18 +1,18 @@
-"""Line: higher priorities first, clients of one priority in turn, and nobody for ever."""
+"""WaitingLine: higher priorities first, clients of one priority in turn, and nobody for ever."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.access.line import MAX_PASSED_OVER, Line
+from router.access.line import MAX_PASSED_OVER, WaitingLine
 
 
 def anyone(_: str) -> bool:
     return True
 
 
-def take_all(line: Line[str]) -> list[str]:
+def take_all(line: WaitingLine[str]) -> list[str]:
     taken = []
     while (place := line.take_next(anyone)) is not None:
         taken.append(place.turn)
@@ -20,7 +20,7 @@ def take_all(line: Line[str]) -> list[str]:
 
 
 def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "a", "a2"), (5, "b", "b1"), (0, "c", "c1"), (-5, "d", "d1")):
         line.join(priority, client, turn)
     assert line.count_by_priority() == {5: 1, 0: 3, -5: 1}
@@ -29,7 +29,7 @@ def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
 
 
 def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     line.join(1, "full", "f1")
     line.join(0, "a", "a1")
     place = line.take_next(lambda client: client != "full")
@@ -39,7 +39,7 @@ def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
 
 
 def test_a_low_priority_is_passed_over_so_many_times_and_no_more() -> None:
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     line.join(0, "low", "low")
     for number in range(100):
         line.join(1, "high", f"high{number}")
@@ -47,7 +47,7 @@ def test_a_low_priority_is_passed_over_so_many_times_and_no_more() -> None:
 
 
 def test_a_full_lines_lowest_priority_gives_way_to_a_higher_one() -> None:
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "b", "b1"), (0, "b", "b2"), (3, "c", "c1"), (3, "c", "c2")):
         line.join(priority, client, turn)
     for priority, client, expected in ((3, "c", "b2"), (0, "b", None), (0, "d", "b2"), (-1, "d", None)):
@@ -63,7 +63,7 @@ def test_a_full_lines_lowest_priority_gives_way_to_a_higher_one() -> None:
 def test_every_waiter_is_served_within_a_bound(
     low: int, before: list[tuple[int, str]], meanwhile: list[list[int]]
 ) -> None:
-    line: Line[int] = Line()
+    line: WaitingLine[int] = WaitingLine()
     for number, (priority, client) in enumerate(before):
         line.join(priority, client, number)
     waiter = len(before)

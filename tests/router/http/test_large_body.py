@@ -103,14 +103,16 @@ def make_members(seed: int) -> dict[str, Any]:
     """Members with texts of all kinds, the same for the same seed."""
     chance = random.Random(seed)
 
-    def text() -> str:
+    def make_text() -> str:
         letters = ALPHABET[: chance.choice([3, 8, 14])]
         return "".join(chance.choice(letters) for _ in range(chance.choice([0, 3, 300, 1000])))
 
     names = ("a", "b", "cache_salt", "prompt", "messages")
     members: dict[str, Any] = {}
     for _ in range(chance.randint(0, 5)):
-        members[chance.choice(names)] = chance.choice([text(), [text(), {"x": text(), "request_id": 1}], 7])
+        members[chance.choice(names)] = chance.choice(
+            [make_text(), [make_text(), {"x": make_text(), "request_id": 1}], 7]
+        )
         if chance.random() < 0.3:
             members["request_id"] = chance.choice(["theirs", None])
     return members

@@ -47,7 +47,7 @@ def split_comments(response: httpx.Response) -> str:
     return text
 
 
-def error_of(text: str) -> dict[str, Any]:
+def only_error(text: str) -> dict[str, Any]:
     """The error of the only event."""
     assert text.startswith("data: {")
     assert text.endswith("}\n\n")
@@ -122,7 +122,7 @@ def test_an_error_after_the_head_is_the_only_event(
     make_router: MakeRouter, stand_in: MakeStandIn, behave: Behaviour, code: str, said: str
 ) -> None:
     router = make_router(stand_in("mixed", later(behave)), sse_keepalive_secs=SECONDS)
-    error = error_of(split_comments(router.chat(stream=True)))
+    error = only_error(split_comments(router.chat(stream=True)))
     assert error["code"] == code
     assert said in error["message"]
     assert router.app.audit.records[-1].error in (code, "instance_refused")
@@ -146,7 +146,7 @@ def test_a_stream_in_line_gets_comments_and_then_its_answer_or_an_error(
         running.read()
     router = make_router(stand_in("mixed", stalls("{}")), **limits, queue_timeout_secs=4 * SECONDS)
     with router.stream():
-        error = error_of(split_comments(router.chat(stream=True)))
+        error = only_error(split_comments(router.chat(stream=True)))
         assert error["code"] == "queue_timeout"
 
 
@@ -158,11 +158,11 @@ def test_a_preempted_stream_is_merged_behind_its_comments(make_router: MakeRoute
     decode.behave = later(Preempting([0, 3]))
     merged = split_comments(router.chat(stream=True, max_tokens=50, request_id="r"))
 
-    def text_of(stream: str) -> str:
+    def join_text(stream: str) -> str:
         chunks = [json.loads(event.removeprefix("data: ")) for event in stream.split("\n\n")[:-2]]
         return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
 
-    assert text_of(merged) == text_of(whole) != ""
+    assert join_text(merged) == join_text(whole) != ""
 
 
 def test_comments_end_when_the_client_leaves(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -106,12 +106,12 @@ def test_tokens_that_were_estimated_and_not_used_are_given_back(
 def test_a_stream_refused_after_its_head_costs_nothing(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
 ) -> None:
-    async def refuses(request: Received, respond: Responder) -> None:
+    async def refuses_late(request: Received, respond: Responder) -> None:
         await asyncio.sleep(0.2)
         await answers(400, b"{}")(request, respond)
 
     limits = {"max_tokens_per_sec_per_key": 10.0, "sse_keepalive_secs": 0.05}
-    router = make_router(stand_in("mixed", refuses), **limits, **keys)
+    router = make_router(stand_in("mixed", refuses_late), **limits, **keys)
     for _ in range(3):
         body = {"prompt": "long " * 1000, "stream": True}
         answer = router.client.post("/v1/completions", json=body, headers=bearer("sk-1"))
