@@ -97,7 +97,7 @@ class RouterApp:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
-        self.admission = Admission(settings)
+        self.admission = Admission(settings, self.auth.token_rates)
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)

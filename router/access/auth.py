@@ -12,8 +12,9 @@ import logging
 import secrets
 from pathlib import Path
 
+from router.access.cache_salt import CacheSalts
 from router.http import ApiError, Headers, Refused
-from router.settings import RouterSettings, read_keys, read_token
+from router.settings import PRIORITIES, ApiKey, RouterSettings, parse_priority, read_keys, read_token
 
 __all__ = ["Auth"]
 
@@ -31,10 +32,19 @@ class Auth:
             SettingsError: a file cannot be read, or has nothing usable in it.
         """
         self._salt = secrets.token_bytes(32)
-        self._clients = {}
+        keys: dict[str, ApiKey] = {}
         if settings.api_keys_file:
             keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
-            self._clients = {self._hash_secret(key.encode()): name for name, key in keys.items()}
+        self._clients = {self._hash_secret(entry.key.encode()): name for name, entry in keys.items()}
+        self._priorities = {name: entry.priority for name, entry in keys.items()}
+        self.token_rates = {
+            name: entry.tokens_per_sec for name, entry in keys.items() if entry.tokens_per_sec is not None
+        }
+        """Tokens a second of the clients that have a limit of their own."""
+        self.cache_salts = (
+            CacheSalts({name: entry.key for name, entry in keys.items()}) if settings.cache_salt_per_key else None
+        )
+        """Where clients' caches are to be kept apart."""
         self._admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
         self._registration = self._read_token(settings.register_token_file, "server.register-token-file")
         if self._admin is None and not _is_loopback(settings.host):
@@ -68,6 +78,24 @@ class Auth:
         if name is None:
             raise Refused(ApiError(401, "the API key sent is none of this router's", "invalid_api_key"))
         return name
+
+    def find_priority(self, client: str, headers: Headers) -> int:
+        """The priority of a request: the client's, or a lower one that its header ``X-Priority`` asks for.
+
+        Where there are no keys, the header says it.
+
+        Raises:
+            Refused: 400: the header says none.
+        """
+        own = self._priorities.get(client)
+        for name, value in headers:
+            if name == b"x-priority":
+                asked = parse_priority(value.decode("latin-1"))
+                if asked is None:
+                    message = f"the header X-Priority must be a whole number from {PRIORITIES[0]} to {PRIORITIES[-1]}"
+                    raise Refused(ApiError(400, message, "invalid_header", "X-Priority"))
+                return asked if own is None else min(asked, own)
+        return own or 0
 
     def check_admin(self, headers: Headers) -> None:
         """Let pass who holds the admin token; everyone where there is none.
