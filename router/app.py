@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth
+from router.access import Admission, Auth, Limits
 from router.fleet import (
     ORDERS,
     HealthMonitor,
@@ -50,7 +50,7 @@ from router.http import (
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -96,8 +96,11 @@ class RouterApp:
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
+        if self.auth.danger and link.is_first and not link.is_late:
+            _log.warning("%s", self.auth.danger)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
-        self.admission = Admission(settings, self.auth.token_rates)
+        admission = Admission(settings, self.auth.token_rates)
+        self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)

@@ -7,8 +7,13 @@ token_rate.py   TokenRates: tokens a second of each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """
 
-from router.access.admission import Admission
+from router.access.admission import Admission, Limits
 from router.access.auth import Auth
 from router.access.cache_salt import CacheSalts
 
-__all__ = ["Admission", "Auth", "CacheSalts"]
+__all__ = [
+    "Admission",
+    "Auth",
+    "CacheSalts",
+    "Limits",
+]

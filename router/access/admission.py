@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from router.access.line import Place, WaitingLine
 from router.access.token_rate import TokenRates
@@ -25,12 +25,45 @@ from router.http import ApiError, Refused
 if TYPE_CHECKING:
     from router.settings import RouterSettings
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "Limits"]
 
 # A waiter's future is given None when it is its turn, and otherwise the refusal.
 _Turn = asyncio.Future["Refused | None"]
 
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
+
+
+class Limits(Protocol):
+    """What lets requests in: ``Admission``, or that of another process."""
+
+    @property
+    def is_limited(self) -> bool:
+        """See ``Admission``."""
+
+    @property
+    def running(self) -> int:
+        """See ``Admission``."""
+
+    @property
+    def waiting(self) -> int:
+        """See ``Admission``."""
+
+    @property
+    def waiting_by_priority(self) -> Mapping[int, int]:
+        """See ``Admission``."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """See ``Admission``."""
+
+    def try_enter(self, client: str, tokens: int = 0) -> bool:
+        """See ``Admission``."""
+
+    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
+        """See ``Admission``."""
+
+    def leave(self, client: str, tokens: int = 0) -> None:
+        """See ``Admission``."""
 
 
 class Admission:
@@ -58,6 +91,8 @@ class Admission:
         self._line_limit = settings.max_queued_requests
         self._patience = settings.queue_timeout_secs
         self._running_of: dict[str, int] = {}
+        self._running_elsewhere: dict[str, Mapping[str, int]] = {}
+        self._num_elsewhere = 0
         self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
@@ -86,7 +121,7 @@ class Admission:
             Refused: 429: the client has used its tokens.
         """
         running = self._running_of.get(client, 0)
-        if self.running >= self._limit or running >= self._client_limit:
+        if self.running + self._num_elsewhere >= self._limit or not self._has_room_for(client):
             return False
         if self._rates is not None:
             self._take_tokens(self._rates, client, tokens)
@@ -132,6 +167,20 @@ class Admission:
         if self._line.waiting:
             self._admit_waiting()
 
+    def charge(self, client: str, tokens: int) -> None:
+        """Charge ``client`` for tokens that it used at another router."""
+        if self._rates is not None:
+            self._rates.charge(client, tokens)
+
+    def note_elsewhere(self, router: str, running: Mapping[str, int]) -> None:
+        """Another router has these requests of clients running, and they count; or none, if ``running`` is empty."""
+        self._running_elsewhere[router] = running
+        if not running:
+            del self._running_elsewhere[router]
+        self._num_elsewhere = sum(sum(each.values()) for each in self._running_elsewhere.values())
+        if self._line.waiting:
+            self._admit_waiting()
+
     async def _wait_in_line(self, client: str, priority: int) -> None:
         if self.waiting >= self._line_limit:
             self._make_room(client, priority)
@@ -155,7 +204,7 @@ class Admission:
 
     def _admit_waiting(self) -> None:
         """Let in as many as there is room for, one of each client in turn."""
-        while self.running < self._limit:
+        while self.running + self._num_elsewhere < self._limit:
             place = self._line.take_next(self._has_room_for)
             if place is None:
                 return
@@ -165,7 +214,8 @@ class Admission:
                 place.turn.set_result(None)
 
     def _has_room_for(self, client: str) -> bool:
-        return self._running_of.get(client, 0) < self._client_limit
+        elsewhere = sum(running.get(client, 0) for running in self._running_elsewhere.values())
+        return self._running_of.get(client, 0) + elsewhere < self._client_limit
 
     def _take_tokens(self, rates: TokenRates, client: str, tokens: int) -> None:
         """Charge the client for a prompt; refuse it where it has used its tokens."""

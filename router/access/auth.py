@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import logging
 import secrets
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from router.http import ApiError, Headers, Refused
 from router.settings import PRIORITIES, ApiKey, RouterSettings, parse_priority, read_keys, read_token
 
 __all__ = ["Auth"]
-
-_log = logging.getLogger("router.access.auth")
 
 _SCHEME = b"bearer "
 
@@ -47,12 +44,12 @@ class Auth:
         """Where clients' caches are to be kept apart."""
         self._admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
         self._registration = self._read_token(settings.register_token_file, "server.register-token-file")
+        self.danger = ""
+        """What a stranger could do, in one sentence; ``""`` where that is nothing."""
         if self._admin is None and not _is_loopback(settings.host):
             mischief = "register an instance and read what is sent to it" if self._registration is None else \
                 "drain its instances and see where they are"  # fmt: skip
-            _log.warning(
-                "whoever reaches %s can %s; set --admin-token-file, or --host 127.0.0.1", settings.host, mischief
-            )
+            self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
 
     def __repr__(self) -> str:
         return f"<Auth {len(self._clients)} clients, admin {'by token' if self._admin else 'open'}>"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.access import Admission, Auth, CacheSalts
+from router.access import Auth, CacheSalts, Limits
 from router.fleet import HealthMonitor, Instance, PairInfo, Role
 from router.http import (
     HOP_BY_HOP,
@@ -79,7 +79,7 @@ class Services(NamedTuple):
 
     settings: RouterSettings
     auth: Auth
-    admission: Admission
+    admission: Limits
     selector: Selector
     pair_info: PairInfo
     upstream: ConnectionPool

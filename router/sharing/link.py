@@ -55,6 +55,13 @@ class Link:
     def count(self, figures: dict[str, int]) -> None:
         """Tell the supervisor how busy this process is."""
 
+    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+        """Wait until the supervisor lets a request in; why not, if it does not. Cancelling this leaves the line."""
+        raise NotImplementedError("a router that is one process has no supervisor")
+
+    def leave(self, client: str, tokens: int) -> None:
+        """Tell the supervisor that a request that was let in has ended."""
+
     async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """The answers of the others, of those that answered in time.
 
@@ -96,6 +103,7 @@ class WorkerLink(Link):
         self._departure_callbacks: list[Callable[[str], None]] = []
         self._records: dict[str, Any] = {}
         self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._entering: dict[int, asyncio.Future[list[Any] | None]] = {}
         self._num_asked = 0
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -138,6 +146,28 @@ class WorkerLink(Link):
     def count(self, figures: dict[str, int]) -> None:
         """See ``Link.count``."""
         self._send("count", figures)
+
+    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+        """See ``Link.enter``."""
+        self._num_asked += 1
+        number, answer = self._num_asked, asyncio.get_running_loop().create_future()
+        self._entering[number] = answer
+        self._send("enter", number, client, priority, tokens)
+        try:
+            refusal: list[Any] | None = await answer
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                self._send("leave_line", number)
+            elif answer.result() is None:
+                self.leave(client, -tokens)  # it was let in, but its task was cancelled before it could know
+            raise
+        finally:
+            self._entering.pop(number, None)
+        return refusal
+
+    def leave(self, client: str, tokens: int) -> None:
+        """See ``Link.leave``."""
+        self._send("leave", client, tokens)
 
     async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """See ``Link.ask``."""
@@ -212,6 +242,13 @@ class WorkerLink(Link):
             _log.exception("a question of another process was not answered: %s", topic)
         self._send("answer", sender, number, given)
 
+    def _on_entered(self, number: int, refusal: list[Any] | None, client: str, tokens: int) -> None:
+        waiting = self._entering.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(refusal)
+        elif waiting is None and refusal is None:  # it left the line while it was let in
+            self.leave(client, -tokens)
+
     def _on_answers(self, number: int, answers: list[Any]) -> None:
         waiting = self._asked.get(number)
         if waiting is not None and not waiting.done():
@@ -238,6 +275,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "gone": WorkerLink._on_departure,
     "ask": WorkerLink._on_question,
     "answers": WorkerLink._on_answers,
+    "entered": WorkerLink._on_entered,
     "state": WorkerLink._on_state,
     "stop": WorkerLink._on_stop,
 }

@@ -180,6 +180,7 @@ class SharedState:
         del self._heard_at[router]
         for name in self._processes.pop(router, ()):
             self._hub.announce_departure(name)
+        self._hub.on_distant_message(["limits", router, {}, {}])
 
     def _set_trouble(self, trouble: str) -> None:
         if self._is_up == (not trouble):

@@ -18,12 +18,14 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from router.sharing.gate import Gate
 from router.sharing.hand_over import send_connection
 from router.sharing.hub import Hub
 from router.sharing.shared_state import SharedState
 from router.sharing.wire import Wire, open_wire
 
 if TYPE_CHECKING:
+    from router.access import Admission
     from router.settings import RouterSettings
 
 __all__ = ["Supervisor", "WorkerTask", "start_nursery"]
@@ -74,12 +76,14 @@ class Supervisor:
         listener: socket.socket,
         run_worker: Callable[[WorkerTask], None],
         graces: Mapping[signal.Signals, float],
+        admission: Admission,
     ) -> None:
         """
         Args:
             listener: bound and listening.
             run_worker: the work of a new process; it sends ``ready``, ``count`` and ``refuse`` beside what links send.
             graces: the seconds that running requests get at each signal that ends the router.
+            admission: the router's limits.
         """
         self._settings = settings
         self._listener = listener
@@ -89,6 +93,8 @@ class Supervisor:
         self._prefix = secrets.token_hex(4)
         self._workers: dict[str, _Worker] = {}
         self._hub = Hub(self._on_count)
+        if admission.is_limited:
+            self._hub.gate = Gate(admission, self._hub.tell_limits)
         self._pause = FIRST_PAUSE_SECONDS
         self._num_started = 0
         self._was_ready = asyncio.Event()

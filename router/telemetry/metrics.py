@@ -26,7 +26,7 @@ from router.fleet import STATES
 from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
-    from router.access import Admission
+    from router.access import Limits
     from router.fleet import Registry
     from router.telemetry.audit import Audit, RequestRecord
 
@@ -56,7 +56,7 @@ _DECISION_WINDOW = 500
 class RouterMetrics:
     """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
-    def __init__(self, registry: Registry, admission: Admission, audit: Audit) -> None:
+    def __init__(self, registry: Registry, admission: Limits, audit: Audit) -> None:
         self._registry = registry
         self._admission = admission
         self._audit = audit
