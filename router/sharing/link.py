@@ -94,6 +94,7 @@ class WorkerLink(Link):
     def __init__(self, name: str, *, is_first: bool, is_late: bool) -> None:
         self.name = name
         self.is_first, self.is_late = is_first, is_late
+        self._has_records = asyncio.Event()
         self._grace: float | None = None  # once the supervisor has said to stop
         self._stop_callback: Callable[[float], None] | None = None
         self._wire: Wire | None = None
@@ -108,8 +109,9 @@ class WorkerLink(Link):
         self._answering: set[asyncio.Task[None]] = set()
 
     async def open(self, channel: socket.socket) -> None:
-        """Connect to the supervisor."""
+        """Connect to the supervisor, and wait for the records that there are."""
         self._wire = await open_wire(channel, self._on_message, self._on_lost)
+        await self._has_records.wait()
 
     def close(self) -> None:
         """Disconnect, at the process's end."""
@@ -256,6 +258,7 @@ class WorkerLink(Link):
 
     def _on_state(self, trouble: str) -> None:
         self.trouble = trouble
+        self._has_records.set()  # the first message of this kind follows them
 
     def _on_stop(self, grace: float) -> None:
         self._grace = grace
@@ -264,6 +267,7 @@ class WorkerLink(Link):
 
     def _on_lost(self) -> None:
         """The supervisor is gone, and with it the way for new connections."""
+        self._has_records.set()
         if self._grace is None:
             _log.error("the supervisor of worker %s is gone: it ends", self.name)
         self._on_stop(0.0)

@@ -213,9 +213,17 @@ class Supervisor:
         start.add_done_callback(self._starts.discard)
 
     async def _replace_worker(self, place: int) -> None:
-        await asyncio.sleep(self._pause)
-        if not self._is_stopping:
-            await self._start_worker(place, is_late=True)
+        while True:
+            await asyncio.sleep(self._pause)
+            if self._is_stopping:
+                return
+            try:
+                await self._start_worker(place, is_late=True)
+            except (OSError, EOFError) as exc:  # no memory, no descriptors, or no nursery
+                _log.error("no worker can be started, which is tried again in %g s: %s", LAST_PAUSE_SECONDS, exc)
+                self._pause = LAST_PAUSE_SECONDS
+            else:
+                return
 
     def _check_workers(self) -> None:
         """Kill workers that hang, or have not ended in their time."""
