@@ -121,12 +121,14 @@ class Admission:
             Refused: 429: the client has used its tokens.
         """
         running = self._running_of.get(client, 0)
-        if self.running + self._num_elsewhere >= self._limit or not self._has_room_for(client):
+        if self._num_elsewhere:
+            running += self._count_elsewhere(client)
+        if self.running + self._num_elsewhere >= self._limit or running >= self._client_limit:
             return False
         if self._rates is not None:
             self._take_tokens(self._rates, client, tokens)
         self.running += 1
-        self._running_of[client] = running + 1
+        self._running_of[client] = self._running_of.get(client, 0) + 1
         return True
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
@@ -214,8 +216,10 @@ class Admission:
                 place.turn.set_result(None)
 
     def _has_room_for(self, client: str) -> bool:
-        elsewhere = sum(running.get(client, 0) for running in self._running_elsewhere.values())
-        return self._running_of.get(client, 0) + elsewhere < self._client_limit
+        return self._running_of.get(client, 0) + self._count_elsewhere(client) < self._client_limit
+
+    def _count_elsewhere(self, client: str) -> int:
+        return sum(running.get(client, 0) for running in self._running_elsewhere.values())
 
     def _take_tokens(self, rates: TokenRates, client: str, tokens: int) -> None:
         """Charge the client for a prompt; refuse it where it has used its tokens."""

@@ -1,4 +1,4 @@
-"""Sharing: several processes, and several routers, that know what one would know.
+"""Sharing: several processes, and several routers, with the knowledge of one.
 
 link.py         Link: a worker's tie to the other processes
 wire.py         Wire: messages between two processes over a socket

@@ -1,4 +1,4 @@
-"""Hub: the supervisor's part in the workers' talk. It passes everything on, and keeps the records for newcomers."""
+"""Hub: the supervisor's part in the workers' talk. It passes messages on, and keeps the records for newcomers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Uplink(Protocol):
     """This router, as the others know it."""
 
     def send(self, *message: Any) -> None:
-        """Send what a worker published, kept, asked or answered to all other routers."""
+        """Send a message to all other routers."""
 
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately."""
 
 
 class Hub:
-    """Workers by name, and what passes between them."""
+    """Workers by name, and the messages between them."""
 
     def __init__(self, on_count: Callable[[str, dict[str, int]], None]) -> None:
         """

@@ -1,6 +1,6 @@
 """Link: a worker's tie to the other workers of its router, and by way of the supervisor to other routers.
 
-Everything a worker says reaches the others in the order it was said. Three kinds of talk are enough:
+Everything a worker says reaches the others in the order it was said. There are three kinds of talk:
 
     publish   something has happened; the others may care
     keep      a record that those who come later must have, too; the others get it at once
@@ -36,7 +36,7 @@ class Link:
     is_alone = True
     """Whether there are no others, ever."""
     is_first = True
-    """Whether this process does what only one of them should do."""
+    """Whether this process has the work that one of them should do for all."""
     is_late = False
     """Whether this process has taken the place of one that died."""
     trouble = ""
@@ -80,14 +80,14 @@ class Link:
         """Call ``callback`` with the name of each other process that is gone."""
 
     def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
-        """Answer those who ask on ``topic`` with what ``respond`` returns for their content."""
+        """Answer those who ask on ``topic`` with the result of ``respond``, which is given their content."""
 
 
 NO_LINK = Link()
 
 
 class WorkerLink(Link):
-    """A worker's end of the wire to its supervisor, whose ``Hub`` passes on all that is said."""
+    """A worker's end of the wire to its supervisor, whose ``Hub`` passes everything on."""
 
     is_alone = False
 

@@ -1,7 +1,7 @@
 """Supervisor: starts workers, replaces those that die or hang, and gives each new connection to the idlest.
 
-It accepts connections itself, so that what a worker leaves behind when it dies is only the connections it served: the
-next ones go to the others, and those that come while no worker lives wait in the listener's queue.
+It accepts connections itself, so that a worker that dies takes only those with it that it served: the next ones go to
+the others, and those that come while no worker lives wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Supervisor:
         """
         Args:
             listener: bound and listening.
-            run_worker: the work of a new process; it sends ``ready``, ``count`` and ``refuse`` beside what links send.
+            run_worker: the work of a new process; it sends ``ready`` or ``refuse``, and then ``count``.
             graces: the seconds that running requests get at each signal that ends the router.
             admission: the router's limits.
         """
@@ -239,7 +239,7 @@ class Supervisor:
         self._stop_workers(0.0 if self._is_stopping else self._graces[sent])
 
     def _stop_workers(self, grace: float) -> None:
-        """Accept nothing new; let workers end what they serve within ``grace`` seconds."""
+        """Accept nothing new; let workers end their requests within ``grace`` seconds."""
         if not self._is_stopping:
             self._is_stopping = True
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -262,10 +262,9 @@ class Supervisor:
                 self._pause_accepting()
                 return
             with connection:
-                for worker in workers:
-                    if send_connection(worker.connections, connection):
-                        worker.num_given += 1
-                        break
+                taker = next((each for each in workers if send_connection(each.connections, connection)), None)
+            if taker is not None:
+                taker.num_given += 1
 
     def _pause_accepting(self) -> None:
         loop = asyncio.get_running_loop()

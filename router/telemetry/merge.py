@@ -1,4 +1,4 @@
-"""The figures of several processes as one: what Prometheus would get if they were a single router."""
+"""The figures of several processes as one, as if they were a single router."""
 
 from __future__ import annotations
 
