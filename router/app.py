@@ -96,8 +96,6 @@ class RouterApp:
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
-        if self.auth.danger and link.is_first and not link.is_late:
-            _log.warning("%s", self.auth.danger)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
         self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
@@ -172,6 +170,8 @@ class RouterApp:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if router.auth.danger and router.link.is_first and not router.link.is_late:
+            _log.warning("%s", router.auth.danger)
         work = [
             *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling()),
@@ -406,7 +406,8 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
         body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
         outcome = await router.aborter.abort_everywhere(router.registry, body)
-        not_found = [each for each in list_unknown_ids(req_ids, outcome.aborted) if each not in found]
+        unknown = list_unknown_ids(req_ids, outcome.aborted)
+        not_found = [each for each in unknown if not (isinstance(each, str) and each in found)]
     return json_reply(
         200,
         {

@@ -232,7 +232,7 @@ class RouterProtocol(HttpToolsProtocol):
         application: Any = self.config.app
         self._data_plane: DataPlane = application.proxy
         self._cors: Cors | None = application.cors
-        self._served: ClientRequest | None = None
+        self._served: Any = None
         # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
@@ -465,14 +465,15 @@ class RouterProtocol(HttpToolsProtocol):
     def _refuse_request(self, error: ApiError) -> None:
         """Answer a request that is not read to its end, and close the connection."""
         is_answering = self._is_answering
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
+        for request in self._own_requests:
+            if request is self.cycle or not isinstance(request, ClientRequest):
+                request.disconnected = True  # uvicorn's own would write on to the closed connection
         if is_answering:
             self._data_plane.on_refused("", "", error)
             self.transport.close()  # within another answer, this one could not be told from it
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
-            request: Any = self.cycle
+            request = self.cycle
             is_known = isinstance(request, ClientRequest) and not request.response_complete
             start = STATUS_LINE[error.status] + (request.added_head if is_known else b"")
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -482,6 +483,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if not isinstance(cycle, ClientRequest):
+            self._served = cycle
             super()._start_asgi_task(cycle, app)
         elif cycle.refusal is not None:
             self._refuse_body(cycle, cycle.refusal)
