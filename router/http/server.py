@@ -473,9 +473,9 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()  # within another answer, this one could not be told from it
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
-            request = self.cycle
-            is_known = isinstance(request, ClientRequest) and not request.response_complete
-            start = STATUS_LINE[error.status] + (request.added_head if is_known else b"")
+            latest: Any = self.cycle
+            is_known = isinstance(latest, ClientRequest) and not latest.response_complete
+            start = STATUS_LINE[error.status] + (latest.added_head if is_known else b"")
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
             self.transport.write(head % (start, len(body)) + body)
