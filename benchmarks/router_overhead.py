@@ -158,7 +158,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers-venv", type=Path, metavar="DIR", help="virtual environment of the peers; made if absent"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about a minute and a half")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about three minutes")
     parser.add_argument("--only", action="append", choices=("direct", "ours", *PEERS), help="may be repeated")
     parser.add_argument(
         "--workers", type=int, action="append", metavar="N", help="of ours; may be repeated (default 1, 2 and 4)"
