@@ -132,6 +132,7 @@ class _Blocks:
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
+        """Keep these."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -162,6 +163,7 @@ class _Timeline(asyncio.SelectorEventLoop):
         super().__init__(self._jumps)
 
     def time(self) -> float:
+        """The time that this loop has come to."""
         return self._jumps.now
 
     async def wait_until(self, at: float) -> None:
@@ -176,6 +178,7 @@ class _Jumps(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Let the time pass that there would be to wait."""
         self.now += timeout or 0.0
         return []
 
@@ -262,7 +265,7 @@ class _Replay:
             for link in (links if division.routers > 1 else [NO_LINK])
         ]
 
-    def run(self, arrivals: Sequence[Arrival]) -> None:
+    def play_all(self, arrivals: Sequence[Arrival]) -> None:
         """Let the requests come at their times, until the last has its first token."""
         try:
             self._timeline.run_until_complete(self._place_all(arrivals))
@@ -288,6 +291,7 @@ class _Replay:
             self._end_prefill(self._instances[key], at)
 
     def _place_request(self, arrival: Arrival) -> None:
+        """Let one of the routers choose its instance."""
         router = self._dice.choice(self._routers)
         features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
         started = time.process_time()
@@ -300,6 +304,7 @@ class _Replay:
             self._begin_prefill(instance, arrival.at)
 
     def _begin_prefill(self, instance: _Instance, now: float) -> None:
+        """Let the first of the line begin."""
         arrival, cluster = instance.line[0].arrival, self._cluster
         own = instance.blocks.count_leading(arrival.blocks)
         shared = max(own, self._pool.count_leading(arrival.blocks))
@@ -314,6 +319,7 @@ class _Replay:
         heapq.heappush(self._ends, (now + work / cluster.tokens_per_second, instance.key))
 
     def _end_prefill(self, instance: _Instance, now: float) -> None:
+        """Let the first of the line go, and its router learn from it."""
         arrival, features, decision, queued, router = instance.line.popleft()
         router.loads[instance.key].remove_request(arrival.tokens, decision.work)
         ttft = now - arrival.at
@@ -342,7 +348,7 @@ def replay(
     """
     random.seed(division.seed)
     work = _Replay(cluster, make_policy, division)
-    work.run(arrivals)
+    work.play_all(arrivals)
     return work.report
 
 
