@@ -20,7 +20,7 @@ _ALPHA_PER_WAITING = 2.0
 _MAX_ALPHA = 32.0
 # Candidates whose costs differ by less than this part of a request's mean work take turns. Routers that know the same
 # then agree less often on one instance: for four that hear of each other after 50 ms, router.simulate finds the mean
-# time to first token half a hundredth less, and for one router no more.
+# time to first token half a hundredth less, and for one router no difference beyond chance.
 _NEARLY_EQUAL = 0.1
 # Means over about so many requests.
 _MEMORY = 100
