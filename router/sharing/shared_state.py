@@ -8,6 +8,7 @@ router goes on with its own knowledge, and when it is back they tell each other 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -30,11 +31,13 @@ _log = logging.getLogger("router.sharing.shared_state")
 CHANNEL = "kvrouter:1:bus"
 FLEET = "kvrouter:1:fleet"
 
-# Messages are sent in batches, so often; an empty one now and then says that this router lives.
-SEND_SECONDS = 0.02
+# Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
+SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
-# A router that was not heard of for so long is gone, and Redis is where a router does not hear itself.
+# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; that is looked
+# at so often.
 GONE_SECONDS = 5.0
+SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
 # More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
@@ -60,6 +63,7 @@ class SharedState:
         self._hub = hub
         self._redis = _make_client(url)
         self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
+        self._has_waiting = asyncio.Event()
         # Other routers: when each was heard last, and the names of its processes.
         self._heard_at: dict[str, float] = {}
         self._processes: dict[str, set[str]] = {}
@@ -72,6 +76,7 @@ class SharedState:
     def send(self, *message: Any) -> None:
         """Send a message to all other routers, soon; see ``Uplink``."""
         self._waiting.append(message)
+        self._has_waiting.set()
 
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately; see ``Uplink``."""
@@ -109,7 +114,7 @@ class SharedState:
             sending = asyncio.ensure_future(self._keep_sending())
             try:
                 while not sending.done():
-                    message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SEND_SECONDS * 5)
+                    message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SILENCE_SECONDS)
                     if message is not None:
                         self._take_batch(message["data"])
                     self._check_silence()
@@ -131,16 +136,16 @@ class SharedState:
             self.send("keep", kept, record)
 
     async def _keep_sending(self) -> None:
-        sent_at = 0.0
         while True:
-            if self._waiting or time.monotonic() - sent_at > ALIVE_SECONDS:
-                sent_at = time.monotonic()
-                await self._send_batch()
+            await self._send_batch()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_waiting.wait(), ALIVE_SECONDS)
             await asyncio.sleep(SEND_SECONDS)
 
     async def _send_batch(self) -> None:
         batch = list(self._waiting)
         self._waiting.clear()
+        self._has_waiting.clear()
         async with self._redis.pipeline(transaction=False) as pipeline:
             for message in batch:
                 if message[0] == "keep":
