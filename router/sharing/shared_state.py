@@ -8,7 +8,6 @@ router goes on with its own knowledge, and when it is back they tell each other 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -34,8 +33,8 @@ FLEET = "kvrouter:1:fleet"
 # Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
 SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
-# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; that is looked
-# at so often.
+# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; looked at so
+# often.
 GONE_SECONDS = 5.0
 SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
@@ -121,6 +120,7 @@ class SharedState:
                 sending.result()
             finally:
                 sending.cancel()
+                await asyncio.wait([sending])
 
     async def _exchange_records(self) -> None:
         """Take over the records that Redis has, and give it those that it may lack."""
@@ -136,10 +136,12 @@ class SharedState:
             self.send("keep", kept, record)
 
     async def _keep_sending(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await self._send_batch()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_waiting.wait(), ALIVE_SECONDS)
+            alive = loop.call_later(ALIVE_SECONDS, self._has_waiting.set)
+            await self._has_waiting.wait()
+            alive.cancel()
             await asyncio.sleep(SEND_SECONDS)
 
     async def _send_batch(self) -> None:
