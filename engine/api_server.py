@@ -27,7 +27,7 @@ from engine.block_manager import BlockManager
 from engine.completions import CompletionResponse, Completions
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
-from engine.generation import Generations
+from engine.generation import Generations, list_unknown_ids
 from engine.http_server import (
     CLIENT_LEFT,
     HttpMiddleware,
@@ -247,9 +247,13 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
         body = parse_body(AbortBody, await read_body(request))
+        if not body.abort_all and not body.req_ids:
+            message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
+            raise ApiError(400, message, param="req_ids")
         generations = instance.generations
         aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
-        return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
+        not_found = [] if body.abort_all else list_unknown_ids(body.req_ids, aborted)
+        return JSONResponse({"code": 0, "message": "success", "aborted": aborted, "not_found": not_found})
 
     @app.post("/clear_prefix_cache")
     @app.post("/reset_prefix_cache")  # vLLM's path
@@ -368,8 +372,17 @@ def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
         bound.close()
         if not isinstance(exc, OSError) or exc.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise ConfigError(f"cannot listen on {host}:{port}: --host must be an address of this machine") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
+        remedy = f"choose another {flag}"
+        if exc.errno == errno.EADDRINUSE and not _is_served(family, host, port):
+            remedy = f"nobody listens there, so a client's connection has it for a while: try again, or {remedy}"
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; {remedy}") from None
     return bound
+
+
+def _is_served(family: socket.AddressFamily, host: str, port: int) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
 
 
 def _start_listening(bound: socket.socket, flag: str) -> None:

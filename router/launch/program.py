@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvloop
 
@@ -99,9 +100,18 @@ def _open_listener(host: str, port: int) -> socket.socket:
     except OSError as exc:
         listener.close()
         if exc.errno == errno.EADDRINUSE:
-            raise SettingsError(f"port {port} of {host} is already in use; choose another with --port") from exc
+            remedy = "choose another with --port"
+            if not _is_served(family, address):
+                remedy = f"nobody listens there, so a client's connection has it for a while: try again, or {remedy}"
+            raise SettingsError(f"port {port} of {host} is already in use; {remedy}") from exc
         raise SettingsError(f"cannot listen at {host}:{port}: {exc.strerror}") from exc
     return listener
+
+
+def _is_served(family: socket.AddressFamily, address: Any) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(address) == 0
 
 
 def _format_startup_line(settings: RouterSettings) -> str:

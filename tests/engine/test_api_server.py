@@ -336,10 +336,16 @@ class TestAborts:
             lines = stream.iter_lines()
             next(lines)
             answer = instance.post("/v1/abort_requests", {"req_ids": [form.format("abc"), "unknown"]})
-            assert answer["aborted"] == ["abc"]
+            assert (answer["aborted"], answer["not_found"]) == (["abc"], ["unknown"])
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+
+    def test_an_abort_of_nothing_is_refused(self, instance: Served) -> None:
+        with instance.http as client:
+            refused = client.post("/v1/abort_requests", json={})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith('the body must have "req_ids"')
 
     def test_all_requests_are_aborted_at_once(self, instance: Served) -> None:
         before = instance.num_aborted
@@ -429,6 +435,18 @@ class TestStarting:
             port = taken.getsockname()[1]
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+
+    def test_a_port_that_a_clients_connection_has_is_told_apart(
+        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    ) -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as client,
+        ):
+            port = client.getsockname()[1]
+            said = self.sentence(capsys, "--model", str(word_model), "--port", str(port))
+        assert f"127.0.0.1:{port}: Address already in use; nobody listens there, so a client's connection" in said
+        assert "try again, or choose another --port" in said
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
     def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(

@@ -105,6 +105,22 @@ def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
     assert ended.stderr == f"router: port {port} of 127.0.0.1 is already in use; choose another with --port\n"
 
 
+def test_a_port_that_a_clients_connection_has_is_told_apart() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        ended = launch("--host", "127.0.0.1", "--port", str(client.getsockname()[1]))
+    assert ended.returncode != 0
+    assert "nobody listens there, so a client's connection has it for a while: try again, or choose" in ended.stderr
+
+
+def test_workers_warn_once_of_what_is_the_same_for_all(tmp_path: Path) -> None:
+    with child([*LAUNCH, "--port", "0", "--workers", "2"], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "its start")
+        assert process.output.count("whoever reaches 0.0.0.0") == 1
+
+
 def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
     flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
     with child([*LAUNCH, *flags], tmp_path / "router.log") as process:
