@@ -96,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
     parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
     parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
-    parser.add_argument(
-        "--role", type=_parse_role, required=True, metavar="ROLE", help="what the server does: mixed, prefill or decode"
-    )
+    parser.add_argument("--role", type=_parse_role, choices=ROLES, required=True, help="what the server does")
     parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
     parser.add_argument("--host", metavar="IP", help="of the server (default: this machine's, as the router sees it)")
     parser.add_argument(

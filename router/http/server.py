@@ -26,6 +26,7 @@ __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "pa
 
 # A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
 HEAD_BYTES = 64 * 1024
+LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
 MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
@@ -246,7 +247,9 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+            is_too_long = len(self.url) > LONGEST_URL
+            error = ApiError(400, "this is no HTTP/1.1 request", "invalid_http")
+            self._refuse_request(self._head_too_large() if is_too_long else error)
         else:
             if self._undigested > HEAD_BYTES:
                 self._refuse_request(self._head_too_large())
