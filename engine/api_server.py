@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -65,6 +66,8 @@ __all__ = ["Instance", "create_app", "main"]
 
 log = logging.getLogger(__name__)
 
+# Linux takes clients' ends from 32768 to 60999; one keeps its port for 60 s after it was closed.
+CLOSED_CONNECTION_SECONDS = 70.0
 _GRACE_SECONDS = 3
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
@@ -367,19 +370,32 @@ def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        _bind_patiently(bound, host, port)
     except (OSError, UnicodeError) as exc:
         bound.close()
         if not isinstance(exc, OSError) or exc.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise ConfigError(f"cannot listen on {host}:{port}: --host must be an address of this machine") from None
-        remedy = f"choose another {flag}"
-        if exc.errno == errno.EADDRINUSE and not _is_served(family, host, port):
-            remedy = f"nobody listens there, so a client's connection has it for a while: try again, or {remedy}"
-        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; {remedy}") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
     return bound
 
 
-def _is_served(family: socket.AddressFamily, host: str, port: int) -> bool:
+def _bind_patiently(bound: socket.socket, host: str, port: int) -> None:
+    """Bind, if need be after waiting for the end of a connection that has the port for its client's end."""
+    give_up_at, told = time.monotonic() + CLOSED_CONNECTION_SECONDS, False
+    while True:
+        try:
+            return bound.bind((host, port))
+        except OSError as exc:
+            is_held = exc.errno == errno.EADDRINUSE and not _is_served(bound.family, host, port)
+            if not is_held or time.monotonic() >= give_up_at:
+                raise
+        if not told:
+            print(f"engine.api_server: waiting for port {port}: a closed connection still has it", flush=True)
+            told = True
+        time.sleep(0.2)
+
+
+def _is_served(family: int, host: str, port: int) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((host, port)) == 0

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import sys
+import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -436,17 +437,28 @@ class TestStarting:
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
 
-    def test_a_port_that_a_clients_connection_has_is_told_apart(
-        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    def test_a_port_that_a_closed_connection_has_is_waited_for(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
     ) -> None:
+        monkeypatch.setattr(
+            "engine.api_server.Instance", interrupt := unittest.mock.Mock(side_effect=KeyboardInterrupt)
+        )
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.create_connection(server.getsockname()) as client,
         ):
+            accepted, _ = server.accept()
+
+            def end_connection(_: float) -> None:
+                accepted.close()
+                client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+                client.close()
+
             port = client.getsockname()[1]
-            said = self.sentence(capsys, "--model", str(word_model), "--port", str(port))
-        assert f"127.0.0.1:{port}: Address already in use; nobody listens there, so a client's connection" in said
-        assert "try again, or choose another --port" in said
+            monkeypatch.setattr("engine.api_server.time.sleep", end_connection)
+            assert main(["--host", "127.0.0.1", "--port", str(port), "--model", str(word_model)]) == 130
+        assert interrupt.called
+        assert f"waiting for port {port}: a closed connection still has it" in capsys.readouterr().out
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
     def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(
