@@ -15,7 +15,9 @@ import uvicorn.protocols.http.httptools_impl
 import uvicorn.server
 
 import router.http.server
-import router.launch
+import router.launch.program
+import router.launch.server
+import router.launch.worker
 from router.http.server import ClientRequest, RouterProtocol
 
 IMPLEMENTATION = uvicorn.protocols.http.httptools_impl
@@ -51,7 +53,7 @@ ATTRIBUTES = {
 FLOW_CONTROL = {"drain", "pause_reading", "resume_writing", "write_paused"}
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
-SERVER = {"handle_exit", "serve", "server_state", "should_exit", "shutdown"}
+SERVER = {"config", "handle_exit", "lifespan", "serve", "server_state", "should_exit", "shutdown", "started"}
 SERVER_STATE = {"connections"}
 
 
@@ -85,7 +87,7 @@ def missing(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iterator
     for name in sorted(set(wanted) - set(found)):
         yield (
             f"uvicorn {uvicorn.__version__} has no {where}.{name} any more, which the router borrows: "
-            "see how router/http/server.py and router/launch.py can do without, or lower uvicorn's upper bound"
+            "see how router/http/server.py and router/launch can do without, or lower uvicorn's upper bound"
         )
 
 
@@ -160,11 +162,12 @@ def test_all_that_the_router_borrows_of_a_request_is_listed() -> None:
 
 
 def test_all_that_the_router_borrows_of_the_server_is_listed() -> None:
-    tree = parse(router.launch)
+    trees = [parse(each) for each in (router.launch.program, router.launch.server, router.launch.worker)]
     theirs = members(uvicorn.Server)
-    used = attributes_of(tree, "self", "server", "super()") | {"handle_exit", "shutdown"}
-    assert (used & theirs) - {"__init__"} == SERVER
-    assert attributes_of(tree, "self.server_state") == SERVER_STATE
+    used = {name for tree in trees for name in attributes_of(tree, "self", "server", "super()")}
+    assert ((used | {"handle_exit", "shutdown"}) & theirs) - {"__init__"} == SERVER
+    borrowed = [attributes_of(tree, "self.server_state", "server.server_state") for tree in trees]
+    assert set().union(*borrowed) == SERVER_STATE
 
 
 def test_a_request_has_all_that_uvicorn_asks_of_its_own() -> None:
