@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from engine.block_manager import BlockManager
 from engine.completions import CompletionResponse, Completions
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
-from engine.generation import Generations
+from engine.generation import Generations, list_unknown_ids
 from engine.http_server import (
     CLIENT_LEFT,
     HttpMiddleware,
@@ -65,6 +66,8 @@ __all__ = ["Instance", "create_app", "main"]
 
 log = logging.getLogger(__name__)
 
+# Linux takes clients' ends from 32768 to 60999; one keeps its port for 60 s after it was closed.
+CLOSED_CONNECTION_SECONDS = 70.0
 _GRACE_SECONDS = 3
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
@@ -247,9 +250,13 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
     @app.post("/v1/abort_requests")
     async def abort(request: Request) -> Response:
         body = parse_body(AbortBody, await read_body(request))
+        if not body.abort_all and not body.req_ids:
+            message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
+            raise ApiError(400, message, param="req_ids")
         generations = instance.generations
         aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
-        return JSONResponse({"code": 0, "message": "success", "aborted": aborted})
+        not_found = [] if body.abort_all else list_unknown_ids(body.req_ids, aborted)
+        return JSONResponse({"code": 0, "message": "success", "aborted": aborted, "not_found": not_found})
 
     @app.post("/clear_prefix_cache")
     @app.post("/reset_prefix_cache")  # vLLM's path
@@ -363,13 +370,35 @@ def _bind_socket(host: str, port: int, flag: str) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        _bind_patiently(bound, host, port)
     except (OSError, UnicodeError) as exc:
         bound.close()
         if not isinstance(exc, OSError) or exc.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise ConfigError(f"cannot listen on {host}:{port}: --host must be an address of this machine") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another {flag}") from None
     return bound
+
+
+def _bind_patiently(bound: socket.socket, host: str, port: int) -> None:
+    """Bind, if need be after waiting for the end of a connection that has the port for its client's end."""
+    give_up_at, told = time.monotonic() + CLOSED_CONNECTION_SECONDS, False
+    while True:
+        try:
+            return bound.bind((host, port))
+        except OSError as exc:
+            is_held = exc.errno == errno.EADDRINUSE and not _is_served(bound.family, host, port)
+            if not is_held or time.monotonic() >= give_up_at:
+                raise
+        if not told:
+            print(f"engine.api_server: waiting for port {port}: a closed connection still has it", flush=True)
+            told = True
+        time.sleep(0.2)
+
+
+def _is_served(family: int, host: str, port: int) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
 
 
 def _start_listening(bound: socket.socket, flag: str) -> None:

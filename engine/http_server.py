@@ -34,6 +34,7 @@ CLIENT_LEFT = 499
 # As of our router, so that nothing it lets through is refused here.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
+_LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
 MAX_ID_CHARACTERS = 256
 # Of a body that has begun, something more must come within so long.
 READ_SECONDS = 60.0
@@ -58,15 +59,21 @@ class InstanceProtocol(HttpToolsProtocol):
         if self._head_bytes <= MAX_HEAD_BYTES:
             return
         if len(self.url) > MAX_HEAD_BYTES // 2:
-            message = f"the path and its query are longer than the {MAX_HEAD_BYTES} bytes this instance takes"
-            self._refuse_connection(ApiError(414, message, code="target_too_long"))
+            self._refuse_connection(self._target_too_long())
         else:
             message = f"the head is larger than the {MAX_HEAD_BYTES} bytes this instance takes"
             self._refuse_connection(ApiError(431, message, code="head_too_large"))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP."""
-        self._refuse_connection(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http"))
+        if len(self.url) > _LONGEST_URL:
+            self._refuse_connection(self._target_too_long())
+        else:
+            self._refuse_connection(ApiError(400, "this is no HTTP/1.1 request", code="invalid_http"))
+
+    def _target_too_long(self) -> ApiError:
+        message = f"the path and its query are longer than the {MAX_HEAD_BYTES} bytes this instance takes"
+        return ApiError(414, message, code="target_too_long")
 
     def _refuse_connection(self, error: ApiError) -> None:
         cycle: Any = self.cycle

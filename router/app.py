@@ -141,7 +141,8 @@ class RouterApp:
                     status, headers, body = preflight
                     await raw_reply(status, headers, body)(scope, receive, send)
                     return
-            if not is_normal_path(scope["path"]):
+            # A model's id may be its folder, which begins with a slash of its own.
+            if not is_normal_path(scope["path"].replace("/v1/models//", "/v1/models/", 1)):
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
                 await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
                 return

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
     parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
     parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
-    parser.add_argument("--role", choices=ROLES, required=True, help="what the server does")
+    parser.add_argument("--role", type=_parse_role, choices=ROLES, required=True, help="what the server does")
     parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
     parser.add_argument(
         "--host",
@@ -153,6 +153,12 @@ def _parse_router_url(text: str) -> str:
     if found is None or not 0 < int(found["port"]) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:52700")
     return f"{found['scheme'] or 'http'}://{found['host']}:{found['port']}"
+
+
+def _parse_role(text: str) -> str:
+    if text.lower() not in ROLES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no kind of instance; it must be one of {', '.join(ROLES)}")
+    return text.lower()
 
 
 def _parse_port(text: str) -> int:

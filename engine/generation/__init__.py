@@ -11,6 +11,6 @@ live.py     all requests that are being answered: begun for the role, found agai
 """
 
 from engine.generation.base import Generation, Piece
-from engine.generation.live import Generations
+from engine.generation.live import Generations, list_unknown_ids
 
-__all__ = ["Generation", "Generations", "Piece"]
+__all__ = ["Generation", "Generations", "Piece", "list_unknown_ids"]

@@ -75,6 +75,12 @@ class Generations:
         return _abort_each(list(self._parts.live))
 
 
+def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:
+    """Those of ``asked`` that name none of the requests that were ``aborted``."""
+    known = {name for request_id in aborted for name in _names_of(request_id)}
+    return [each for each in asked if each not in known]
+
+
 def _abort_each(generations: list[Generation]) -> list[str]:
     for generation in generations:
         generation.abort()

@@ -176,7 +176,7 @@ class GuardedBackend(Stack):
         if self._is_closed:
             return Health(False, "closed")
         if (trouble := self._trouble) is not None:
-            return Health(False, f"not used for {time.monotonic() - self._since:.1f} s: {trouble}")
+            return Health(False, f"set aside {time.monotonic() - self._since:.1f} s ago: {trouble}")
         return Health(True, f"answering: {self._store!r}")
 
     def stats(self) -> StoreStats:

@@ -27,6 +27,7 @@ __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "pa
 
 # A head, or anything else that is no body, that goes on for longer is not read further; as in most servers.
 HEAD_BYTES = 64 * 1024
+LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
 MAX_PIPELINED = 4
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
@@ -256,6 +257,8 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             if data.startswith(_TLS_HANDSHAKE):
                 self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+            elif len(self.url) > LONGEST_URL:
+                self._refuse_request(self._head_too_large())
             else:
                 self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
         else:

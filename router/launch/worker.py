@@ -38,11 +38,16 @@ async def _serve(task: WorkerTask) -> None:
     await link.open(task.channel)
     if task.settings.log_output == "file":
         send_log(link.log)
+    (handler,) = logging.getLogger().handlers
+    if not task.is_first:  # a warning about the settings is the same in all of them: one says it
+        handler.setLevel(logging.ERROR)
     try:
         server = RouterServer(RouterApp(task.settings, link))
     except SettingsError as exc:
         link.refuse(str(exc))
         return
+    finally:
+        handler.setLevel(logging.NOTSET)
     link.subscribe_to_stop(server.stop)
     taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
     # uvicorn takes SIGTERM for the time that it serves: a worker that is told to end alone does, and is replaced.

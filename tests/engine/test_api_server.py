@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import sys
+import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -336,10 +337,16 @@ class TestAborts:
             lines = stream.iter_lines()
             next(lines)
             answer = instance.post("/v1/abort_requests", {"req_ids": [form.format("abc"), "unknown"]})
-            assert answer["aborted"] == ["abc"]
+            assert (answer["aborted"], answer["not_found"]) == (["abc"], ["unknown"])
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+
+    def test_an_abort_of_nothing_is_refused(self, instance: Served) -> None:
+        with instance.http as client:
+            refused = client.post("/v1/abort_requests", json={})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith('the body must have "req_ids"')
 
     def test_all_requests_are_aborted_at_once(self, instance: Served) -> None:
         before = instance.num_aborted
@@ -429,6 +436,29 @@ class TestStarting:
             port = taken.getsockname()[1]
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+
+    def test_a_port_that_a_closed_connection_has_is_waited_for(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
+    ) -> None:
+        monkeypatch.setattr(
+            "engine.api_server.Instance", interrupt := unittest.mock.Mock(side_effect=KeyboardInterrupt)
+        )
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as client,
+        ):
+            accepted, _ = server.accept()
+
+            def end_connection(_: float) -> None:
+                accepted.close()
+                client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+                client.close()
+
+            port = client.getsockname()[1]
+            monkeypatch.setattr("engine.api_server.time.sleep", end_connection)
+            assert main(["--host", "127.0.0.1", "--port", str(port), "--model", str(word_model)]) == 130
+        assert interrupt.called
+        assert f"waiting for port {port}: a closed connection still has it" in capsys.readouterr().out
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
     def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(

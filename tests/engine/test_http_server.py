@@ -192,10 +192,11 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
     ("sent", "status", "code"),
     [
         (b"GET /" + b"a" * (MAX_HEAD_BYTES - 4), 414, "target_too_long"),
+        (b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "target_too_long"),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES - 18), 431, "head_too_large"),
         (b"what is this\r\n\r\n", 400, "invalid_http"),
     ],
-    ids=["path", "head", "no HTTP"],
+    ids=["path", "path of a whole head", "head", "no HTTP"],
 )
 @in_event_loop
 async def test_what_is_no_request_is_an_openai_error(app: Any, sent: bytes, status: int, code: str) -> None:

@@ -97,7 +97,7 @@ def test_a_pool_that_is_away_tells_its_trouble(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, open_store=open_store, wait_for_pool=False) as engine:
         reason, text = told(engine.answer(PROMPT, 1))
     assert reason is Reason.FAILED
-    assert text.startswith("pool away: not used for ")
+    assert text.startswith("pool away: set aside ")
 
 
 def test_a_pool_that_is_slower_than_computing(engine: Engine, store: FaultyStore) -> None:

@@ -88,8 +88,14 @@ class Script:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def left_behind(self) -> list[str]:
-        """Command lines of processes that it started and that still run."""
-        return [command_line(pid) for pid, started_at in self.started if stat(pid)[1:] == (started_at,)]
+        """Command lines of processes that it started and that still run; one that was killed takes a moment to go."""
+
+        def remaining() -> list[str]:
+            return [command_line(pid) for pid, started_at in self.started if stat(pid)[1:] == (started_at,)]
+
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not remaining(), "what was killed to be gone", 10)
+        return remaining()
 
 
 def descendants(pid: int) -> set[tuple[int, int]]:

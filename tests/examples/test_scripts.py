@@ -205,8 +205,10 @@ def test_where_fastdeploy_is_missing_one_sentence_says_where_it_is_to_be_had() -
 
 
 def test_a_fastdeploy_without_our_backend_is_told_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())  # not that of the .venv, which has ours
     said = complaint(
-        "run.sh", ENGINE="fastdeploy", PATH=f"/usr/bin:{os.environ['PATH']}", **with_fake_fastdeploy(tmp_path)
+        "run.sh", ENGINE="fastdeploy", PATH=f"{tmp_path}/bin:{os.environ['PATH']}", **with_fake_fastdeploy(tmp_path)
     )
     assert said.startswith("run.sh: ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with: ")
     assert said.count("\n") == 1

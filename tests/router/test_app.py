@@ -244,13 +244,14 @@ def test_without_instances_the_list_of_models_is_empty_and_no_failure(make_route
     assert client.get("/health_generate").status_code == 503  # here an operator sees it
 
 
-@pytest.mark.parametrize("name", ["a", "Qwen/Qwen3-0.6B", "a/"])
+@pytest.mark.parametrize("name", ["a", "Qwen/Qwen3-0.6B", "a/", "/models/a", "%2Fmodels%2Fa"])
 def test_a_model_is_shown_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
     instance = stand_in()
-    instance.models = ("a", "Qwen/Qwen3-0.6B")
+    instance.models = ("a", "Qwen/Qwen3-0.6B", "/models/a")
     router = make_router(instance)
     response = router.client.get(f"/v1/models/{name}")
-    assert (response.status_code, response.json()) == (200, {"id": name.rstrip("/"), "object": "model"})
+    expected = name.rstrip("/").replace("%2F", "/")
+    assert (response.status_code, response.json()) == (200, {"id": expected, "object": "model"})
     assert not instance.received
 
 
@@ -275,7 +276,8 @@ def error_of(response: httpx.Response) -> tuple[str, str]:
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/m", 405, "method_not_allowed"),
         ("GET", "/v1/abort_requests", 405, "method_not_allowed"),
-        ("GET", "/v1/models//m", 404, "unknown_path"),
+        ("GET", "/v1/models//m", 404, "model_not_found"),
+        ("GET", "/v1/models//a//m", 404, "unknown_path"),
         ("GET", "/v1", 404, "unknown_path"),
         ("GET", "/nothing", 404, "unknown_path"),
         ("PUT", "/health", 405, "method_not_allowed"),

@@ -108,6 +108,27 @@ def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
     assert ended.stderr == f"router: port {port} of 127.0.0.1 is already in use; choose another with --port\n"
 
 
+def test_a_port_that_a_closed_connection_has_is_waited_for(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        port = client.getsockname()[1]
+        accepted, _ = server.accept()
+        with child([*LAUNCH, "--host", "127.0.0.1", "--port", str(port)], tmp_path / "router.log") as process:
+            process.wait_for(lambda: f"waiting for port {port}: a closed connection" in process.output, "waiting")
+            accepted.close()
+            client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+            client.close()
+            process.wait_for(lambda: "router listens at" in process.output, "its start")
+
+
+def test_workers_warn_once_of_what_is_the_same_for_all(tmp_path: Path) -> None:
+    with child([*LAUNCH, "--port", "0", "--workers", "2"], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "its start")
+        assert process.output.count("whoever reaches 0.0.0.0") == 1
+
+
 def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
     flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
     with child([*LAUNCH, *flags], tmp_path / "router.log") as process:

@@ -142,7 +142,10 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
     [
         (["--router", "nowhere"], "'nowhere' is not host:port"),
         (["--port", "0"], "'0' is not a port"),
-        (["--role", "both"], "invalid choice: 'both'"),
+        (
+            ["--role", "both"],
+            "argument --role: 'both' is no kind of instance; it must be one of mixed, prefill, decode",
+        ),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--ca-file", "/nowhere"], "--ca-file /nowhere: No such file or directory"),
         (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of this program; did you mean --router?"),

@@ -36,11 +36,6 @@ QUESTION = EXAMPLES / "question.json"
 pytestmark = pytest.mark.timeout(300)
 
 
-def waits_for(helper: str, what: str) -> pytest.MarkDecorator:
-    """Turns loud as soon as the other part of the work is there: then the mark goes."""
-    return pytest.mark.xfail(strict=True, reason=f"{helper}: {what}")
-
-
 # The page.
 
 

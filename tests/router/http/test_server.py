@@ -407,9 +407,13 @@ def test_each_status_has_its_type(status: int, kind: str) -> None:
     assert json.loads(ApiError(status, "message", "code").body())["error"]["type"] == kind
 
 
-def test_a_target_without_end_is_a_414_with_its_type(router: RouterUnderTest, connect: Connect) -> None:
+@pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["without-end", "of-a-whole-head"])
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_target_that_is_too_long_is_a_414_with_its_type(
+    router: RouterUnderTest, connect: Connect, end: bytes, times: int
+) -> None:
     client = connect(router)
-    client.send(b"GET /" + b"a" * 4 * HEAD_BYTES)
+    client.send(b"GET /" + b"a" * times * HEAD_BYTES + end)
     status, _, body = client.answer()
     error = json.loads(body)["error"]
     assert (status, error["type"], error["code"]) == (414, "invalid_request_error", "target_too_long")

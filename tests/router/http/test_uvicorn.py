@@ -89,7 +89,7 @@ def missing(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iterator
     for name in sorted(set(wanted) - set(found)):
         yield (
             f"uvicorn {uvicorn.__version__} has no {where}.{name} any more, which the router borrows: "
-            "see how router/http/server.py and router/launch.py can do without, or lower uvicorn's upper bound"
+            "see how router/http/server.py and router/launch can do without, or lower uvicorn's upper bound"
         )
 
 
