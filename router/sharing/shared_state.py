@@ -178,7 +178,8 @@ class SharedState:
 
     def _forget_router(self, router: str) -> None:
         del self._heard_at[router]
-        for name in self._processes.pop(router, ()):
+        # Its own name, too, for it may have died before any of its processes was heard.
+        for name in (*self._processes.pop(router, ()), router):
             self._hub.announce_departure(name)
 
     def _set_trouble(self, trouble: str) -> None:
