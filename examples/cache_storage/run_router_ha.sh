@@ -14,7 +14,7 @@ REFERENCE_PORT=52600
 ROUTER_PORTS=(52700 52800)
 REDIS_PORT=16379
 
-find_redis() {
+check_redis() {
     command -v redis-server >/dev/null || [ "$DRY_RUN" = yes ] ||
         die "redis-server is not installed: please install it first, on Debian with: sudo apt-get install redis-server"
 }
@@ -60,11 +60,12 @@ check_all_end() {
 parse_arguments "$@"
 [ "${ROUTER:-kvstore}" = kvstore ] ||
     die "ROUTER=$ROUTER cannot share its state with another router; leave it unset, as ours does"
-find_redis
+[ "$(id -u)" -eq 0 ] || check_redis # for root the set-up tries to install it
 prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
     "mooncake_master's metrics=$METRICS_PORT" Redis="$REDIS_PORT" "router 1=${ROUTER_PORTS[0]}" \
     "router 2=${ROUTER_PORTS[1]}" "prefill 1=${P_PORTS[0]}" "prefill 2=${P_PORTS[1]}" "decode 1=${D_PORTS[0]}" \
     "decode 2=${D_PORTS[1]}" reference="$REFERENCE_PORT"
+check_redis
 
 say ""
 say "=== Two routers, each with a pair of its own, sharing their state over Redis; and a pool ==="

@@ -8,6 +8,7 @@ each router goes on with what it knows, and when it is back they tell each other
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -65,6 +66,7 @@ class SharedState:
         self._processes: dict[str, set[str]] = {}
         self._heard_self_at = 0.0
         self._is_up: bool | None = None
+        self._was_tried = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
@@ -76,6 +78,11 @@ class SharedState:
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately; see ``Uplink``."""
         return list(self._heard_at) if self._is_up else []
+
+    async def wait_for_records(self) -> None:
+        """Wait until the records that Redis has were taken over; not for long, as it may be gone."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._was_tried.wait(), ANSWER_SECONDS)
 
     async def keep_connected(self) -> None:
         """Exchange messages with the other routers, and come back whenever Redis was gone; until cancelled."""
@@ -183,6 +190,7 @@ class SharedState:
             self._hub.announce_departure(name)
 
     def _set_trouble(self, trouble: str) -> None:
+        self._was_tried.set()
         if self._is_up == (not trouble):
             return
         self._is_up = not trouble

@@ -37,8 +37,10 @@ def test_a_conversation_outlives_one_of_two_routers() -> None:
 
 
 def test_where_redis_is_missing_one_sentence_says_how_to_get_it(tmp_path: Path) -> None:
-    for name in ("bash", "dirname", "basename", "python3"):
+    for name in ("bash", "dirname", "basename", "sh", "python3"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
     ended = run_without_start(PATH=str(tmp_path), ENGINE="kvstore")
     remedy = "please install it first, on Debian with: sudo apt-get install redis-server"
     assert ended == f"run_router_ha.sh: redis-server is not installed: {remedy}\n"

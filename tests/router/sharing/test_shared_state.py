@@ -151,6 +151,25 @@ def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
     run_two(redis, work)
 
 
+def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_redis_is_gone(
+    redis: RedisServer,
+) -> None:
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            first.link.keep("one", record(1.0))
+            async with router("b", redis.url) as second:
+                await until(lambda: "one" in second.records)
+            async with router("c", redis.url) as third:
+                await third.shared.wait_for_records()
+                await until(lambda: third.link.trouble == "" and "one" in third.records)
+            redis.kill()
+            async with router("d", redis.url) as fourth:
+                await fourth.shared.wait_for_records()
+                await until(lambda: bool(fourth.link.trouble))
+
+    asyncio.run(run())
+
+
 def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
     redis.kill()
