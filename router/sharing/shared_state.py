@@ -148,12 +148,16 @@ class SharedState:
     async def _send_batch(self) -> None:
         batch = list(self._waiting)
         self._waiting.clear()
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for message in batch:
-                if message[0] == "keep":
-                    pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
-            pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
-            await pipeline.execute()
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for message in batch:
+                    if message[0] == "keep":
+                        pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
+                pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
+                await pipeline.execute()
+        except BaseException:  # others may have had it: hearing a message twice does no harm
+            self._waiting = deque([*batch, *self._waiting], MAX_WAITING)
+            raise
 
     def _take_batch(self, data: bytes) -> None:
         sender, batch = msgpack.unpackb(data, strict_map_key=False)

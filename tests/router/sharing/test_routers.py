@@ -219,7 +219,7 @@ def report(fault: str, clients: Clients, instances: Sequence[StandIn], routers: 
     lost = sum(not one.is_right for one in clients.ended)
     served = len(clients.ended) - lost
     wrong = sum(one.is_right and bool(set(one.broken) - CLEAR_ENDS) for one in clients.ended)
-    row = Report(f"several routers: {fault}", len(clients.ended), served, lost, wrong, 0)
+    row = Report(f"routers: {fault}", len(clients.ended), served, lost, wrong, 0)
     REPORTS.append(row)
     with contextlib.suppress(AssertionError):  # the load of a router that is gone counts until that is noticed
         wait_until(lambda: not count_running(instances, routers), "all to be counted down", deadline_s=15)
@@ -407,7 +407,7 @@ def test_an_instance_outlives_the_router_that_its_heartbeats_came_to(
         return time.monotonic() > is_over
 
     wait_until(ask_until_it_is_over, "the time after which an instance without a sign is forgotten", pause_s=0.5)
-    row = report("one is killed, to which alone an instance beats", clients, [instance], [second])
+    row = report("one is killed that alone had heartbeats", clients, [instance], [second])
     assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
     assert f"{instance.key} is gone" not in second.process.output
 

@@ -170,6 +170,28 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
     asyncio.run(run())
 
 
+def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+
+    async def work(first: Router, second: Router) -> None:
+        send = first.shared._redis.pipeline
+        failures: list[SharedState] = []
+
+        def fail_once(**options: Any) -> Any:
+            if not failures:
+                failures.append(first.shared)
+                raise ConnectionError("reset by peer")
+            return send(**options)
+
+        monkeypatch.setattr(first.shared._redis, "pipeline", fail_once)
+        for number in range(3):
+            first.link.publish("news", number)
+        await until(lambda: second.heard == [("a-0", number) for number in range(3)])
+        assert failures
+
+    run_two(redis, work)
+
+
 def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
     redis.kill()
