@@ -6,7 +6,7 @@ launch/      python -m router.launch, kvrouter: reads the settings and starts on
 app.py       all parts put together, and the control plane in FastAPI
 register.py  python -m router.register: the sidecar that registers a server which cannot register itself
 simulate.py  python -m router.simulate: a trace of requests over simulated instances
-sharing/     several processes, and several routers, that know what one would know
+sharing/     several processes, and several routers, with the knowledge of one
 serving/     the way of one request: selection, attempts, the response, resumption
 telemetry/   metrics, the access log, explanations
 fleet/       the instances: registration, pairing, health, load

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth
+from router.access import Admission, Auth, Limits
 from router.fleet import (
     ORDERS,
     HealthMonitor,
@@ -50,7 +50,7 @@ from router.http import (
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -97,7 +97,8 @@ class RouterApp:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
-        self.admission = Admission(settings)
+        admission = Admission(settings, self.auth.token_rates)
+        self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
@@ -169,6 +170,8 @@ class RouterApp:
 def _control_plane(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if router.auth.danger and router.link.is_first and not router.link.is_late:
+            _log.warning("%s", router.auth.danger)
         work = [
             *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling()),
@@ -403,7 +406,8 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
         body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
         outcome = await router.aborter.abort_everywhere(router.registry, body)
-        not_found = [each for each in list_unknown_ids(req_ids, outcome.aborted) if each not in found]
+        unknown = list_unknown_ids(req_ids, outcome.aborted)
+        not_found = [each for each in unknown if not (isinstance(each, str) and each in found)]
     return json_reply(
         200,
         {

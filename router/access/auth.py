@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import logging
 import secrets
 from pathlib import Path
 
+from router.access.cache_salt import CacheSalts
 from router.http import ApiError, Headers, Refused
-from router.settings import RouterSettings, read_keys, read_token
+from router.settings import PRIORITIES, ApiKey, RouterSettings, parse_priority, read_keys, read_token
 
 __all__ = ["Auth"]
-
-_log = logging.getLogger("router.access.auth")
 
 _SCHEME = b"bearer "
 
@@ -31,18 +29,27 @@ class Auth:
             SettingsError: a file cannot be read, or has nothing usable in it.
         """
         self._salt = secrets.token_bytes(32)
-        self._clients = {}
+        keys: dict[str, ApiKey] = {}
         if settings.api_keys_file:
             keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
-            self._clients = {self._hash_secret(key.encode()): name for name, key in keys.items()}
+        self._clients = {self._hash_secret(entry.key.encode()): name for name, entry in keys.items()}
+        self._priorities = {name: entry.priority for name, entry in keys.items()}
+        self.token_rates = {
+            name: entry.tokens_per_sec for name, entry in keys.items() if entry.tokens_per_sec is not None
+        }
+        """Tokens a second of the clients that have a limit of their own."""
+        self.cache_salts = (
+            CacheSalts({name: entry.key for name, entry in keys.items()}) if settings.cache_salt_per_key else None
+        )
+        """Where clients' caches are to be kept apart."""
         self._admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
         self._registration = self._read_token(settings.register_token_file, "server.register-token-file")
+        self.danger = ""
+        """What a stranger could do, in one sentence; ``""`` where that is nothing."""
         if self._admin is None and not _is_loopback(settings.host):
             mischief = "register an instance and read what is sent to it" if self._registration is None else \
                 "drain its instances and see where they are"  # fmt: skip
-            _log.warning(
-                "whoever reaches %s can %s; set --admin-token-file, or --host 127.0.0.1", settings.host, mischief
-            )
+            self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
 
     def __repr__(self) -> str:
         return f"<Auth {len(self._clients)} clients, admin {'by token' if self._admin else 'open'}>"
@@ -68,6 +75,24 @@ class Auth:
         if name is None:
             raise Refused(ApiError(401, "the API key sent is none of this router's", "invalid_api_key"))
         return name
+
+    def find_priority(self, client: str, headers: Headers) -> int:
+        """The priority of a request: the client's, or a lower one that its header ``X-Priority`` asks for.
+
+        Where there are no keys, the header says it.
+
+        Raises:
+            Refused: 400: the header says none.
+        """
+        own = self._priorities.get(client)
+        for name, value in headers:
+            if name == b"x-priority":
+                asked = parse_priority(value.decode("latin-1"))
+                if asked is None:
+                    message = f"the header X-Priority must be a whole number from {PRIORITIES[0]} to {PRIORITIES[-1]}"
+                    raise Refused(ApiError(400, message, "invalid_header", "X-Priority"))
+                return asked if own is None else min(asked, own)
+        return own or 0
 
     def check_admin(self, headers: Headers) -> None:
         """Let pass who holds the admin token; everyone where there is none.

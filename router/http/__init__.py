@@ -11,26 +11,25 @@ api_error.py    the errors that a client gets, in OpenAI's form
 message.py      the parts of a message: address, headers, head
 replies.py      responses of the control plane: JSON, and errors in that form
 body.py         a request's body: parsed once, extended without being serialised again
+large_body.py   a large body, looked through before it is parsed
 request_id.py   the id that a client gives its request in a header
 usage.py        token figures, read from a response without parsing it
 """
 
 from router.http.api_error import ApiError, Refused
 from router.http.body import (
-    BadBody,
     InferenceBody,
     encode_member,
     estimate_tokens,
-    hide_escapes,
     parse_inference,
     parse_object,
-    show_escapes,
-    splice,
+    splice_parts,
     whole_number,
 )
 from router.http.cors import Cors
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
 from router.http.exchange import Exchange
+from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.http.message import (
     HOP_BY_HOP,
     NOT_PASSED_BACK,
@@ -52,6 +51,7 @@ __all__ = [
     "HOP_BY_HOP",
     "MAX_ID_CHARACTERS",
     "NOT_PASSED_BACK",
+    "UNCHECKED_BYTES",
     "Address",
     "ApiError",
     "BadBody",
@@ -63,6 +63,7 @@ __all__ = [
     "Exchange",
     "Headers",
     "InferenceBody",
+    "LargeBody",
     "ListenerContext",
     "NoRoom",
     "PreparedHead",
@@ -90,6 +91,6 @@ __all__ = [
     "read_usage",
     "refusal_reply",
     "show_escapes",
-    "splice",
+    "splice_parts",
     "whole_number",
 ]

@@ -36,9 +36,13 @@ class ApiError(NamedTuple):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
+    def error_event(self) -> bytes:
+        """The error as an event; in OpenAI's form, a stream with nothing but an error ends with it."""
+        return b"data: " + self.body() + b"\n\n"
+
     def sse(self) -> bytes:
         """The end of an event stream that has already begun: the error as an event, then ``[DONE]``."""
-        return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
+        return self.error_event() + b"data: [DONE]\n\n"
 
 
 class Refused(Exception):

@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import orjson
 
+from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, weigh_values
+
 __all__ = [
-    *("BadBody", "InferenceBody", "encode_member", "estimate_tokens", "hide_escapes", "parse_inference"),
-    *("parse_object", "show_escapes", "splice", "whole_number"),
+    *("InferenceBody", "encode_member", "estimate_tokens", "parse_inference", "parse_object", "splice"),
+    *("splice_parts", "whole_number"),
 ]
+
+# Of the control plane: a list of 100,000 request ids to abort has 4 MB.
+_CONTROL_BYTES = 8 * 1024 * 1024
+# Python's own parser is slower.
+_LENIENT_BYTES, _LENIENT_WEIGHT = 16 * 1024 * 1024, 250_000
 
 # A string or an array of numbers, as a whole; or a character that opens, closes or separates. Escapes must be hidden.
 _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
-# Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
-_BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
 # Everything to a space, but the ends of lines, which keep the numbers of those that follow.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _COMMA = 0x2C
+_NO_BLANKS: Sequence[tuple[int, int]] = ()
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
 # More sequences than any engine makes of one request; a client's number must not size a list here.
 _MOST_CHOICES = 1024
-
-
-class BadBody(ValueError):
-    """The client's body cannot be served; one sentence, and the member at fault if there is one."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class InferenceBody(NamedTuple):
@@ -49,14 +47,25 @@ class InferenceBody(NamedTuple):
     """An estimate; exact where the client sent token ids."""
     choices: int
     """How many sequences the engine makes of it."""
+    large: LargeBody | None = None
+    """Of a large one, what was left out for the parser."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that ``data`` is.
+    """The JSON object that ``data`` is, a body of the control plane.
 
     Raises:
-        BadBody: it is not JSON, or not an object.
+        BadBody: it is not JSON, or not an object, or too large.
     """
+    if len(data) > _CONTROL_BYTES:
+        raise BadBody(f"the body has {len(data)} bytes; this path takes {_CONTROL_BYTES}")
+    if len(data) > UNCHECKED_BYTES:
+        for _ in LargeBody(data).check_values():
+            pass
+    return _parse_object(data)
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
@@ -66,13 +75,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_inference(data: bytes) -> InferenceBody:
+def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBody:
     """The body of a completion request.
+
+    Args:
+        large: of one larger than ``UNCHECKED_BYTES``, once it was looked through.
 
     Raises:
         BadBody: it is not a JSON object, or its ``request_id`` is not a string.
     """
-    members = parse_object(data)
+    members = _parse_object(data if large is None else large.shorten())
     request_id = members.get("request_id")
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
@@ -82,7 +94,7 @@ def parse_inference(data: bytes) -> InferenceBody:
     choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
-    return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES))
+    return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES), large)
 
 
 def whole_number(value: Any) -> int | None:
@@ -107,25 +119,13 @@ def encode_member(name: str, value: Any) -> bytes:
     return orjson.dumps({name: value})[1:-1]
 
 
-def hide_escapes(data: bytes) -> bytes:
-    """JSON with its escaped quotes and backslashes made as many other bytes: each of its strings is ``"[^"]*"`` then.
-
-    A pattern that reads the escapes itself keeps 60 bytes of state for each: gigabytes for the longest bodies.
-    """
-    if b"\\" not in data:  # most have none, and each replacement would look through it
-        return data
-    return data.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
-
-
-def show_escapes(data: bytes) -> bytes:
-    """The bytes as they were before ``hide_escapes``."""
-    if b"\xff" not in data:
-        return data
-    return data.replace(_QUOTE, b'\\"').replace(_BACKSLASH, b"\\\\")
-
-
 def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
-    """The body with members set; all other members keep every byte, and their place.
+    """``splice_parts`` in one piece."""
+    return b"".join(splice_parts(body, added))
+
+
+def splice_parts(body: InferenceBody, added: Mapping[str, bytes]) -> tuple[bytes, ...]:
+    """The parts of the body with members set; all other members keep every byte, and their place.
 
     The new members stand behind them, so that a place in the body that an instance finds fault with is the same in the
     client's. Members of the same name that the client sent are blanked, so that no reader can prefer them.
@@ -133,24 +133,32 @@ def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
     Args:
         added: by name, each as ``encode_member`` made it.
     """
-    data, has_members = body.data, bool(body.members)
+    data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
     if not added.keys().isdisjoint(body.members):
-        data, has_members = _blank_members(data, added)
+        blanks, has_members = _find_blanks(body, added)
     end = data.rindex(b"}")
-    return b"".join((data[:end], b"," if has_members else b"", b",".join(added.values()), data[end:]))
+    # To copy a large body would hold the router up.
+    kept = data if end < UNCHECKED_BYTES else cast(bytes, memoryview(data))
+    parts: list[bytes] = []
+    start = 0
+    for first, last in blanks:
+        parts += (kept[start:first], data[first:last].translate(_BLANK))
+        start = last
+    return (*parts, kept[start:end], b"," if has_members else b"", b",".join(added.values()), data[end:])
 
 
-def _blank_members(data: bytes, names: Container[str]) -> tuple[bytes, bool]:
-    """``data`` with spaces in place of the members of these names; whether others are left."""
-    blanked, is_any_left = bytearray(data), False
-    for key, start, end in _members(data):
+def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[tuple[int, int]], bool]:
+    """Where the members of these names stand in the body; whether others are left."""
+    data, large = body.data, body.large
+    blanks, is_any_left = [], False
+    for key, start, end in _members(data if large is None else large.shorten()):
         if key not in names:
             is_any_left = True
             continue
+        first, last = (start, end) if large is None else (large.find_place(start), large.find_place(end))
         # The comma before it goes with it; or, where nothing is left before it, the one behind it.
-        first, last = (start - 1, end) if is_any_left else (start, end + (data[end] == _COMMA))
-        blanked[first:last] = data[first:last].translate(_BLANK)
-    return bytes(blanked), is_any_left
+        blanks.append((first - 1, last) if is_any_left else (first, last + (data[last] == _COMMA)))
+    return blanks, is_any_left
 
 
 def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
@@ -176,6 +184,8 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:
     # NaN, half a surrogate pair and numbers out of range are not JSON, but engines written in Python read them.
     # ``error`` may be about one of these, and the mistake stand behind it.
+    if len(data) > _LENIENT_BYTES or weigh_values(data, 0, len(data)) > _LENIENT_WEIGHT:
+        raise BadBody(f"the body is not valid JSON: {error}")
     try:
         return json.loads(data.decode())
     except UnicodeDecodeError as exc:

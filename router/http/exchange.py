@@ -94,6 +94,10 @@ class Exchange:
         """Whether the whole response has arrived and been taken."""
         return self.complete and not self._chunks
 
+    def is_silent(self, since: float) -> bool:
+        """Whether nothing has come since then, on ``time.monotonic``, though all that had come was taken."""
+        return not self.complete and self.error is None and not self._chunks and self.last_heard < since
+
     @property
     def kept_body(self) -> bytes:
         """The body of an exchange that was consumed; of a long one its beginning and its end."""

@@ -64,17 +64,20 @@ class ConnectionPool:
         """
         return self.prepare_exchange(address, prepare_head(method, target, headers), body, fresh)
 
-    def prepare_exchange(self, address: Address, head: PreparedHead, body: bytes, fresh: bool = False) -> Exchange:
-        """As ``exchange``, with a head that several requests share."""
+    def prepare_exchange(
+        self, address: Address, head: PreparedHead, body: bytes | tuple[bytes, ...], fresh: bool = False
+    ) -> Exchange:
+        """As ``exchange``, with a head that several requests share, and perhaps with a body in parts."""
         host = self._hosts.get(address)
         if host is None:
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
         parts = [head.start, host]
-        if body or head.needs_length:
-            parts.append(b"content-length: %d\r\n" % len(body))
+        size = len(body) if not isinstance(body, tuple) else sum(map(len, body))
+        if size or head.needs_length:
+            parts.append(b"content-length: %d\r\n" % size)
         parts.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
-        parts.append(body)
-        if len(body) < JOINED_BYTES:
+        parts += body if isinstance(body, tuple) else (body,)
+        if size < JOINED_BYTES:
             parts = [b"".join(parts)]
         return Exchange(self, address, parts, head.bodiless, fresh)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.http.body import BadBody
+from router.http.large_body import BadBody
 from router.http.message import Headers
 
 __all__ = ["MAX_ID_CHARACTERS", "echo_request_id", "encode_request_id", "find_request_id"]

@@ -232,7 +232,7 @@ class RouterProtocol(HttpToolsProtocol):
         application: Any = self.config.app
         self._data_plane: DataPlane = application.proxy
         self._cors: Cors | None = application.cors
-        self._served: ClientRequest | None = None
+        self._served: Any = None
         # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
@@ -374,7 +374,8 @@ class RouterProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         if request.arriving is not None:
-            request.body, request.arriving = bytes(request.arriving), None
+            # Not copied, which would hold the router up; nobody changes it any more.
+            request.body, request.arriving = cast(bytes, request.arriving), None
         if self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)
 
@@ -464,16 +465,17 @@ class RouterProtocol(HttpToolsProtocol):
     def _refuse_request(self, error: ApiError) -> None:
         """Answer a request that is not read to its end, and close the connection."""
         is_answering = self._is_answering
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # uvicorn's own would write on to the closed connection
+        for request in self._own_requests:
+            if request is self.cycle or not isinstance(request, ClientRequest):
+                request.disconnected = True  # uvicorn's own would write on to the closed connection
         if is_answering:
             self._data_plane.on_refused("", "", error)
             self.transport.close()  # within another answer, this one could not be told from it
         elif not self.transport.is_closing():
             self._data_plane.on_refused("", "", error)
-            request: Any = self.cycle
-            is_known = isinstance(request, ClientRequest) and not request.response_complete
-            start = STATUS_LINE[error.status] + (request.added_head if is_known else b"")
+            latest: Any = self.cycle
+            is_known = isinstance(latest, ClientRequest) and not latest.response_complete
+            start = STATUS_LINE[error.status] + (latest.added_head if is_known else b"")
             head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = error.body()
             self.transport.write(head % (start, len(body)) + body)
@@ -481,6 +483,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if not isinstance(cycle, ClientRequest):
+            self._served = cycle
             super()._start_asgi_task(cycle, app)
         elif cycle.refusal is not None:
             self._refuse_body(cycle, cycle.refusal)

@@ -34,7 +34,7 @@ def open_log(settings: RouterSettings) -> None:
 
 
 def send_log(send: Callable[[int, str, str], None]) -> None:
-    """Let another process write what this one logs: a file that several rotate loses lines.
+    """Let another process write this one's log: a file that several rotate loses lines.
 
     Args:
         send: takes level, logger and text.

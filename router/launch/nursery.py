@@ -1,7 +1,7 @@
 """Loaded into the process that workers are forked from, and nowhere else.
 
-Whoever stops the router as a group of processes (systemd, docker, Ctrl-C) means the supervisor: it says what the others
-do. Were this process to end by itself, the supervisor could not tell a worker that serves from one that died.
+Whoever stops the router as a group of processes (systemd, docker, Ctrl-C) means the supervisor: the others
+obey it. Were this process to end by itself, the supervisor could not tell a worker that serves from one that died.
 """
 
 from __future__ import annotations

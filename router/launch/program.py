@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from router.access import Admission, Auth
 from router.app import RouterApp
 from router.launch.logs import open_log
 from router.launch.server import GRACE_SECONDS, RouterServer, prepare_process
@@ -69,10 +70,11 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
     Raises:
         SettingsError: a file that the settings name cannot be used.
     """
+    admission = Admission(settings, Auth(settings).token_rates)
     start_nursery("router.launch.nursery")
 
     async def supervise() -> str:
-        supervisor = Supervisor(settings, listener, run_worker, GRACE_SECONDS)
+        supervisor = Supervisor(settings, listener, run_worker, GRACE_SECONDS, admission)
         return await supervisor.run(lambda: _log.info("%s", _format_startup_line(settings)))
 
     if refusal := uvloop.run(supervise()):

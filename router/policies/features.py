@@ -23,8 +23,16 @@ __all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "request_features", "session_key"
 TOKENS_PER_CHUNK = 128
 """Tokens that one chunk stands for: exact for token ids, about right for text."""
 
+# Of a longer prompt, what stands behind a million tokens places no request: hashing it would hold the router up.
+MAX_CHUNKS = 8192
+
 # Both kinds of chunk are as long: 128 tokens at about four bytes of text each, or at four bytes of token id.
 _CHUNK_BYTES = 4 * TOKENS_PER_CHUNK
+_MAX_BYTES = MAX_CHUNKS * _CHUNK_BYTES
+_MAX_TOKENS = MAX_CHUNKS * TOKENS_PER_CHUNK
+# A part of a prompt is counted as so much at least, so that there are not too many of them.
+_PART_BYTES = 200
+_MAX_DEPTH = 20
 # Equal text under another of these has other KV.
 _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
 # Members that chat templates render before the messages.
@@ -37,7 +45,7 @@ def request_features(
     """The features of the request with this body and these headers (ASGI's); hashes nothing yet."""
     return RequestFeatures(
         prompt_tokens,
-        partial(chunk_hashes, members) if prompt_tokens >= TOKENS_PER_CHUNK else None,
+        partial(chunk_hashes, members, prompt_tokens) if prompt_tokens >= TOKENS_PER_CHUNK else None,
         tokens_per_chunk=TOKENS_PER_CHUNK,
         key=session_key(members, headers),
     )
@@ -55,14 +63,19 @@ def session_key(members: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes
     return ""
 
 
-def chunk_hashes(members: Mapping[str, Any]) -> list[int]:
-    """The chained 64-bit hashes of the prompt's whole chunks, first to last; none where there is no prompt.
+def chunk_hashes(members: Mapping[str, Any], prompt_tokens: int = 0) -> list[int]:
+    """The chained 64-bit hashes of the prompt's whole chunks, first to ``MAX_CHUNKS``; none where there is no prompt.
 
     Each hash is ``xxh3_64(chunk, seed=the one before)``; the first seed is made of the model and of the other
     members that keep equal text from having equal KV.
+
+    Args:
+        prompt_tokens: an estimate; of a prompt that is too long only the beginning is looked at.
     """
+    if prompt_tokens > _MAX_TOKENS:
+        members = _clip_members(members)
     digest = xxhash.xxh3_64_intdigest
-    data = _encode_prompt(members)
+    data = _encode_prompt(members)[:_MAX_BYTES]
     seed = digest(_encode_json([members.get(name) for name in _SALTS]))
     hashes = []
     for start in range(0, len(data) - _CHUNK_BYTES + 1, _CHUNK_BYTES):
@@ -85,15 +98,39 @@ def _encode_prompt(members: Mapping[str, Any]) -> bytes:
 def _encode_sequence(prompt: Any) -> bytes:
     """Bytes that begin alike for prompts that begin alike: no closing bracket or quote ends them."""
     if isinstance(prompt, str):
-        return prompt.encode(errors="surrogatepass")
+        return prompt[:_MAX_BYTES].encode(errors="surrogatepass")
     if not isinstance(prompt, list):
         return b""
     if prompt and isinstance(prompt[0], int):
         try:
-            return array("I", prompt).tobytes()
+            return array("I", prompt if len(prompt) <= _MAX_TOKENS else prompt[:_MAX_TOKENS]).tobytes()
         except (TypeError, OverflowError):
             pass  # numbers, but no token ids
     return _encode_json(prompt)[:-1]
+
+
+def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
+    """``members`` without the most of what stands behind the first ``_MAX_BYTES`` of the prompt."""
+    clipped, room = dict(members), _MAX_BYTES
+    for name in (*_RENDERED_FIRST, "messages"):
+        if name in members:
+            clipped[name], room = _clip_value(members[name], room)
+    return clipped
+
+
+def _clip_value(value: Any, room: int, depth: int = 0) -> tuple[Any, int]:
+    """``value`` with as many of its first parts as there is room for in JSON, and the room that is left."""
+    if isinstance(value, str):
+        return value[: max(0, room)], room - len(value) - _PART_BYTES
+    if depth > _MAX_DEPTH or not value or not isinstance(value, list | dict):
+        return value, room - _PART_BYTES
+    kept: list[Any] = []
+    for part in value.values() if isinstance(value, dict) else value:
+        if room <= 0:
+            break
+        clipped, room = _clip_value(part, room, depth + 1)
+        kept.append(clipped)
+    return (dict(zip(value, kept, strict=False)) if isinstance(value, dict) else kept), room
 
 
 def _encode_json(value: Any) -> bytes:

@@ -4,6 +4,7 @@ proxy.py        the data plane: takes requests, knows those that live
 request.py      one request: its client, its attempts, its end
 retry.py        the instances it may still try, and the pause before the next attempt
 response.py     the response to its client
+keep_alive.py   comments to clients that wait for a stream's first token
 attempt.py      one try at one instance or one pair
 resume.py       segments of a preempted request merged into one response
 trace.py        the way of each request in the log, at level debug

@@ -7,6 +7,7 @@ KV that a prefill instance has already handed over waits at the decode instance 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import orjson
 from router.fleet import Instance, Tasks
 from router.http import ConnectionPool, UpstreamError
 
-__all__ = ["ABORT_PATH", "AbortOutcome", "Aborter", "list_unknown_ids"]
+__all__ = ["ABORT_PATH", "AbortOutcome", "Aborter", "list_unknown_ids", "names_any"]
 
 _log = logging.getLogger("router.serving.aborts")
 
@@ -102,6 +103,17 @@ def list_unknown_ids(asked: Iterable[Any], aborted: Iterable[Any]) -> list[Any]:
             for form in (name, _NUMBER.sub("", name)):
                 known |= {form, _PREFIX.sub("", form)}
     return [each for each in asked if not (isinstance(each, str) and known & {each, _PREFIX.sub("", each)})]
+
+
+def names_any(body: bytes, asked: Iterable[str]) -> bool:
+    """Whether a request's body may have one of these ids as its ``request_id``: a guess that needs no parsing."""
+    return b'"request_id"' in body and any(
+        text.encode(errors="surrogatepass") in body
+        for name in asked
+        for core in {name, _NUMBER.sub("", name)}
+        for form in {core, _PREFIX.sub("", core)}
+        for text in {form, json.dumps(form)[1:-1], json.dumps(form, ensure_ascii=False)[1:-1]}
+    )
 
 
 def _entries(found: dict[str, Any], name: str) -> list[Any]:

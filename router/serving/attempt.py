@@ -224,6 +224,11 @@ class Attempt:
         elif leg is self.answering and time.monotonic() - leg.exchange.last_heard > silence:
             leg.exchange.fail(TimedOut(message))
 
+    def is_stalled(self, since: float) -> bool:
+        """Whether its event stream has begun, and nothing has come since then, on ``time.monotonic``."""
+        leg = self.answering
+        return self._begun and self.is_event_stream and not leg.is_finished and leg.exchange.is_silent(since)
+
     def finish(self) -> None:
         """The client has the whole response; prefill gets a moment to end its own."""
         self.answering.finish()

@@ -31,6 +31,7 @@ class Proxy:
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
         self._silence = services.settings.health_check_interval_secs
+        self._stall = services.settings.stream_stall_secs
         self._services = services
         self._live: set[ServingRequest] = set()
 
@@ -73,11 +74,13 @@ class Proxy:
         self._end_older(ApiError(503, "the router is stopping", "router_stopping"), time.perf_counter())
 
     async def watch_the_clock(self) -> None:
-        """End requests that have run for longer than the time-out, until cancelled."""
+        """End requests that have run for longer than the time-out, and streams that stall, until cancelled."""
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
         while True:
-            await asyncio.sleep(min(1.0, self._timeout / 4))
+            await asyncio.sleep(min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4))
             self._end_older(late, time.perf_counter() - self._timeout)
+            if self._stall:
+                self._end_stalled(time.monotonic() - self._stall)
 
     def on_instance_failure(self, instance: Instance) -> None:
         """Give up attempts that wait for an instance that answers no probes, and try elsewhere where that may be."""
@@ -93,11 +96,19 @@ class Proxy:
         """
         found: set[str] = set()
         engine_ids: list[str] = []
-        for serving in self._live:
+        for serving in list(self._live):
             meant, known = serving.abort(asked)
             found.update(meant)
             engine_ids += known
         return found, engine_ids
+
+    def _end_stalled(self, since: float) -> None:
+        """End the streams whose instance has sent nothing since then; it is told to abort them."""
+        for serving in list(self._live):
+            attempt = serving.attempt
+            if attempt is not None and attempt.is_stalled(since):
+                message = f"{attempt.answering.instance.key} has sent nothing of the stream for {self._stall:g} s"
+                serving.fail(RequestEnded(ApiError(504, message, "stream_stalled")))
 
     def _end_older(self, error: ApiError, started_before: float) -> None:
         for serving in [serving for serving in self._live if serving.started <= started_before]:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 
-from router.access import Admission, Auth
+from router.access import Auth, CacheSalts, Limits
 from router.fleet import HealthMonitor, Instance, PairInfo, Role
 from router.http import (
     HOP_BY_HOP,
     MAX_ID_CHARACTERS,
     NOT_PASSED_BACK,
+    UNCHECKED_BYTES,
     ApiError,
     BadBody,
     ClientRequest,
     ConnectionPool,
     Headers,
     InferenceBody,
+    LargeBody,
     NoRoom,
     PreparedHead,
     Refused,
@@ -37,12 +40,13 @@ from router.http import (
     parse_inference,
     prepare_head,
     read_usage,
-    splice,
+    splice_parts,
 )
 from router.policies import Decision, Outcome, RequestFeatures, request_features
-from router.serving.aborts import Aborter
+from router.serving.aborts import Aborter, names_any
 from router.serving.attempt import REDIRECTIONS, Attempt, EngineIds, Leg, LegFailed
-from router.serving.response import ClientResponse, RequestEnded
+from router.serving.keep_alive import KeepAlive
+from router.serving.response import CLIENT_LEFT, ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
@@ -65,6 +69,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 # The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
 _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 _JSON = [(b"content-type", b"application/json")]
+_ABORTED = ApiError(409, "the request was aborted", "aborted")
 _NO_FEATURES = RequestFeatures(0)
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
@@ -74,7 +79,7 @@ class Services(NamedTuple):
 
     settings: RouterSettings
     auth: Auth
-    admission: Admission
+    admission: Limits
     selector: Selector
     pair_info: PairInfo
     upstream: ConnectionPool
@@ -90,10 +95,14 @@ class ServingRequest:
     """A request from its arrival to the end of its response. ``fail`` ends it early, from outside."""
 
     __slots__ = (
+        "_cache_salt",
+        "_charged",
         "_ended",
         "_features",
         "_head",
         "_is_aborted",
+        "_is_read",
+        "_keep_alive",
         "_num_attempts",
         "_preemptions",
         "_queueing",
@@ -139,16 +148,23 @@ class ServingRequest:
         self._ended: RequestEnded | None = None
         # A client has told its engines to stop it: an attempt that fails now is the last.
         self._is_aborted = False
+        self._is_read = False
+        self._cache_salt = b""  # the member that keeps the client's cache apart, where there is one
+        self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
+        self._keep_alive: KeepAlive | None = None
 
     async def serve(self) -> None:
         """Answer the request; nothing is raised."""
-        response = self._response
+        response, services = self._response, self._services
         try:
-            client = self._services.auth.identify_client(self._request.headers)
-            if not self._services.admission.try_enter(client):
-                await self._wait_in_line(client)
+            client = services.auth.identify_client(self._request.headers)
+            if services.admission.is_limited:
+                await self._pass_limits(client)
+            else:
+                services.admission.try_enter(client)
             self.client = client
-            self._read_request()
+            if not self._is_read:
+                await self._read_request(client)
             await self._answer_client()
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -166,8 +182,11 @@ class ServingRequest:
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
             self._ended = None  # its traceback leads to this request: only the collector could free both
+            if self._keep_alive is not None:
+                self._keep_alive.stop()
             if self.client is not None:
-                self._services.admission.leave(self.client)
+                uncharged = 0 if self._charged is None else self._count_uncharged_tokens(self._charged)
+                services.admission.leave(self.client, uncharged)
             self._write_record()
 
     def fail(self, ended: RequestEnded) -> None:
@@ -186,28 +205,74 @@ class ServingRequest:
         Returns:
             The ids of those asked that mean it, and its engines' ids.
         """
-        if self.body is None or self.attempt is None:
+        if self.attempt is None:
+            return self._abort_unsent(asked), ()
+        if self.body is None:
             return (), ()
         meant: Collection[str] = ()
         if asked is not None:
-            sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, self.body.choices)
-            meant = {self.request_id, sent.whole, *sent.list_ids()}.intersection(asked)
+            meant = self._find_meant(asked, self.body.choices)
             if not meant:
                 return (), ()
         self._is_aborted = True
         return meant, self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
 
-    async def _wait_in_line(self, client: str) -> None:
-        """Wait until it is this request's turn.
+    def _abort_unsent(self, asked: Collection[str] | None) -> Collection[str]:
+        """``abort`` while it waits in line: its body may not have been read yet."""
+        if self._request.path not in _ID_PREFIXES:
+            return ()
+        meant: Collection[str] = ()
+        if asked is not None:
+            body = self.body
+            with contextlib.suppress(BadBody):
+                if body is None and len(self._request.body) <= UNCHECKED_BYTES and names_any(self._request.body, asked):
+                    body = parse_inference(self._request.body)
+                sent_id = find_request_id(self._request.headers)
+                self.request_id = self.request_id or (body and body.request_id) or sent_id
+            meant = self._find_meant(asked, body.choices if body else 1) if self.request_id else ()
+            if not meant:
+                return ()
+        self.fail(RequestEnded(_ABORTED))
+        return meant
+
+    def _find_meant(self, asked: Collection[str], choices: int) -> Collection[str]:
+        """Those of the ids asked that mean this request."""
+        sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, choices)
+        return {self.request_id, sent.whole, *sent.list_ids()}.intersection(asked)
+
+    async def _pass_limits(self, client: str) -> None:
+        """Have the request let in where there are limits.
 
         Raises:
-            Refused: there are too many requests.
-            RequestEnded: the client left.
+            Refused: there are too many requests, or the client has used its tokens.
+            RequestEnded: the client left, or the request cannot be served.
         """
-        self._queueing = asyncio.current_task()
-        self._watch_client()
-        await self._services.admission.enter(client)
-        self._queueing = None
+        services = self._services
+        tokens = estimate_tokens(self._request.body)
+        priority = services.auth.find_priority(client, self._request.headers)
+        if not services.admission.try_enter(client, tokens):
+            self._watch_client()
+            # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
+            if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
+                await self._read_request(client)
+                if self._ended is not None:
+                    raise self._ended
+            self._queueing = asyncio.current_task()
+            await services.admission.enter(client, priority, tokens)
+            self._queueing = None
+        self._charged = tokens
+
+    def _count_uncharged_tokens(self, charged: int) -> int:
+        """How many tokens more the request has used than the client was charged for; negative for fewer."""
+        response = self._response
+        has_failed = response.status >= 400 or (response.error_code and not response.first_byte_at)
+        if has_failed and response.status != CLIENT_LEFT:
+            return -charged
+        usage = response.read_usage()
+        # Where the engine does not say how many tokens it made, each piece it sent stands for one.
+        completion = usage.completion_tokens or (response.chunks if response.is_event_stream else 0)
+        prompt = self._features.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        return prompt + completion - charged
 
     def _watch_client(self) -> None:
         """End the request when the client leaves.
@@ -222,7 +287,7 @@ class ServingRequest:
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    def _read_request(self) -> None:
+    async def _read_request(self, client: str) -> None:
         """Parse the body if the request is a completion, and prepare the head that instances get.
 
         Raises:
@@ -245,17 +310,58 @@ class ServingRequest:
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
+            is_large = len(request.body) > UNCHECKED_BYTES
             try:
-                self.body = body = parse_inference(request.body)
+                large = await self._look_through() if is_large else None
+                self.body = body = parse_inference(request.body, large)
             except BadBody as exc:
                 raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
             if len(body.request_id or "") > MAX_ID_CHARACTERS:
                 message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
                 raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
-            self._features = request_features(body.members, body.prompt_tokens, request.headers)
+            members: Mapping[str, Any] = body.members
+            if self._services.auth.cache_salts is not None:
+                members = self._salt_cache(self._services.auth.cache_salts, client, members)
+            self._features = request_features(members, body.prompt_tokens, request.headers)
             self.request_id = body.request_id or self._sent_id or _make_request_id()
+            seconds = self._services.settings.sse_keepalive_secs
+            if seconds and members.get("stream"):
+                self._keep_alive = KeepAlive(self._response, seconds, self._own_headers())
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
+            if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
+                await asyncio.sleep(0)
+                _ = self._features.chunks
+                await asyncio.sleep(0)
         self._head = prepare_head(request.method, request.target, headers)
+        self._is_read = True
+
+    async def _look_through(self) -> LargeBody:
+        """Look through a large body, and let other requests go on meanwhile.
+
+        Raises:
+            BadBody: it would take too long to parse.
+            RequestEnded: the request was ended meanwhile.
+        """
+        large = LargeBody(self._request.body)
+        for _ in large.check_values():
+            await asyncio.sleep(0)
+            if self._ended is not None:
+                raise self._ended
+        return large
+
+    def _salt_cache(self, salts: CacheSalts, client: str, members: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give the request a salt of its client's; return the body's members with it.
+
+        Raises:
+            RequestEnded: the salt that the client sent is none.
+        """
+        own = members.get("cache_salt")
+        if not isinstance(own, str | None):
+            message = "cache_salt must be text"
+            raise RequestEnded(ApiError(400, message, "invalid_body", "cache_salt"))
+        salt = salts.derive(client, own or "")
+        self._cache_salt = encode_member("cache_salt", salt)
+        return {**members, "cache_salt": salt}
 
     async def _answer_client(self) -> None:
         """Make attempts, and go on after preemptions, until the client has the whole response.
@@ -270,6 +376,8 @@ class ServingRequest:
                 first = await self._begin_attempt()
                 attempt = self.attempt
                 assert attempt is not None
+                if self._keep_alive is not None:
+                    self._keep_alive.stop()
                 if not attempt.is_event_stream and response.holds_whole(attempt):
                     is_done = response.relay_whole(attempt, first, self._own_headers())
                 else:
@@ -317,7 +425,7 @@ class ServingRequest:
             if self._ended is not None:
                 raise self._ended
             if self._is_aborted:
-                raise RequestEnded(ApiError(409, "the request was aborted", "aborted"))
+                raise RequestEnded(_ABORTED)
             attempt = self._make_attempt(selection)
             attempts += 1
             try:
@@ -405,12 +513,12 @@ class ServingRequest:
         )
         return self.attempt
 
-    def _make_leg(self, instance: Instance, data: bytes, work: float) -> Leg:
+    def _make_leg(self, instance: Instance, data: bytes | tuple[bytes, ...], work: float) -> Leg:
         fresh = instance.key in self._retries.stale
         exchange = self._services.upstream.prepare_exchange(instance.address, self._head, data, fresh)
         return Leg(instance, exchange, self._features.prompt_tokens, work)
 
-    def _next_body(self, pair_info: bytes) -> tuple[bytes, EngineIds | None]:
+    def _next_body(self, pair_info: bytes) -> tuple[bytes | tuple[bytes, ...], EngineIds | None]:
         """The body to send to instances, and the ids that their engines will give the request's sequences.
 
         Each attempt has a request id of its own, because an engine may still know the one before. A request that
@@ -425,6 +533,8 @@ class ServingRequest:
             return self._request.body, None
         request_id = f"{self.request_id}-retry{number}" if number else self.request_id
         added = {"request_id": encode_member("request_id", request_id)}
+        if self._cache_salt:
+            added["cache_salt"] = self._cache_salt
         if pair_info:
             added["disaggregate_info"] = pair_info
         if isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
@@ -432,7 +542,7 @@ class ServingRequest:
         if self._preemptions and merger is not None:
             resumption = merger.resumption() or {}
             added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        return splice(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
+        return splice_parts(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
@@ -456,6 +566,8 @@ class ServingRequest:
         if response is not None and is_own and not self._request.response_started:
             headers = end_to_end(response.headers, NOT_PASSED_BACK)
             self._response.send(response.status, headers, response.body, self._own_headers())
+        elif response is not None and is_own and not self._response.first_byte_at:
+            self._response.end_with_refusal(response.status, response.body)
         else:
             message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import orjson
+
 from router.http import (
     NOT_PASSED_BACK,
     ApiError,
@@ -32,6 +34,11 @@ EVENT_BYTES = 16 * 1024 * 1024
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [(b"content-type", b"text/event-stream")]
+_COMMENT = b": keep-alive\n\n"
+# nginx would hold the comments back, to send larger pieces.
+_UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
+# So much of a refusal that is no JSON object with an error is quoted in an event.
+_QUOTED_CHARACTERS = 1000
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NO_USAGE = Usage()
 
@@ -69,7 +76,7 @@ class ClientResponse:
         """The code of the error that ended it; ``""`` if none did."""
         self.is_event_stream = False
         self.first_byte_at = 0.0
-        """When its head was sent, on ``time.perf_counter``; 0 until then."""
+        """When the first byte of the answer was sent, on ``time.perf_counter``; 0 until then."""
         self.bytes_sent = 0
         self.chunks = 0
         """Pieces in which its body came from the instance."""
@@ -98,7 +105,8 @@ class ClientResponse:
         """
         key = attempt.answering.instance.key
         if self._request.response_started:
-            raise RequestEnded(_no_continuation(f"{key} did not go on with the stream"))
+            did_not = "did not go on with the stream" if self.first_byte_at else "did not answer with a stream"
+            raise RequestEnded(_no_continuation(f"{key} {did_not}"))
         is_whole = attempt.answering.exchange.is_taken
         if not is_whole and isinstance(self.merger, ResponseMerger):
             raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
@@ -138,8 +146,10 @@ class ClientResponse:
         request, exchange = self._request, attempt.answering.exchange
         self.is_event_stream = attempt.is_event_stream
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
+        if not self.first_byte_at:
+            self.first_byte_at = time.perf_counter()
         if not request.response_started:
-            self.status, self.first_byte_at = exchange.status, time.perf_counter()
+            self.status = exchange.status
             request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
         data, held = first, b""
         while True:
@@ -181,8 +191,34 @@ class ClientResponse:
         self.bytes_sent = len(body)
         self._request.send_response(status, headers + own_headers, body)
 
+    def send_comment(self, own_headers: Headers) -> None:
+        """Tell the client of an event stream that its answer is still to come; nothing of it has been sent."""
+        request = self._request
+        if not request.response_started:
+            self.status, self.is_event_stream = 200, True
+            request.start_response(200, _UNHELD + own_headers)
+        if request.is_ready:
+            request.write_piece(_COMMENT)
+
+    def end_with_refusal(self, status: int, body: bytes) -> None:
+        """Pass on an instance's refusal to a client that already has the head of an event stream."""
+        self.error_code = "instance_refused"
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            value = None
+        if isinstance(value, dict) and value.get("error"):
+            event = b"data: " + orjson.dumps(value) + b"\n\n"
+        else:
+            message = body.decode(errors="replace")[:_QUOTED_CHARACTERS] or f"the instance answered with {status}"
+            event = ApiError(status, message, self.error_code).error_event()
+        self._request.finish_response(event)
+
     def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
         """Answer a request that was not let in."""
+        if self._request.response_started:
+            self.end_with(refused.error, own_headers)
+            return
         self.error_code = refused.error.code
         self.send(refused.error.status, _JSON + refused.headers, refused.error.body(), own_headers)
 
@@ -198,7 +234,7 @@ class ClientResponse:
         elif not request.response_started:
             self.send(error.status, _JSON, error.body(), own_headers)
         elif self.is_event_stream:
-            request.finish_response(error.sse())
+            request.finish_response(error.sse() if self.first_byte_at else error.error_event())
         else:
             request.cut_response()  # the response stays short of its announced length
 

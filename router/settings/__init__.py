@@ -4,7 +4,7 @@ router_settings.py   RouterSettings: each setting with its default, its key and 
 sources.py           load_settings: reads flags, the YAML file and the environment
 flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
-secret_file.py       read_token, read_keys: files with the admin token and with API keys
+secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
 tls_files.py         read_certificate, read_authorities: files with certificates and keys
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
@@ -12,18 +12,21 @@ hints.py             suggest_name: the nearest known name for a mistyped one
 from router.settings.flags import FlagParser
 from router.settings.hints import suggest_name
 from router.settings.router_settings import RouterSettings, SettingsError
-from router.settings.secret_file import read_keys, read_token
+from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.sources import load_settings
 from router.settings.tls_files import load_certificate, read_authorities
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
+    "PRIORITIES",
+    "ApiKey",
     "FlagParser",
     "RouterSettings",
     "SettingsError",
     "YamlFileError",
     "load_certificate",
     "load_settings",
+    "parse_priority",
     "read_authorities",
     "read_keys",
     "read_token",

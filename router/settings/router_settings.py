@@ -145,6 +145,12 @@ class RouterSettings:
     max_concurrent_requests_per_key: int = _declare(
         0, "server.max-concurrent-requests-per-key", "the same for the holder of each API key; 0 is no limit"
     )
+    max_tokens_per_sec_per_key: float = _declare(
+        0.0,
+        "server.max-tokens-per-sec-per-key",
+        "prompt and generated tokens a second that the holder of each API key may use; more is answered with 429; "
+        "0 is no limit; a key's own tokens_per_sec in the keys' file comes first",
+    )
     max_queued_requests: int = _declare(
         1000, "server.max-queued-requests", "requests that may wait in line; one too many is answered with 429"
     )
@@ -154,7 +160,25 @@ class RouterSettings:
     api_keys_file: str = _declare(
         "",
         "server.api-keys-file",
-        "file with the API keys that clients must send, as lines 'name: key' or one key a line; none lets everyone in",
+        "file with the API keys that clients must send, as lines 'name: key', 'name: {key: KEY, tokens_per_sec: 500, "
+        "priority: 0}' or one key a line; none lets everyone in",
+    )
+    cache_salt_per_key: bool = _declare(
+        False,
+        "server.cache-salt-per-key",
+        "keep the caches of API keys' holders apart: completions get a cache_salt made of the key and its name, into "
+        "which a client's own is mixed",
+    )
+    sse_keepalive_secs: float = _declare(
+        0.0,
+        "server.sse-keepalive-secs",
+        "seconds between two comments (': keep-alive') to the client of a stream that waits for its first token; "
+        "0 sends none",
+    )
+    stream_stall_secs: float = _declare(
+        0.0,
+        "server.stream-stall-secs",
+        "seconds without a byte from the instance after which a stream that has begun is given up; 0 waits for ever",
     )
     admin_token_file: str = _declare(
         "",
@@ -194,11 +218,13 @@ class RouterSettings:
     def __post_init__(self) -> None:
         for field in SETTINGS:
             _check_value(field, getattr(self, field.name))
-        if self.max_concurrent_requests_per_key and not self.api_keys_file:
-            raise SettingsError(
-                f"server.max-concurrent-requests-per-key is {self.max_concurrent_requests_per_key}, but there are no "
-                "keys to tell clients apart; name them with server.api-keys-file"
-            )
+        for field in SETTINGS:
+            value = getattr(self, field.name)
+            if field.name.endswith("_per_key") and value and not self.api_keys_file:
+                raise SettingsError(
+                    f"{field.metadata['key']} is {_format_value(value)}, but there are no keys to tell clients apart; "
+                    "name them with server.api-keys-file"
+                )
 
         if self.ssl_keyfile and not self.ssl_certfile:
             raise SettingsError(
@@ -222,6 +248,10 @@ SETTINGS = tuple(field for field in dataclasses.fields(RouterSettings) if "key" 
 """The fields of ``RouterSettings`` that can be set: all but ``without_effect``."""
 
 
+def _format_value(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     name, choices = field.metadata["key"], field.metadata["choices"]
     if choices and value not in choices:
@@ -229,7 +259,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
     if field.name == "port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
-    if field.name.endswith(("_secs", "_mins")) and not 0 < value < float("inf"):
+    is_time = field.name.endswith(("_secs", "_mins")) and not (value == 0 == field.default)
+    if is_time and not 0 < value < float("inf"):
         unit = "seconds" if field.name.endswith("_secs") else "minutes"
         raise SettingsError(f"{name} is {value:g}; it must be a number of {unit} above 0")
     if isinstance(value, float) and not 0 <= value < float("inf"):

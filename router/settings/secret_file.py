@@ -1,52 +1,125 @@
-"""Files with secrets: the admin token in one, the API keys of clients in another. No message repeats a secret."""
+"""Files with secrets: the admin token in one, the API keys of clients in another. No message repeats a secret.
+
+A file of keys has one key a line, or YAML's ``name: key``; what is said of a holder stands beside its key then, as in
+``name: {key: KEY, tokens_per_sec: 500, priority: -5}``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from router.settings.router_settings import SettingsError
 
-__all__ = ["read_keys", "read_token"]
+__all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token"]
+
+PRIORITIES = range(-10, 11)
+"""Higher comes first."""
 
 
-def read_keys(path: Path, setting: str) -> dict[str, str]:
-    """Names and keys of a file with ``name: key`` or one key a line; holders without a name are ``key1`` and so on.
+class ApiKey(NamedTuple):
+    """A client's key, and what the operator says of its holder."""
+
+    key: str
+    tokens_per_sec: float | None = None
+    """None: as the settings say for all; 0: no limit."""
+    priority: int = 0
+
+
+_MEMBERS = ApiKey._fields
+
+
+def read_keys(path: Path, setting: str) -> dict[str, ApiKey]:
+    """The keys of a file with ``name: key`` or one key a line, by name; without names they are ``key1`` and so on.
 
     Raises:
         SettingsError: the file cannot be read, or is not of this form; it names ``setting``.
     """
     lines = _read_lines(path, setting)
     if not any(":" in line for line in lines):
-        pairs = [(f"key{number}", key.strip()) for number, key in enumerate(lines, start=1)]
+        pairs = [(f"key{number}", ApiKey(key.strip())) for number, key in enumerate(lines, start=1)]
     else:
         pairs = _parse_pairs("\n".join(lines), path, setting)
-    names: dict[str, str] = {}
+    names: dict[str, ApiKey] = {}
     holders: dict[str, str] = {}
-    for name, key in pairs:
+    for name, entry in pairs:
+        key = entry.key
         if not key or any(character.isspace() for character in key):
             raise SettingsError(f"{setting} {path}: the key of {name!r} is empty or has a space in it")
         if name in names:
             raise SettingsError(f"{setting} {path}: the name {name!r} stands there twice")
         if key in holders:
             raise SettingsError(f"{setting} {path}: {holders[key]!r} and {name!r} have the same key")
-        names[name], holders[key] = key, name
+        names[name], holders[key] = entry, name
     return names
 
 
-def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, str]]:
+def parse_priority(text: str) -> int | None:
+    """The priority that ``text`` says; None if it is none of ``PRIORITIES``."""
+    try:
+        priority = int(text)
+    except ValueError:
+        return None
+    return priority if priority in PRIORITIES else None
+
+
+def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]]:
     # Composed, not loaded: loading would make a number of key 1234, and drop a name that stands there twice. YAML's own
     # message quotes the faulty line, and so the key; hence it is not repeated here.
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
         node = None
-    if isinstance(node, yaml.MappingNode) and all(
-        isinstance(part, yaml.ScalarNode) for entry in node.value for part in entry
-    ):
-        return [(name.value, key.value) for name, key in node.value]
-    raise SettingsError(f"{setting} {path} must have lines 'name: key', or one key a line and no ':' anywhere")
+    if not (isinstance(node, yaml.MappingNode) and all(_is_entry(name, entry) for name, entry in node.value)):
+        raise SettingsError(
+            f"{setting} {path} must have lines 'name: key' or 'name: {{key: KEY, tokens_per_sec: 500, priority: 0}}', "
+            "or one key a line and no ':' anywhere"
+        )
+    pairs = []
+    for name, entry in node.value:
+        where = f"{setting} {path}: {name.value!r}"
+        is_key = isinstance(entry, yaml.ScalarNode)
+        pairs.append((name.value, ApiKey(entry.value) if is_key else _parse_entry(entry.value, where)))
+    return pairs
+
+
+def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
+    """Whether it is a name with a key, or with members that are no lists or further members."""
+    members = [part for member in entry.value for part in member] if isinstance(entry, yaml.MappingNode) else [entry]
+    return all(isinstance(part, yaml.ScalarNode) for part in (name, *members))
+
+
+def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
+    """What stands beside a name whose key is one of several members."""
+    found: dict[str, str] = {}
+    for name, value in members:
+        if name.value not in _MEMBERS:
+            raise SettingsError(f"{where} has a member that is none of {', '.join(_MEMBERS)}")
+        if name.value in found:
+            raise SettingsError(f"{where} has {name.value!r} twice")
+        found[name.value] = value.value
+    if "key" not in found:
+        raise SettingsError(f"{where} has no 'key'")
+    rate, priority = _parse_rate(found.get("tokens_per_sec")), parse_priority(found.get("priority", "0"))
+    if rate is not None and not 0 <= rate < math.inf:
+        text = found["tokens_per_sec"]
+        raise SettingsError(f"{where} has tokens_per_sec {text!r}; it must be a number from 0 on; 0 is no limit")
+    if priority is None:
+        text, least, most = found["priority"], PRIORITIES[0], PRIORITIES[-1]
+        raise SettingsError(f"{where} has priority {text!r}; it must be a whole number from {least} to {most}")
+    return ApiKey(found["key"], rate, priority)
+
+
+def _parse_rate(text: str | None) -> float | None:
+    """The number; one that is no limit at all (nan) if it cannot be read."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return math.nan
 
 
 def read_token(path: Path, setting: str) -> str:

@@ -1,4 +1,4 @@
-"""Sharing: several processes, and several routers, that know what one would know.
+"""Sharing: several processes, and several routers, with the knowledge of one.
 
 link.py         Link: a worker's tie to the other processes
 wire.py         Wire: messages between two processes over a socket
@@ -7,11 +7,13 @@ shared_state.py  SharedState: several routers, over Redis
 supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
 hand_over.py    a client's connection, from the process that accepted it to the one that serves it
 fleet_sync.py   FleetSync: one fleet for all processes
+gate.py         Gate, SharedAdmission: limits that count over all workers
 load_sync.py    LoadSync: one count of each instance's requests
 prefix_sync.py  PrefixSync: one knowledge of prefixes
 """
 
 from router.sharing.fleet_sync import FleetSync
+from router.sharing.gate import SharedAdmission
 from router.sharing.hand_over import receive_connections
 from router.sharing.link import NO_LINK, Link, WorkerLink
 from router.sharing.load_sync import LoadSync
@@ -24,6 +26,7 @@ __all__ = [
     "Link",
     "LoadSync",
     "PrefixSync",
+    "SharedAdmission",
     "Supervisor",
     "WorkerLink",
     "WorkerTask",

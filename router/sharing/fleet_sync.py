@@ -1,4 +1,4 @@
-"""FleetSync: one fleet for all processes. What one learns of an instance, the others take over."""
+"""FleetSync: one fleet for all processes. The others take over all that one learns of an instance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STALE_SECONDS = 600.0
 
 
 class FleetSync:
-    """Tells the other processes of instances, and takes over what they tell.
+    """Tells the other processes of instances, and listens to them.
 
     Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
     that finds an instance dead lets the others look at once.

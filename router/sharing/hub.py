@@ -1,12 +1,14 @@
-"""Hub: the supervisor's part in the workers' talk. It passes everything on, and keeps the records for newcomers."""
+"""Hub: the supervisor's part in the workers' talk. It passes messages on, and keeps the records for newcomers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
+from router.sharing.gate import Gate
 from router.sharing.link import ANSWER_SECONDS
 from router.sharing.wire import Wire
 
@@ -22,14 +24,14 @@ class Uplink(Protocol):
     """This router, as the others know it."""
 
     def send(self, *message: Any) -> None:
-        """Send what a worker published, kept, asked or answered to all other routers."""
+        """Send a message to all other routers."""
 
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately."""
 
 
 class Hub:
-    """Workers by name, and what passes between them."""
+    """Workers by name, and the messages between them."""
 
     def __init__(self, on_count: Callable[[str, dict[str, int]], None]) -> None:
         """
@@ -37,6 +39,8 @@ class Hub:
             on_count: called with a worker's name and its figures.
         """
         self.uplink: Uplink | None = None
+        self.gate: Gate | None = None
+        """Lets requests in, where there are limits."""
         self._on_count = on_count
         self._workers: dict[str, Wire] = {}
         self.records: dict[str, dict[str, Any]] = {}
@@ -59,6 +63,8 @@ class Hub:
         if self._workers.pop(name, None) is None:
             return
         self.announce_departure(name)
+        if self.gate is not None:
+            self.gate.remove_worker(name)
         if self.uplink is not None:
             self.uplink.send("gone", name)
         for key, question in list(self._questions.items()):
@@ -97,6 +103,13 @@ class Hub:
                     self._send_up("keep", key, record)
             case "count", [figures]:
                 self._on_count(sender, figures)
+            case "enter", [number, client, priority, tokens] if self.gate is not None:
+                answer = partial(self._answer_entry, sender, number, client, tokens)
+                self.gate.enter(sender, number, client, priority, tokens, answer)
+            case "leave_line", [number] if self.gate is not None:
+                self.gate.leave_line(sender, number)
+            case "leave", [client, tokens] if self.gate is not None:
+                self.gate.leave(sender, client, tokens)
             case "ask", [number, topic, content, everywhere]:
                 self._put_question(sender, number, topic, content, everywhere)
             case "answer", [asker, number, content]:
@@ -115,12 +128,24 @@ class Hub:
                     self._send_to_workers("keep", key, record)
             case "gone", [name]:
                 self.announce_departure(name)
+            case "limits", [router, running, charged]:
+                if self.gate is not None:
+                    self.gate.note_elsewhere(router, running, charged)
             case "ask", [sender, number, topic, content]:
                 self._put_question(sender, number, topic, content)
             case "answers", [asker, number, router, answers]:
                 self._note_answer((asker, number), router, answers)
             case _:
                 _log.error("another router sent a message that is none: %.200r", message)
+
+    def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
+        """Tell the other routers how much of the limits is used here."""
+        if self.uplink is not None:
+            self.uplink.send("limits", self.uplink.name, running, charged)
+
+    def _answer_entry(self, worker: str, number: int, client: str, tokens: int, refusal: list[Any] | None) -> None:
+        if worker in self._workers:
+            self._workers[worker].send("entered", number, refusal, client, tokens)
 
     def _keep_record(self, key: str, record: dict[str, Any]) -> bool:
         """Keep a record unless a later one is known; whether it is kept."""

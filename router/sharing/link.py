@@ -1,6 +1,6 @@
 """Link: a worker's tie to the other workers of its router, and by way of the supervisor to other routers.
 
-Everything a worker says reaches the others in the order it was said. Three kinds of talk are enough:
+Everything a worker says reaches the others in the order it was said. There are three kinds of talk:
 
     publish   something has happened; the others may care
     keep      a record that those who come later must have, too; the others get it at once
@@ -36,7 +36,7 @@ class Link:
     is_alone = True
     """Whether there are no others, ever."""
     is_first = True
-    """Whether this process does what only one of them should do."""
+    """Whether this process has the work that one of them should do for all."""
     is_late = False
     """Whether this process has taken the place of one that died."""
     trouble = ""
@@ -54,6 +54,13 @@ class Link:
 
     def count(self, figures: dict[str, int]) -> None:
         """Tell the supervisor how busy this process is."""
+
+    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+        """Wait until the supervisor lets a request in; why not, if it does not. Cancelling this leaves the line."""
+        raise NotImplementedError("a router that is one process has no supervisor")
+
+    def leave(self, client: str, tokens: int) -> None:
+        """Tell the supervisor that a request that was let in has ended."""
 
     async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """The answers of the others, of those that answered in time.
@@ -73,20 +80,21 @@ class Link:
         """Call ``callback`` with the name of each other process that is gone."""
 
     def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
-        """Answer those who ask on ``topic`` with what ``respond`` returns for their content."""
+        """Answer those who ask on ``topic`` with the result of ``respond``, which is given their content."""
 
 
 NO_LINK = Link()
 
 
 class WorkerLink(Link):
-    """A worker's end of the wire to its supervisor, whose ``Hub`` passes on all that is said."""
+    """A worker's end of the wire to its supervisor, whose ``Hub`` passes everything on."""
 
     is_alone = False
 
     def __init__(self, name: str, *, is_first: bool, is_late: bool) -> None:
         self.name = name
         self.is_first, self.is_late = is_first, is_late
+        self._has_records = asyncio.Event()
         self._grace: float | None = None  # once the supervisor has said to stop
         self._stop_callback: Callable[[float], None] | None = None
         self._wire: Wire | None = None
@@ -96,12 +104,14 @@ class WorkerLink(Link):
         self._departure_callbacks: list[Callable[[str], None]] = []
         self._records: dict[str, Any] = {}
         self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._entering: dict[int, asyncio.Future[list[Any] | None]] = {}
         self._num_asked = 0
         self._answering: set[asyncio.Task[None]] = set()
 
     async def open(self, channel: socket.socket) -> None:
-        """Connect to the supervisor."""
+        """Connect to the supervisor, and wait for the records that there are."""
         self._wire = await open_wire(channel, self._on_message, self._on_lost)
+        await self._has_records.wait()
 
     def close(self) -> None:
         """Disconnect, at the process's end."""
@@ -138,6 +148,28 @@ class WorkerLink(Link):
     def count(self, figures: dict[str, int]) -> None:
         """See ``Link.count``."""
         self._send("count", figures)
+
+    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+        """See ``Link.enter``."""
+        self._num_asked += 1
+        number, answer = self._num_asked, asyncio.get_running_loop().create_future()
+        self._entering[number] = answer
+        self._send("enter", number, client, priority, tokens)
+        try:
+            refusal: list[Any] | None = await answer
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                self._send("leave_line", number)
+            elif answer.result() is None:
+                self.leave(client, -tokens)  # it was let in, but its task was cancelled before it could know
+            raise
+        finally:
+            self._entering.pop(number, None)
+        return refusal
+
+    def leave(self, client: str, tokens: int) -> None:
+        """See ``Link.leave``."""
+        self._send("leave", client, tokens)
 
     async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """See ``Link.ask``."""
@@ -212,6 +244,13 @@ class WorkerLink(Link):
             _log.exception("a question of another process was not answered: %s", topic)
         self._send("answer", sender, number, given)
 
+    def _on_entered(self, number: int, refusal: list[Any] | None, client: str, tokens: int) -> None:
+        waiting = self._entering.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(refusal)
+        elif waiting is None and refusal is None:  # it left the line while it was let in
+            self.leave(client, -tokens)
+
     def _on_answers(self, number: int, answers: list[Any]) -> None:
         waiting = self._asked.get(number)
         if waiting is not None and not waiting.done():
@@ -219,6 +258,7 @@ class WorkerLink(Link):
 
     def _on_state(self, trouble: str) -> None:
         self.trouble = trouble
+        self._has_records.set()  # the first message of this kind follows them
 
     def _on_stop(self, grace: float) -> None:
         self._grace = grace
@@ -227,6 +267,7 @@ class WorkerLink(Link):
 
     def _on_lost(self) -> None:
         """The supervisor is gone, and with it the way for new connections."""
+        self._has_records.set()
         if self._grace is None:
             _log.error("the supervisor of worker %s is gone: it ends", self.name)
         self._on_stop(0.0)
@@ -238,6 +279,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "gone": WorkerLink._on_departure,
     "ask": WorkerLink._on_question,
     "answers": WorkerLink._on_answers,
+    "entered": WorkerLink._on_entered,
     "state": WorkerLink._on_state,
     "stop": WorkerLink._on_stop,
 }

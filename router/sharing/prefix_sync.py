@@ -23,7 +23,7 @@ TELL_SECONDS = 0.1
 
 
 class PrefixSync:
-    """Tells the other processes which prompts went where, and lets the policies know what they tell."""
+    """Tells the other processes which prompts went where, and lets the policies know theirs."""
 
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link

@@ -1,8 +1,8 @@
-"""SharedState: several routers, on several machines, that know what one would know, over Redis.
+"""SharedState: several routers, on several machines, with the knowledge of one, over Redis.
 
-What workers publish goes to the other routers over one channel of Redis, a few hundredths of a second later; records
-are kept in a hash of it besides, for routers that start later. Redis is a help, never a condition: while it is gone
-each router goes on with what it knows, and when it is back they tell each other what they know now.
+Workers' messages go to the other routers over one channel of Redis, a few hundredths of a second later; records are
+kept in a hash of it besides, for routers that start later. Redis is a help, never a condition: while it is gone each
+router goes on with its own knowledge, and when it is back they tell each other of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedState:
         Args:
             url: such as ``redis://host:6379/0``.
             name: this router, as the others know it.
-            hub: takes what the others send.
+            hub: takes the others' messages.
 
         Raises:
             SettingsError: ``url`` is none, or redis-py is not installed.
@@ -192,6 +192,7 @@ class SharedState:
         # Its own name, too, for it may have died before any of its processes was heard.
         for name in (*self._processes.pop(router, ()), router):
             self._hub.announce_departure(name)
+        self._hub.on_distant_message(["limits", router, {}, {}])
 
     def _set_trouble(self, trouble: str) -> None:
         self._was_tried.set()
@@ -200,7 +201,7 @@ class SharedState:
         self._is_up = not trouble
         if trouble:
             _log.warning("the shared state is gone, and this router goes on with what it knows: %s", trouble)
-            for router in list(self._heard_at):  # what they do now is not known: better none than old figures
+            for router in list(self._heard_at):  # better no figures of theirs than old ones
                 self._forget_router(router)
         else:
             _log.info("the shared state is there")

@@ -1,7 +1,7 @@
 """Supervisor: starts workers, replaces those that die or hang, and gives each new connection to the idlest.
 
-It accepts connections itself, so that what a worker leaves behind when it dies is only the connections it served: the
-next ones go to the others, and those that come while no worker lives wait in the listener's queue.
+It accepts connections itself, so that a worker that dies takes only those with it that it served: the next ones go to
+the others, and those that come while no worker lives wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from router.sharing.gate import Gate
 from router.sharing.hand_over import send_connection
 from router.sharing.hub import Hub
 from router.sharing.shared_state import SharedState
 from router.sharing.wire import Wire, open_wire
 
 if TYPE_CHECKING:
+    from router.access import Admission
     from router.settings import RouterSettings
 
 __all__ = ["Supervisor", "WorkerTask", "start_nursery"]
@@ -74,12 +76,14 @@ class Supervisor:
         listener: socket.socket,
         run_worker: Callable[[WorkerTask], None],
         graces: Mapping[signal.Signals, float],
+        admission: Admission,
     ) -> None:
         """
         Args:
             listener: bound and listening.
-            run_worker: the work of a new process; it sends ``ready``, ``count`` and ``refuse`` beside what links send.
+            run_worker: the work of a new process; it sends ``ready`` or ``refuse``, and then ``count``.
             graces: the seconds that running requests get at each signal that ends the router.
+            admission: the router's limits.
         """
         self._settings = settings
         self._listener = listener
@@ -89,6 +93,8 @@ class Supervisor:
         self._prefix = secrets.token_hex(4)
         self._workers: dict[str, _Worker] = {}
         self._hub = Hub(self._on_count)
+        if admission.is_limited:
+            self._hub.gate = Gate(admission, self._hub.tell_limits)
         self._pause = FIRST_PAUSE_SECONDS
         self._num_started = 0
         self._was_ready = asyncio.Event()
@@ -209,9 +215,17 @@ class Supervisor:
         start.add_done_callback(self._starts.discard)
 
     async def _replace_worker(self, place: int) -> None:
-        await asyncio.sleep(self._pause)
-        if not self._is_stopping:
-            await self._start_worker(place, is_late=True)
+        while True:
+            await asyncio.sleep(self._pause)
+            if self._is_stopping:
+                return
+            try:
+                await self._start_worker(place, is_late=True)
+            except (OSError, EOFError) as exc:  # no memory, no descriptors, or no nursery
+                _log.error("no worker can be started, which is tried again in %g s: %s", LAST_PAUSE_SECONDS, exc)
+                self._pause = LAST_PAUSE_SECONDS
+            else:
+                return
 
     def _check_workers(self) -> None:
         """Kill workers that hang, or have not ended in their time."""
@@ -227,7 +241,7 @@ class Supervisor:
         self._stop_workers(0.0 if self._is_stopping else self._graces[sent])
 
     def _stop_workers(self, grace: float) -> None:
-        """Accept nothing new; let workers end what they serve within ``grace`` seconds."""
+        """Accept nothing new; let workers end their requests within ``grace`` seconds."""
         if not self._is_stopping:
             self._is_stopping = True
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -250,10 +264,9 @@ class Supervisor:
                 self._pause_accepting()
                 return
             with connection:
-                for worker in workers:
-                    if send_connection(worker.connections, connection):
-                        worker.num_given += 1
-                        break
+                taker = next((each for each in workers if send_connection(each.connections, connection)), None)
+            if taker is not None:
+                taker.num_given += 1
 
     def _pause_accepting(self) -> None:
         loop = asyncio.get_running_loop()

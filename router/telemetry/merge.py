@@ -1,4 +1,4 @@
-"""The figures of several processes as one: what Prometheus would get if they were a single router."""
+"""The figures of several processes as one, as if they were a single router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 __all__ = ["dump_families", "merge_families"]
 
 # Of these each process has a part; any other gauge is about all of them already.
-_ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests"})
+_ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority"})
 
 _Dump = Sequence[Any]
 

@@ -26,7 +26,7 @@ from router.fleet import STATES
 from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
-    from router.access import Admission
+    from router.access import Limits
     from router.fleet import Registry
     from router.telemetry.audit import Audit, RequestRecord
 
@@ -37,7 +37,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 _COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
-# More pairs than this are only kept of instances that are still there.
+# Series of instances that are gone are dropped when Prometheus asks; if it does not, once there are more than this.
 MAX_WORKER_SERIES = 10_000
 
 # Those that the Go router computes, here over the last answers of each endpoint.
@@ -56,7 +56,7 @@ _DECISION_WINDOW = 500
 class RouterMetrics:
     """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
-    def __init__(self, registry: Registry, admission: Admission, audit: Audit) -> None:
+    def __init__(self, registry: Registry, admission: Limits, audit: Audit) -> None:
         self._registry = registry
         self._admission = admission
         self._audit = audit
@@ -88,15 +88,20 @@ class RouterMetrics:
 
     def count_retry(self, instance: str) -> None:
         """Count one attempt that failed because of ``instance``."""
-        self._retries[instance] = self._retries.get(instance, 0) + 1
+        self._count_instance(self._retries, instance)
 
     def count_abort(self, instance: str) -> None:
         """Count one request aborted at ``instance``."""
-        self._aborts[instance] = self._aborts.get(instance, 0) + 1
+        self._count_instance(self._aborts, instance)
 
     def count_preemption(self, instance: str) -> None:
         """Count one request that ``instance`` preempted, to be resumed elsewhere."""
-        self._preemptions[instance] = self._preemptions.get(instance, 0) + 1
+        self._count_instance(self._preemptions, instance)
+
+    def _count_instance(self, counts: dict[str, int], instance: str) -> None:
+        if instance not in counts and len(counts) >= self._max_series:
+            self._forget_gone_instances()
+        counts[instance] = counts.get(instance, 0) + 1
 
     def _count_responses(self, records: Sequence[RequestRecord]) -> None:
         """Count by endpoint; the status is 499 where the client left before the response's end."""
@@ -118,7 +123,7 @@ class RouterMetrics:
             workers = (record.mixed, record.prefill, record.decode, record.status)
             count = self._inference.get(workers, 0)
             if not count and len(self._inference) >= self._max_series:
-                self._forget_gone_workers()
+                self._forget_gone_instances()
             self._inference[workers] = count + 1
 
     def _count_tokens(self, completions: Sequence[RequestRecord]) -> None:
@@ -166,6 +171,7 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """The figures of this process."""
+        self._forget_gone_instances()
         yield from self._collect_requests()
         yield from self._collect_tokens()
         yield from self._collect_attempts()
@@ -177,10 +183,13 @@ class RouterMetrics:
             self._audit.lost_lines,
         )  # fmt: skip
 
-    def _forget_gone_workers(self) -> None:
-        """Drop the counts of pairs with an instance that is gone, so that comings and goings fill no memory."""
+    def _forget_gone_instances(self) -> None:
+        """Drop the counts by instances that are gone: of pairs, if one is. Those that restart are still registered."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
+        for counts in (self._retries, self._aborts, self._preemptions):
+            for instance in counts.keys() - known:
+                del counts[instance]
         self._max_series = max(MAX_WORKER_SERIES, 2 * len(self._inference))
 
     def _collect_requests(self) -> Iterator[Metric]:
@@ -264,6 +273,12 @@ class RouterMetrics:
         gate = self._admission
         yield GaugeMetricFamily("router_running_requests", "Requests being served", gate.running)
         yield GaugeMetricFamily("router_queued_requests", "Requests waiting in line to be served", gate.waiting)
+        by_priority = GaugeMetricFamily(
+            "router_queued_requests_by_priority", "Those of each priority that has any", labels=["priority"]
+        )
+        for priority, count in gate.waiting_by_priority.items():
+            by_priority.add_metric([str(priority)], count)
+        yield by_priority
         refused = CounterMetricFamily("router_refused_requests", "Requests answered with 429", labels=["reason"])
         for reason, count in gate.refused.items():
             refused.add_metric([reason], count)

@@ -13,11 +13,13 @@ import httpx
 import pytest
 import uvicorn
 
+from router.access import Admission, Auth
 from router.app import RouterApp
 from router.http import ListenerContext
 from router.http.server import RouterProtocol
 from router.settings import RouterSettings, load_certificate
 from router.sharing import NO_LINK, Link
+from router.sharing.gate import Gate
 from tests.router.serving.fault_report import REPORTS, table
 from tests.router.sharing.links import LinkedHub, join_all
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
@@ -122,6 +124,8 @@ def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
             links: Sequence[Link] = [NO_LINK]
             if made.workers > 1:
                 linked = LinkedHub()
+                if (admission := Admission(made, Auth(made).token_rates)).is_limited:
+                    linked.hub.gate = Gate(admission, linked.hub.tell_limits)
                 links = thread.run(join_all(linked, made.workers))
                 started.callback(lambda: thread.run(linked.close()))
             routers = [RouterUnderTest(thread, made, link) for link in links]

@@ -33,11 +33,11 @@ class Guests:
     def __exit__(self, *_: object) -> None:
         self.loop.close()
 
-    def ask(self, client: str, name: str = "") -> asyncio.Task[None]:
+    def ask(self, client: str, name: str = "", priority: int = 0, tokens: int = 0) -> asyncio.Task[None]:
         """A request of ``client`` asks; ``order`` gets its name when it is let in."""
 
         async def enter() -> None:
-            await self.gate.enter(client)
+            await self.gate.enter(client, priority, tokens)
             self.order.append(name or client)
 
         task = self.loop.create_task(enter())
@@ -131,6 +131,63 @@ def test_who_waits_too_long_is_refused_and_leaves_the_line() -> None:
         assert (refusal(waiting).error.code, guests.gate.waiting) == ("queue_timeout", 0)
 
 
+def test_a_higher_priority_is_let_in_first() -> None:
+    with Guests(admission(max_concurrent_requests=1)) as guests:
+        guests.ask("x")
+        guests.ask("a", "low")
+        guests.ask("b", "high", priority=3)
+        assert guests.gate.waiting_by_priority == {0: 1, 3: 1}
+        for client in "xba":
+            guests.leave(client)
+        assert guests.order == ["x", "high", "low"]
+
+
+def test_a_full_line_has_room_for_a_higher_priority() -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=1)) as guests:
+        guests.ask("x")
+        low = guests.ask("a")
+        guests.ask("a", "high", priority=1)
+        assert "others have a higher priority" in refusal(low).error.message
+        guests.leave("x")
+        assert guests.order == ["x", "high"]
+
+
+def test_who_has_used_its_tokens_is_told_when_there_are_more() -> None:
+    with Guests(admission(max_tokens_per_sec_per_key=10)) as guests:
+        guests.ask("a", tokens=100)
+        refused = refusal(guests.ask("a", tokens=1))
+        assert (refused.error.status, refused.error.code) == (429, "rate_limit_exceeded")
+        assert refused.headers == [(b"retry-after", b"1")]
+        guests.ask("b", tokens=1)
+        guests.gate.leave("a", 490)
+        assert refusal(guests.ask("a")).headers == [(b"retry-after", b"50")]
+        assert guests.gate.refused["rate_limit_exceeded"] == 2
+        guests.leave("b")
+        assert guests.gate.running == 0
+
+
+def test_a_clients_own_rate_comes_from_its_entry() -> None:
+    gate = Admission(RouterSettings(api_keys_file="unread"), {"slow": 1.0})
+    with Guests(gate) as guests:
+        for _ in range(3):
+            guests.ask("other", tokens=10_000)
+        guests.ask("slow", tokens=1000)
+        assert refusal(guests.ask("slow", tokens=1)).error.code == "rate_limit_exceeded"
+        assert guests.order == ["other", "other", "other", "slow"]
+
+
+def test_who_is_not_let_in_is_charged_no_tokens() -> None:
+    limits = admission(max_concurrent_requests=1, max_tokens_per_sec_per_key=10, queue_timeout_secs=0.01)
+    with Guests(limits) as guests:
+        guests.ask("a", tokens=10)
+        waiting = guests.ask("b", tokens=1000)
+        guests.run(_ended(waiting))
+        assert refusal(waiting).error.code == "queue_timeout"
+        guests.leave("a")
+        guests.ask("b", "b again", tokens=1)
+        assert guests.order == ["a", "b again"]
+
+
 async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
@@ -166,9 +223,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def gate(self) -> Admission:
         return self.guests.gate
 
-    @rule(client=clients)
-    def comes(self, client: str) -> None:
-        self.line.append((client, self.guests.ask(client)))
+    @rule(client=clients, priority=st.integers(-1, 1))
+    def comes(self, client: str, priority: int) -> None:
+        self.line.append((client, self.guests.ask(client, priority=priority)))
         self._look()
 
     @rule(client=clients)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.body import BadBody, encode_member, parse_inference, parse_object, splice, whole_number
+from router.http.body import encode_member, parse_inference, parse_object, splice, whole_number
+from router.http.large_body import BadBody
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
 ENCODED = {name: encode_member(name, value) for name, value in ADDED.items()}

@@ -15,7 +15,9 @@ import uvicorn.protocols.http.httptools_impl
 import uvicorn.server
 
 import router.http.server
-import router.launch
+import router.launch.program
+import router.launch.server
+import router.launch.worker
 from router.http.server import ClientRequest, RouterProtocol
 
 IMPLEMENTATION = uvicorn.protocols.http.httptools_impl
@@ -53,7 +55,7 @@ ATTRIBUTES = {
 FLOW_CONTROL = {"drain", "pause_reading", "resume_writing", "write_paused"}
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
-SERVER = {"handle_exit", "serve", "server_state", "should_exit", "shutdown"}
+SERVER = {"config", "handle_exit", "lifespan", "serve", "server_state", "should_exit", "shutdown", "started"}
 SERVER_STATE = {"connections"}
 
 
@@ -162,11 +164,12 @@ def test_all_that_the_router_borrows_of_a_request_is_listed() -> None:
 
 
 def test_all_that_the_router_borrows_of_the_server_is_listed() -> None:
-    tree = parse(router.launch)
+    tree = ast.Module([parse(router.launch.server), parse(router.launch.worker), parse(router.launch.program)], [])  # type: ignore[list-item]
     theirs = members(uvicorn.Server)
     used = attributes_of(tree, "self", "server", "super()") | {"handle_exit", "shutdown"}
+    theirs |= {"lifespan"}  # which it has once it serves
     assert (used & theirs) - {"__init__"} == SERVER
-    assert attributes_of(tree, "self.server_state") == SERVER_STATE
+    assert attributes_of(tree, "self.server_state", "server.server_state") == SERVER_STATE
 
 
 def test_a_request_has_all_that_uvicorn_asks_of_its_own() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from router.settings import RouterSettings
@@ -195,6 +195,7 @@ _quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=li
     ),
     in_pairs=st.booleans(),
 )
+@example(method="POST", path="/v1/abort_requests", body=b'{"req_ids": [[]]}', headers={}, in_pairs=False)
 def test_no_request_is_answered_with_a_500(
     faces: Faces, errors: Errors, method: str, path: str, body: bytes, headers: dict[str, str], in_pairs: bool
 ) -> None:
@@ -243,8 +244,12 @@ def test_an_odd_registration_is_taken_or_a_400(
     assert errors() == []
 
 
+_TWICE_AND_MORE = 2 * b"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"}"
+
+
 @_quick
 @given(data=_bytes_of_requests(), in_pairs=st.booleans())
+@example(data=_TWICE_AND_MORE, in_pairs=False)
 def test_no_bytes_are_answered_with_a_500(faces: Faces, errors: Errors, data: bytes, in_pairs: bool) -> None:
     with socket.create_connection(("127.0.0.1", faces.routers[in_pairs].port)) as client:
         client.sendall(data)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.settings import SettingsError, read_keys, read_token
+from router.settings import ApiKey, SettingsError, read_keys, read_token
 
 
 def write(folder: Path, text: str) -> Path:
@@ -24,7 +24,18 @@ def write(folder: Path, text: str) -> Path:
     ],
 )
 def test_keys_are_read_with_their_holders(tmp_path: Path, text: str, keys: dict[str, str]) -> None:
-    assert read_keys(write(tmp_path, text), "--keys") == keys
+    assert read_keys(write(tmp_path, text), "--keys") == {name: ApiKey(key) for name, key in keys.items()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "alice: sk-1\nbob: {key: sk-2, tokens_per_sec: 500, priority: -3}\n",
+        "alice: {key: sk-1}\nbob:\n  key: 'sk-2'\n  tokens_per_sec: 5e2\n  priority: '-3'\n",
+    ],
+)
+def test_what_is_said_of_a_holder_stands_beside_its_key(tmp_path: Path, text: str) -> None:
+    assert read_keys(write(tmp_path, text), "--keys") == {"alice": ApiKey("sk-1"), "bob": ApiKey("sk-2", 500.0, -3)}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,16 @@ def test_keys_are_read_with_their_holders(tmp_path: Path, text: str, keys: dict[
         ("a:", "the key of 'a' is empty or has a space in it"),
         ("a: [k1]", "must have lines 'name: key'"),
         ("a: k1\nk2", "must have lines 'name: key'"),
+        ("a: {key: [k1]}", "must have lines 'name: key'"),
+        ("a: {priority: 1}", "'a' has no 'key'"),
+        ("a: {key: k1, rate: 1}", "'a' has a member that is none of key, tokens_per_sec, priority"),
+        ("a: {k1}", "'a' has a member that is none of key, tokens_per_sec, priority"),
+        ("a: {key: k1, key: k2}", "'a' has 'key' twice"),
+        ("a: {key: k1, tokens_per_sec: many}", "'a' has tokens_per_sec 'many'; it must be a number from 0 on"),
+        ("a: {key: k1, tokens_per_sec: -1}", "'a' has tokens_per_sec '-1'; it must be a number from 0 on"),
+        ("a: {key: k1, tokens_per_sec: .inf}", "'a' has tokens_per_sec '.inf'; it must be a number from 0 on"),
+        ("a: {key: k1, priority: 11}", "'a' has priority '11'; it must be a whole number from -10 to 10"),
+        ("a: {key: k1, priority: high}", "'a' has priority 'high'; it must be a whole number from -10 to 10"),
     ],
 )
 def test_a_file_that_cannot_be_right_is_one_sentence_without_the_key(tmp_path: Path, text: str, said: str) -> None:

@@ -111,6 +111,19 @@ def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, 
     assert {answer.status_code for answer in answers} == {200}
 
 
+def test_with_the_process_that_workers_are_forked_from_killed_there_are_new_ones(
+    router: Router, stand_in: MakeStandIn
+) -> None:
+    stand_in().register(router.url)
+    before = router.workers()
+    (nursery,) = [pid for pid in children(router.process.pid) if set(before) <= set(children(pid))]
+    os.kill(nursery, signal.SIGKILL)
+    wait_until(lambda: len(router.workers()) == 2 and not set(router.workers()) & set(before), "new workers")
+    answer = httpx.post(f"{router.url}/v1/chat/completions", json={"messages": []}, trust_env=False, timeout=30)
+    assert answer.status_code == 200
+    wait_until(lambda: not any(map(is_alive, before)), "the old workers to end")
+
+
 def test_a_worker_that_hangs_gets_no_more_connections(router: Router) -> None:
     hanging = router.workers()[0]
     os.kill(hanging, signal.SIGSTOP)

@@ -32,6 +32,10 @@ class Counted:
         self.metrics = RouterMetrics(self.registry, self.gate, self.audit)
         self._ended: list[RequestRecord] = []
 
+    def register(self, role: str, key: str) -> None:
+        host, _, port = key.partition(":")
+        self.registry.register(Registration.from_fields({"role": role, "host_ip": host, "port": port}), now=0.0)
+
     def record(self, path: str = "/v1/chat/completions", **changes: Any) -> None:
         self._ended.append(RequestRecord("POST", path, 0.0, **{"status": 200, **changes}))
 
@@ -78,6 +82,8 @@ def test_durations_have_the_go_routers_quantiles() -> None:
 
 def test_only_completions_are_counted_by_the_instances_that_served_them() -> None:
     counted = Counted(splitwise=True)
+    counted.register("prefill", "p:1")
+    counted.register("decode", "d:1")
     counted.record(prefill="p:1", decode="d:1")
     counted.record("/v1/embeddings", prefill="p:1")
     workers = {"mixed_worker": "", "prefill_worker": "p:1", "decode_worker": "d:1"}
@@ -121,7 +127,8 @@ def test_predicted_hits_are_held_against_those_the_engine_reports() -> None:
 
 
 def test_retries_aborts_and_reschedules_are_counted_by_instance() -> None:
-    counted = Counted()
+    counted = Counted(splitwise=True)
+    counted.register("decode", "d:1")
     for count in (counted.metrics.count_retry, counted.metrics.count_abort, counted.metrics.count_preemption):
         count("d:1")
     for name in ("router_retries_total", "router_aborts_total", "router_reschedules_total"):
@@ -165,17 +172,55 @@ def test_paths_that_nobody_knows_do_not_make_new_series() -> None:
     assert counted.value("http_requests_total", method="POST", endpoint="other", status_code="200") == 3
 
 
-def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_series_of_instances_that_are_gone_are_dropped_and_the_others_go_on() -> None:
+    counted = Counted(splitwise=True)
+    for role, key in (("prefill", "p:1"), ("decode", "d:1"), ("decode", "d:2")):
+        counted.register(role, key)
+    for count in (counted.metrics.count_retry, counted.metrics.count_abort, counted.metrics.count_preemption):
+        count("d:1")
+        count("d:2")
+    for decode in ("d:1", "d:2"):
+        counted.record(prefill="p:1", decode=decode)
+    assert {dict(labels)["instance"] for name, labels in counted.samples() if name == "router_retries_total"} == {
+        "d:1",
+        "d:2",
+    }
+    counted.registry.register(_registration("d:2"), now=0.0)  # it has a heartbeat
+    counted.registry.register(_registration("d:2"), now=100.0)
+    counted.registry.forget_silent(100.0, 30.0)
+    counted.register("prefill", "p:1")
+    counted.registry.announce_lost_cache(counted.registry.register(_registration("d:2"), now=101.0))  # it restarts
+    counted.record(prefill="p:1", decode="d:2")
+    named = [
+        value for _, labels in counted.samples() for name, value in labels if "instance" in name or "worker" in name
+    ]
+    assert "d:1" not in named
+    for name in ("router_retries_total", "router_aborts_total", "router_reschedules_total"):
+        assert counted.value(name, instance="d:2") == 1
+    workers = {"mixed_worker": "", "prefill_worker": "p:1", "decode_worker": "d:2"}
+    assert counted.value("inference_requests_total", **workers, status_code="200") == 2
+
+
+def _registration(key: str) -> Registration:
+    host, _, port = key.partition(":")
+    return Registration.from_fields({"role": "decode", "host_ip": host, "port": port})
+
+
+@pytest.mark.parametrize("counts", ["_inference", "_retries"])
+def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch, counts: str) -> None:
     monkeypatch.setattr(metrics, "MAX_WORKER_SERIES", 100)
     counted = Counted()
-    instance = counted.registry.register(
-        Registration.from_fields({"role": "mixed", "host_ip": "h", "port": 1}), now=0.0
-    )
+    counted.register("mixed", "h:1")
     for number in range(1000):
-        counted.record(mixed=instance.key)
-        counted.record(mixed=f"gone:{number}")
-    workers = {"mixed_worker": instance.key, "prefill_worker": "", "decode_worker": ""}
+        for key in ("h:1", f"gone:{number}"):
+            counted.record(mixed=key)
+            counted.metrics.count_retry(key)
+    asyncio.run(counted._add_records())
+    counted.audit.flush_records()
+    assert len(getattr(counted.metrics, counts)) <= 100
+    workers = {"mixed_worker": "h:1", "prefill_worker": "", "decode_worker": ""}
     assert counted.value("inference_requests_total", **workers, status_code="200") == 1000
+    assert counted.value("router_retries_total", instance="h:1") == 1000
     assert sum(name == "inference_requests_total" for name, _ in counted.samples()) <= 100
 
 

@@ -1,0 +1,170 @@
+"""Large bodies, looked through before they are parsed.
+
+Parsing holds up everything else that the router does, and its time goes by the number of values first, then by bytes.
+So a large body is looked through in pieces, with others' turns between them: it is refused if it is divided too finely,
+and of very long texts, which the router does not need, the most is left out for the parser. Instances get it whole.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+
+__all__ = ["UNCHECKED_BYTES", "BadBody", "LargeBody", "hide_escapes", "show_escapes", "weigh_values"]
+
+UNCHECKED_BYTES = 200_000
+"""Bodies up to here may be parsed as they are."""
+
+# Looking through so much takes a few milliseconds.
+PIECE_BYTES = 1024 * 1024
+# Of a body longer than that, texts are left out beyond the first so many pieces; policies look at four megabytes.
+SHORTENED_BYTES = 8 * 1024 * 1024
+KEPT_PIECES = 6
+# orjson takes some 40 ns for a number, 4 times that for a member's name, and 6 times for an array or an object, which
+# the garbage collector has to know, too.
+QUOTE_WEIGHT, BRACKET_WEIGHT = 2, 6
+MAX_WEIGHT = 1_250_000
+TOO_FINE = (
+    "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 250000, of "
+    "arrays and objects 150000"
+)
+# Stand for an escaped backslash and an escaped quote where these are hidden: bytes that UTF-8 never has.
+_BACKSLASH, _QUOTE = b"\xff\xfd", b"\xff\xfe"
+# The longest escape, of half a pair each: \ud83d\ude00.
+_ESCAPE_BYTES = 12
+_CHARACTER_BYTES = 4
+# One of its own, that is no half of a pair.
+_WHOLE_ESCAPE = re.compile(rb"[^\\]\\u[0-9a-cefA-CEF][0-9a-fA-F]{3}")
+# So far is looked for a place at which a text may be cut.
+_SEARCHED_BYTES = 512
+
+
+class BadBody(ValueError):
+    """The client's body cannot be served; one sentence, and the member at fault if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class LargeBody:
+    """A body to be looked through with ``check_values``; then ``shorten`` gives what is to be parsed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._cuts: list[tuple[int, int]] = []
+        self._shortened: bytes | None = None
+        # Of each cut, where it stands in the shortened body, and how much is left out up to there.
+        self._places: list[int] = []
+        self._left_out: list[int] = []
+
+    def check_values(self) -> Iterator[None]:
+        """Look through the body; after each piece, others may have their turn.
+
+        Raises:
+            BadBody: it has so many values that parsing it would hold up the router.
+        """
+        data = self._data
+        if len(data) > SHORTENED_BYTES:
+            yield from self._check_exactly()
+            return
+        weight = 0
+        for start in range(0, len(data), PIECE_BYTES):
+            weight += weigh_values(data, start, start + PIECE_BYTES)
+            if weight > MAX_WEIGHT:
+                yield from self._check_exactly()
+                return
+            yield
+
+    def shorten(self) -> bytes:
+        """The body without what was left out: the same values, but for the ends of very long texts."""
+        if not self._cuts:
+            return self._data
+        if self._shortened is None:
+            view, kept, end, place = memoryview(self._data), [], 0, 0
+            for first, last in self._cuts:
+                kept.append(view[end:first])
+                place += first - end
+                self._places.append(place)
+                self._left_out.append(last - place)
+                end = last
+            self._shortened = b"".join((*kept, view[end:]))
+        return self._shortened
+
+    def find_place(self, place: int) -> int:
+        """The place in the body of one in the shortened body, which is not within a text."""
+        cuts_before = bisect_left(self._places, place)
+        return place + self._left_out[cuts_before - 1] if cuts_before else place
+
+    def _check_exactly(self) -> Iterator[None]:
+        """Count no commas, brackets and escaped quotes that stand in texts; and note which texts can be cut."""
+        data, size = self._data, len(self._data)
+        weight, start, in_text, is_clean, kept = 0, 0, False, False, 0
+        while start < size:
+            end, ends_clean = _find_end(data, start)
+            piece = hide_escapes(data[start:end])
+            if weight + QUOTE_WEIGHT * piece.count(b'"') > MAX_WEIGHT:
+                raise BadBody(TOO_FINE)
+            parts = piece.split(b'"')
+            if in_text and len(parts) == 1:  # text from end to end
+                kept += 1
+                if kept > KEPT_PIECES and is_clean and ends_clean and size > SHORTENED_BYTES:
+                    self._cuts.append((start, end))
+            else:
+                outside = b"".join(parts[in_text::2])
+                weight += QUOTE_WEIGHT * (len(parts) - 1) + weigh_values(outside, 0, len(outside))
+                in_text ^= len(parts) % 2 == 0
+            if weight > MAX_WEIGHT:
+                raise BadBody(TOO_FINE)
+            start, is_clean = end, ends_clean
+            yield
+
+
+def weigh_values(data: bytes, start: int, end: int) -> int:
+    """About how long it takes to parse a part of a body, in times of a number; too much where its texts are JSON."""
+    brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
+    quotes = data.count(b'"', start, end)
+    return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets
+
+
+def hide_escapes(data: bytes) -> bytes:
+    """JSON with its escaped quotes and backslashes made as many other bytes: each of its strings is ``"[^"]*"`` then.
+
+    A pattern that reads the escapes itself keeps 60 bytes of state for each: gigabytes for the longest bodies.
+    """
+    if b"\\" not in data:  # most have none, and each replacement would look through it
+        return data
+    return data.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
+
+
+def show_escapes(data: bytes) -> bytes:
+    """The bytes as they were before ``hide_escapes``."""
+    if b"\xff" not in data:
+        return data
+    return data.replace(_QUOTE, b'\\"').replace(_BACKSLASH, b"\\\\")
+
+
+def _find_end(data: bytes, start: int) -> tuple[int, bool]:
+    """The end of a piece, within no escape; and whether it is within no character and no pair of escapes, either."""
+    end = start + PIECE_BYTES
+    if end >= len(data):
+        return len(data), False
+    piece = data[start:end]
+    end += (len(piece) - len(piece.rstrip(b"\\"))) % 2
+    for _ in range(_CHARACTER_BYTES):
+        end += not _begins_character(data, end)
+    if b"\\u" not in data[end - _ESCAPE_BYTES : end] and _begins_character(data, end):
+        return end, True
+    last = min(end + _SEARCHED_BYTES, len(data) - 1)
+    found = _WHOLE_ESCAPE.search(data, end, last)
+    if found is not None and _begins_character(data, found.end()):
+        return found.end(), True
+    for place in range(end, last):
+        if b"\\" not in data[place - _ESCAPE_BYTES : place] and _begins_character(data, place):
+            return place, True
+    return end, False
+
+
+def _begins_character(data: bytes, place: int) -> bool:
+    return place >= len(data) or data[place] & 0xC0 != 0x80

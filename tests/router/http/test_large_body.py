@@ -1,0 +1,171 @@
+"""Large bodies: looked through in pieces before they are parsed, refused where they are divided too finely."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http import large_body
+from router.http.body import encode_member, parse_inference, parse_object, splice
+from router.http.large_body import PIECE_BYTES, SHORTENED_BYTES, BadBody, LargeBody
+from router.policies import request_features
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import StandIn
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+MEGABYTE = 1024 * 1024
+TOO_FINE = {
+    "strings": b'{"prompt":[' + b'"",' * 2_000_000 + b'""]}',
+    "names": b'{"prompt":{' + b",".join(b'"%d":0' % number for number in range(300_000)) + b"}}",
+    "arrays": b'{"prompt":[' + b"[]," * 2_000_000 + b"[]]}",
+    "objects": b'{"messages":[' + b'{"a":1},' * 200_000 + b"{}]}",
+    "numbers": b'{"prompt_token_ids":[' + b"7," * 2_000_000 + b"7]}",
+    "nesting": b'{"prompt":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}",
+}
+FINE_ENOUGH = {
+    "a million token ids": b'{"prompt_token_ids":[' + b",".join(b"%d" % i for i in range(1_000_000)) + b"]}",
+    "one text": b'{"prompt":"' + b"word, " * (2 * MEGABYTE) + b'"}',
+    "JSON within a text": json.dumps({"prompt": json.dumps([{"a": [1, 2], "b": "\n"}] * 200_000)}).encode(),
+    "a long conversation": json.dumps({"messages": [{"role": "user", "content": "hi"}] * 40_000}).encode(),
+    "texts that are escapes": b'{"prompt":"' + b"\\\\" * (6 * MEGABYTE) + b'"}',
+}
+
+
+def look_through(data: bytes) -> LargeBody:
+    large = LargeBody(data)
+    for _ in large.check_values():
+        pass
+    return large
+
+
+@pytest.mark.parametrize("name", TOO_FINE)
+def test_a_body_divided_too_finely_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(BadBody, match=r"^the body is divided too finely to be parsed in time: of numbers alone it may"):
+        look_through(TOO_FINE[name])
+
+
+@pytest.mark.parametrize("name", FINE_ENOUGH)
+def test_a_large_body_that_is_parsed_quickly_passes(name: str) -> None:
+    data = FINE_ENOUGH[name]
+    large = look_through(data)
+    assert parse_inference(data, large).members.keys() == json.loads(data).keys()
+
+
+@pytest.mark.parametrize("name", [*TOO_FINE, *FINE_ENOUGH])
+def test_others_have_their_turn_after_each_piece(name: str) -> None:
+    data = (TOO_FINE | FINE_ENOUGH)[name]
+    pieces = 0
+    try:
+        for _ in LargeBody(data).check_values():
+            pieces += 1
+    except BadBody:
+        return
+    assert pieces >= len(data) / (PIECE_BYTES + 1024)
+
+
+def test_of_a_long_text_only_the_beginning_is_parsed() -> None:
+    text = ('é中😀\n"\\' * 4 * MEGABYTE)[: 20 * MEGABYTE]
+    for is_ascii in (True, False):
+        data = json.dumps({"prompt": text, "n": 2}, ensure_ascii=is_ascii).encode()
+        large = look_through(data)
+        assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
+        body = parse_inference(data, large)
+        assert body.choices == 2
+        assert text.startswith(body.members["prompt"][:MEGABYTE])
+        assert splice(body, {"x": b'"x":1'}) == data[:-1] + b',"x":1}'
+
+
+class Small:
+    """The same with pieces of a few bytes, so that small bodies are large."""
+
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "_SEARCHED_BYTES": 30}
+        for name, size in sizes.items():
+            self.patch.setattr(large_body, name, size)
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+ALPHABET = ("a", " ", '"', "\\", "\n", "é", "中", "😀", "{", "[", ",", '"request_id"', ":", "\ud83d")
+
+
+def make_members(seed: int) -> dict[str, Any]:
+    """Members with texts of all kinds, the same for the same seed."""
+    chance = random.Random(seed)
+
+    def make_text() -> str:
+        letters = ALPHABET[: chance.choice([3, 8, 14])]
+        return "".join(chance.choice(letters) for _ in range(chance.choice([0, 3, 300, 1000])))
+
+    names = ("a", "b", "cache_salt", "prompt", "messages")
+    members: dict[str, Any] = {}
+    for _ in range(chance.randint(0, 5)):
+        members[chance.choice(names)] = chance.choice(
+            [make_text(), [make_text(), {"x": make_text(), "request_id": 1}], 7]
+        )
+        if chance.random() < 0.3:
+            members["request_id"] = chance.choice(["theirs", None])
+    return members
+
+
+@given(st.integers(0, 1_000_000), st.booleans(), st.sampled_from([None, 2]))
+def test_a_shortened_body_is_spliced_as_the_whole_one(seed: int, is_ascii: bool, indent: int | None) -> None:
+    members = make_members(seed)
+    try:
+        data = json.dumps(members, ensure_ascii=is_ascii, indent=indent).encode()
+    except UnicodeEncodeError:
+        data = json.dumps(members, indent=indent).encode()
+    with Small():
+        large = look_through(data)
+        body = parse_inference(data, large)
+        added = {name: encode_member(name, "ours") for name in ("request_id", "cache_salt")}
+        assert splice(body, added) == splice(parse_inference(data), added)
+        assert body.members.keys() == members.keys()
+
+
+def test_a_large_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    data = b'{"request_id":"r1" ,"messages":[{"role":"user","content":"' + b"w\\u00e9rd " * MEGABYTE + b'"}], "n":1.0}'
+    assert router.client.post("/v1/chat/completions", content=data).status_code == 200
+    expected = data.replace(b'"request_id":"r1" ,', b" " * 19)[:-1] + b',"request_id":"r1"}'
+    assert instance.received[0].body == expected
+
+
+def test_a_body_too_fine_is_a_400(make_router: MakeRouter) -> None:
+    client = make_router().client
+    for path in ("/v1/completions", "/v1/abort_requests"):
+        answer = client.post(path, content=TOO_FINE["strings"])
+        assert answer.status_code == 400
+        assert "divided too finely" in answer.json()["error"]["message"]
+
+
+def test_the_control_plane_takes_smaller_bodies() -> None:
+    with pytest.raises(BadBody, match="this path takes 8388608"):
+        parse_object(b'{"a":"' + b"x" * 9 * MEGABYTE + b'"}')
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_beginning_of_a_long_prompt_is_hashed_as_that_of_a_short_one(is_chat: bool) -> None:
+    def hash_chunks(text: str) -> list[int]:
+        members = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        data = json.dumps(members).encode()
+        body = parse_inference(data, look_through(data))
+        return list(request_features(body.members, body.prompt_tokens).chunks)
+
+    text = "".join(f"word {number} " for number in range(800_000))
+    whole, beginning = hash_chunks(text), hash_chunks(text[:6000])
+    assert 8190 <= len(whole) <= 8192
+    assert len(beginning) == 11
+    assert whole[:11] == beginning
+    assert hash_chunks("another " + text)[0] != whole[0]

@@ -1,0 +1,217 @@
+"""Comments while a stream waits for its first token, and streams that are given up when nothing comes any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.serving.test_resume_http import Preempting
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, stalls, streams
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+SECONDS = 0.05
+COMMENT = ": keep-alive\n\n"
+
+
+def later(behave: Behaviour, seconds: float = 4 * SECONDS) -> Behaviour:
+    """``behave`` after a pause."""
+
+    async def wait_first(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(seconds)
+        await behave(request, respond)
+
+    return wait_first
+
+
+def split_comments(response: httpx.Response) -> str:
+    """The stream behind its comments, of which there are some."""
+    assert response.headers["content-type"] == "text/event-stream"
+    text = response.text
+    assert text.startswith(COMMENT), text
+    while text.startswith(COMMENT):
+        text = text.removeprefix(COMMENT)
+    assert COMMENT not in text
+    return text
+
+
+def only_error(text: str) -> dict[str, Any]:
+    """The error of the only event."""
+    assert text.startswith("data: {")
+    assert text.endswith("}\n\n")
+    assert text.count("data:") == 1
+    error: dict[str, Any] = json.loads(text.removeprefix("data: "))["error"]
+    return error
+
+
+def test_a_stream_that_waits_for_its_first_token_gets_comments(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in("mixed", later(streams("hello"))), sse_keepalive_secs=SECONDS)
+    response = router.chat(stream=True, request_id="r1")
+    assert (response.status_code, response.headers["x-router-request-id"]) == (200, "r1")
+    text = split_comments(response)
+    assert json.loads(text.split("\n\n")[0].removeprefix("data: "))["choices"][0]["delta"] == {"content": "hello"}
+    assert text.endswith("data: [DONE]\n\n")
+    record = router.app.audit.records[-1]
+    assert (record.status, record.streamed, record.error) == (200, True, "")
+    assert record.first_byte_ms >= 4 * SECONDS * 1e3  # a comment is no token
+
+
+def test_clients_of_openai_and_curl_read_past_comments(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in("mixed", later(streams("hello"))), sse_keepalive_secs=SECONDS)
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="-", max_retries=0) as client:
+        chunks = list(client.chat.completions.create(model="m", messages=[], stream=True))
+        assert [chunk.choices[0].delta.content for chunk in chunks] == ["hello"]
+    curl = shutil.which("curl")
+    assert curl is not None
+    url = f"{router.url}/v1/chat/completions"
+    command = [curl, "-sN", "--noproxy", "*", "--http1.0", url, "-d", '{"stream": true, "messages": []}']
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith(COMMENT)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sse_keepalive_secs": 1000.0}])
+def test_a_stream_that_is_quick_enough_gets_none(
+    make_router: MakeRouter, stand_in: MakeStandIn, settings: dict[str, float]
+) -> None:
+    router = make_router(stand_in("mixed", later(streams("hello"))), **settings)
+    assert "keep-alive" not in router.chat(stream=True).text
+
+
+def test_a_response_that_is_no_stream_gets_none(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in("mixed", later(answers())), sse_keepalive_secs=SECONDS)
+    assert router.chat().json()["choices"][0]["message"]["content"] == "hello"
+
+
+def test_another_instance_may_still_serve_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    served: list[str] = []
+
+    def first_fails(name: str) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            served.append(name)
+            await later(answers(500, b"broken") if len(served) == 1 else streams("hello"))(request, respond)
+
+        return behave
+
+    router = make_router(*(stand_in("mixed", first_fails(n)) for n in "ab"), sse_keepalive_secs=SECONDS)
+    assert split_comments(router.chat(stream=True)).endswith("data: [DONE]\n\n")
+    assert sorted(served) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("behave", "code", "said"),
+    [
+        (answers(400, b'{"error": {"message": "too long",\n "code": "context_length"}}'), "context_length", "too long"),
+        (answers(400, b"no JSON"), "instance_refused", "no JSON"),
+        (answers(500, b'{"error": {"message": "broken", "code": "oom"}}'), "oom", "broken"),
+        (answers(200), "cannot_continue", "did not answer with a stream"),
+        (answers(307, b"", ("location", "/")), "instance_redirects", "answered with 307"),
+    ],
+)
+def test_an_error_after_the_head_is_the_only_event(
+    make_router: MakeRouter, stand_in: MakeStandIn, behave: Behaviour, code: str, said: str
+) -> None:
+    router = make_router(stand_in("mixed", later(behave)), sse_keepalive_secs=SECONDS)
+    error = only_error(split_comments(router.chat(stream=True)))
+    assert error["code"] == code
+    assert said in error["message"]
+    assert router.app.audit.records[-1].error in (code, "instance_refused")
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="-", max_retries=0)
+    with client, pytest.raises(openai.APIError):
+        list(client.chat.completions.create(model="m", messages=[], stream=True))
+
+
+def test_an_error_before_the_first_comment_has_its_own_status(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in("mixed", answers(400, b"{}")), sse_keepalive_secs=1000.0)
+    assert router.chat(stream=True).status_code == 400
+
+
+def test_a_stream_in_line_gets_comments_and_then_its_answer_or_an_error(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    limits = {"max_concurrent_requests": 1, "sse_keepalive_secs": SECONDS}
+    router = make_router(stand_in("mixed", later(streams("hello"))), **limits)
+    with router.stream() as running:
+        assert split_comments(router.chat(stream=True)).endswith("data: [DONE]\n\n")
+        running.read()
+    router = make_router(stand_in("mixed", stalls("{}")), **limits, queue_timeout_secs=4 * SECONDS)
+    with router.stream():
+        error = only_error(split_comments(router.chat(stream=True)))
+        assert error["code"] == "queue_timeout"
+
+
+def test_a_preempted_stream_is_merged_behind_its_comments(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    decode = stand_in("decode")
+    router = make_router(stand_in("prefill"), decode, splitwise=True, sse_keepalive_secs=SECONDS)
+    decode.behave = Preempting([])
+    whole = router.chat(stream=True, max_tokens=50, request_id="r").text
+    decode.behave = later(Preempting([0, 3]))
+    merged = split_comments(router.chat(stream=True, max_tokens=50, request_id="r"))
+
+    def join_text(stream: str) -> str:
+        chunks = [json.loads(event.removeprefix("data: ")) for event in stream.split("\n\n")[:-2]]
+        return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+    assert join_text(merged) == join_text(whole) != ""
+
+
+def test_comments_end_when_the_client_leaves(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", later(streams("hello"), 1000))
+    router = make_router(instance, sse_keepalive_secs=SECONDS)
+    with router.stream() as response:
+        assert next(response.iter_text()).startswith(COMMENT)
+    wait_until(lambda: instance.aborted, "the abort")
+    wait_until(lambda: router.app.proxy.num_requests == 0, "the request's end")
+    assert router.app.audit.records[-1].status == 499
+
+
+def test_a_stream_that_stalls_is_given_up_and_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", stalls('{"choices": []}'))
+    router = make_router(instance, stream_stall_secs=0.2)
+    first, error, done, nothing = router.chat(stream=True, request_id="r").text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"] == {
+        "message": f"{instance.key} has sent nothing of the stream for 0.2 s",
+        "type": "timeout",
+        "param": None,
+        "code": "stream_stalled",
+    }
+    assert (first, done, nothing) == ('data: {"choices": []}', "data: [DONE]", "")
+    wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
+    wait_until(lambda: instance.left == 1, "the end of the connection")
+
+
+def test_neither_a_wait_for_the_first_token_nor_a_slow_client_is_a_stall(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    size = 8 * 1024 * 1024
+
+    async def floods(_: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.5)
+        await respond.start_stream()
+        for _piece in range(size // 65536):
+            await respond.event("x" * 65536)
+        await respond.end_stream()
+
+    instance = stand_in("mixed", floods)
+    router = make_router(instance, stream_stall_secs=0.2)
+    with router.stream() as response:
+        pieces = response.iter_bytes()
+        received = len(next(pieces))
+        (serving,) = router.app.proxy._live
+        attempt = serving.attempt
+        assert attempt is not None
+        # The client reads on only after several looks at the clock.
+        heard = attempt.answering.exchange
+        wait_until(lambda: time.monotonic() - heard.last_heard > 0.6, "the instance, which cannot send")
+        received += sum(map(len, pieces))
+    assert received >= size

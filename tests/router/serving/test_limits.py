@@ -1,0 +1,240 @@
+"""Limits of clients, as they meet them: tokens a second, priorities, aborts in line, and caches of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, stalls
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+KEYS = "alice: sk-1\nbob: {key: sk-2, tokens_per_sec: 0, priority: 5}\n"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """The setting of a file with the keys of alice and bob."""
+    (tmp_path / "keys").write_text(KEYS)
+    return {"api_keys_file": str(tmp_path / "keys")}
+
+
+@pytest.fixture
+def at_once() -> Iterator[Callable[..., Future[httpx.Response]]]:
+    """Sends a chat from a thread of its own."""
+    with ThreadPoolExecutor(8) as threads:
+
+        def ask(router: RouterUnderTest, headers: dict[str, str], **body: Any) -> Future[httpx.Response]:
+            members = {"messages": [], **body}
+            return threads.submit(router.client.post, "/v1/chat/completions", json=members, headers=headers)
+
+        yield ask
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def counts(prompt: int, completion: int) -> Behaviour:
+    """Answer with these figures."""
+    answer = json.loads(chat_answer())
+    answer["usage"] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return answers(200, json.dumps(answer).encode())
+
+
+def opens_on_demand() -> tuple[Behaviour, Callable[[int], None]]:
+    """A behaviour that answers one request for each that it is told to, in the order they came; and that telling."""
+    admitted = 0
+
+    async def behave(request: Received, respond: Responder) -> None:
+        number = len(order)
+        order.append(request)
+        while number >= admitted:
+            await asyncio.sleep(0.005)
+        await answers()(request, respond)
+
+    def open_for(number: int) -> None:
+        nonlocal admitted
+        admitted += number
+
+    order: list[Received] = []
+    return behave, open_for
+
+
+def test_a_client_that_has_used_its_tokens_gets_openais_429(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    router = make_router(stand_in("mixed", counts(90, 1000)), max_tokens_per_sec_per_key=10.0, **keys)
+    assert router.client.post("/v1/chat/completions", json={}, headers=bearer("sk-1")).status_code == 200
+    refused = router.client.post("/v1/chat/completions", json={}, headers=bearer("sk-1"))
+    assert refused.status_code == 429
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert error["message"].startswith("this API key may use 10 tokens a second, and has used them; try again in 9")
+    assert 90 < int(refused.headers["retry-after"]) <= 100  # 100 to begin with, 1090 used
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="sk-1", max_retries=0)
+    with client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="m", messages=[])
+    for _ in range(3):  # whose entry says there is no limit
+        assert router.client.post("/v1/chat/completions", json={}, headers=bearer("sk-2")).status_code == 200
+    assert 'router_refused_requests_total{reason="rate_limit_exceeded"} 2.0' in router.client.get("/metrics").text
+
+
+def test_tokens_that_were_estimated_and_not_used_are_given_back(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    instance = stand_in("mixed", counts(1, 1))
+    router = make_router(instance, max_tokens_per_sec_per_key=10.0, **keys)
+    body = {"prompt": "long " * 1000}
+    for behave, status in ((counts(1, 1), 200), (answers(400, b"{}"), 400), (counts(1, 1), 200)):
+        instance.behave = behave
+        answer = router.client.post("/v1/completions", json=body, headers=bearer("sk-1"))
+        assert answer.status_code == status
+
+
+def test_a_stream_refused_after_its_head_costs_nothing(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    async def refuses_late(request: Received, respond: Responder) -> None:
+        await asyncio.sleep(0.2)
+        await answers(400, b"{}")(request, respond)
+
+    limits = {"max_tokens_per_sec_per_key": 10.0, "sse_keepalive_secs": 0.05}
+    router = make_router(stand_in("mixed", refuses_late), **limits, **keys)
+    for _ in range(3):
+        body = {"prompt": "long " * 1000, "stream": True}
+        answer = router.client.post("/v1/completions", json=body, headers=bearer("sk-1"))
+        assert (answer.status_code, answer.text[:12]) == (200, ": keep-alive")
+
+
+def test_a_stream_without_usage_is_charged_for_its_pieces(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    async def many(_: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("x" * 100)
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", many), max_tokens_per_sec_per_key=0.1, **keys)
+    headers = bearer("sk-1")
+    body = {"stream": True, "messages": []}
+    assert router.client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    assert router.client.post("/v1/chat/completions", json=body, headers=headers).status_code == 429
+
+
+def test_a_keys_class_and_the_header_order_the_line(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], at_once: Callable[..., Any]
+) -> None:
+    behave, open_for = opens_on_demand()
+    instance = stand_in("mixed", behave)
+    router = make_router(instance, max_concurrent_requests=1, **keys)
+    asked = [at_once(router, bearer("sk-1"), request_id="first")]
+    wait_until(lambda: instance.received, "the first request")
+    for name, headers in (
+        ("alice", bearer("sk-1")),
+        ("alice, who would be more", bearer("sk-1") | {"X-Priority": "10"}),
+        ("bob, modestly", bearer("sk-2") | {"X-Priority": "-1"}),
+        ("bob", bearer("sk-2")),
+    ):
+        asked.append(at_once(router, headers, request_id=name))
+        wait_until(lambda: router.app.admission.waiting == len(asked) - 1, "a request in line")
+    text = router.client.get("/metrics").text
+    for priority, number in ((5, 1), (0, 2), (-1, 1)):
+        assert f'router_queued_requests_by_priority{{priority="{priority}"}} {number}.0' in text
+    open_for(len(asked))
+    assert [each.result().status_code for each in asked] == [200] * 5
+    order = [received.json["request_id"] for received in instance.received]
+    assert order == ["first", "bob", "alice", "alice, who would be more", "bob, modestly"]
+
+
+def test_a_priority_that_is_none_is_refused_where_it_matters(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    limited = make_router(stand_in(), max_concurrent_requests=1)
+    refused = limited.client.post("/v1/chat/completions", json={}, headers={"X-Priority": "urgent"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the header X-Priority must be a whole number from -10 to 10"
+    assert limited.client.post("/v1/chat/completions", json={}, headers={"X-Priority": "10"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "asked"),
+    [
+        ({"X-Request-Id": "r1"}, {}, ["r1"]),
+        ({}, {"request_id": "r1"}, ["chatcmpl-r1"]),
+        ({"X-Request-Id": "other"}, {"request_id": "r1", "n": 2}, ["chatcmpl-r1_1"]),
+        ({}, {"request_id": "é/1"}, ["é/1"]),
+        ({}, {"prompt": "word " * 100_000, "request_id": "r1"}, ["chatcmpl-r1_0"]),
+    ],
+)
+@pytest.mark.parametrize("keepalive", [0.0, 1000.0])
+def test_an_abort_reaches_a_request_that_waits_in_line(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    at_once: Callable[..., Any],
+    headers: dict[str, str],
+    body: dict[str, Any],
+    asked: list[str],
+    keepalive: float,
+) -> None:
+    instance = stand_in("mixed", stalls())
+    router = make_router(instance, max_concurrent_requests=1, sse_keepalive_secs=keepalive)
+    running = at_once(router, {}, request_id="runs")
+    wait_until(lambda: instance.received, "the first request")
+    waiting = at_once(router, headers, **body)
+    bystander = at_once(router, {}, request_id="r10")
+    wait_until(lambda: router.app.admission.waiting == 2, "two in line")
+    answer = router.client.post("/v1/abort_requests", json={"req_ids": [*asked, "nobody"]}).json()
+    assert answer["result"]["not_found"] == ["nobody"]
+    assert waiting.result().status_code == 409
+    assert waiting.result().json()["error"]["code"] == "aborted"
+    assert (
+        waiting.result().headers["x-router-request-id"]
+        == (body.get("request_id") or "r1").encode("ascii", "backslashreplace").decode()
+    )
+    assert router.app.admission.waiting == 1
+    router.client.post("/v1/abort_requests", json={"abort_all": True})
+    assert bystander.result().status_code == 409
+    instance.cut_idle()
+    running.result()
+
+
+def test_a_clients_completions_carry_its_salt_and_its_own_is_mixed_in(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, cache_salt_per_key=True, **keys)
+
+    def salt(key: str, **body: Any) -> Any:
+        answer = router.client.post("/v1/chat/completions", json={"messages": [], **body}, headers=bearer(key))
+        assert answer.status_code == 200
+        sent = instance.received[-1]
+        assert sent.body.count(b'"cache_salt"') == 1
+        return sent.json["cache_salt"]
+
+    alice, bob, mixed = salt("sk-1"), salt("sk-2"), salt("sk-1", cache_salt="tenant")
+    assert salt("sk-1", cache_salt=None) == salt("sk-1", cache_salt="") == alice
+    assert len({alice, bob, mixed, "tenant", salt("sk-2", cache_salt="tenant")}) == 5
+    refused = router.client.post("/v1/chat/completions", json={"cache_salt": 1}, headers=bearer("sk-1"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+
+def test_two_clients_equal_prompts_are_no_common_prefix_to_the_router(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    router = make_router(stand_in("mixed", counts(500, 1)), cache_salt_per_key=True, **keys)
+    predicted = []
+    for key in ("sk-1", "sk-1", "sk-2", "sk-2"):
+        answer = router.client.post("/v1/completions", json={"prompt": "word " * 500}, headers=bearer(key))
+        predicted.append(answer.headers["x-router-decision"].rpartition("cached=")[2] != "0")
+    assert predicted == [False, True, False, True]

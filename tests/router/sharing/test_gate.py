@@ -1,0 +1,147 @@
+"""The limits of one router, whichever of its workers is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from router.access import Admission
+from router.http import Refused
+from router.settings import RouterSettings
+from router.sharing import SharedAdmission, WorkerLink
+from router.sharing.gate import Gate
+from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
+
+
+class Limited:
+    """Two workers before one gate."""
+
+    def __init__(self, hub: LinkedHub, links: list[WorkerLink], admission: Admission) -> None:
+        self.hub = hub
+        self.links = links
+        self.admission = admission
+        self.workers = [SharedAdmission(link) for link in links]
+
+    @classmethod
+    async def start(cls, hub: LinkedHub, limit: int, **settings: float) -> Limited:
+        admission = Admission(RouterSettings(max_concurrent_requests=limit, **settings))  # type: ignore[arg-type]
+        hub.hub.gate = Gate(admission, hub.hub.tell_limits)
+        return cls(hub, await join_all(hub, 2), admission)
+
+    def enter(self, worker: int, client: str = "c") -> asyncio.Task[None]:
+        return asyncio.ensure_future(self.workers[worker].enter(client))
+
+
+def test_a_limit_counts_over_all_workers_exactly() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 5)
+        entering = [limited.enter(number % 2) for number in range(20)]
+        await until(lambda: limited.admission.waiting == 15)
+        await until(lambda: sum(each.running for each in limited.workers) == 5)
+        assert sum(each.done() for each in entering) == 5
+        assert sum(each.waiting for each in limited.workers) == 15
+        while not all(each.done() for each in entering):
+            worker = max(limited.workers, key=lambda each: each.running)
+            worker.leave("c")
+            await asyncio.sleep(0.001)
+            assert limited.admission.running <= 5
+        await asyncio.gather(*entering)
+
+    run_linked(run)
+
+
+def test_clients_take_turns_over_all_workers() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 1)
+        await limited.enter(0, "greedy")
+        greedy = [limited.enter(0, "greedy") for _ in range(5)]
+        await until(lambda: limited.admission.waiting == 5)
+        modest = limited.enter(1, "modest")
+        await until(lambda: limited.admission.waiting == 6)
+        for _ in range(2):
+            limited.workers[0].leave("greedy")
+            await asyncio.sleep(0.01)
+            if modest.done():
+                break
+        await modest
+        for each in greedy:
+            each.cancel()
+
+    run_linked(run)
+
+
+def test_a_refusal_is_the_same_as_of_one_process() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 1, queue_timeout_secs=0.05)
+        await limited.enter(0)
+        with pytest.raises(Refused, match=r"it was not this request's turn within 0.05 s; 1 requests run") as refused:
+            await limited.enter(1)
+        assert (refused.value.error.status, refused.value.error.code) == (429, "queue_timeout")
+        assert refused.value.retry_after == 1
+        assert limited.workers[1].refused == {"queue_timeout": 1}
+
+    run_linked(run)
+
+
+def test_one_that_leaves_the_line_makes_room_for_the_next() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 1)
+        await limited.enter(0)
+        leaving, staying = limited.enter(0), limited.enter(1)
+        await until(lambda: limited.admission.waiting == 2)
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        await until(lambda: limited.admission.waiting == 1)
+        limited.workers[0].leave("c")
+        await staying
+        assert limited.admission.running == 1
+        assert limited.workers[0].waiting == 0
+
+    run_linked(run)
+
+
+def test_one_that_is_let_in_while_it_leaves_holds_no_place() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 1)
+        for _ in range(50):
+            entering = limited.enter(0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            entering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await entering
+                limited.workers[0].leave("c")
+        await until(lambda: limited.admission.running == limited.admission.waiting == 0)
+
+    run_linked(run)
+
+
+def test_the_requests_of_a_worker_that_dies_hold_no_place() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 2)
+        await asyncio.gather(limited.enter(0), limited.enter(0))
+        waiting = [limited.enter(0), limited.enter(1)]
+        await until(lambda: limited.admission.waiting == 2)
+        limited.links[0].close()
+        await waiting[1]
+        await until(lambda: limited.admission.running == 1)
+        assert limited.admission.waiting == 0
+        waiting[0].cancel()
+
+    run_linked(run)
+
+
+def test_requests_at_another_router_count_until_it_is_gone() -> None:
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 3)
+        hub.hub.on_distant_message(["limits", "other", {"c": 2}, {}])
+        await limited.enter(0)
+        second = limited.enter(1)
+        await until(lambda: limited.admission.waiting == 1)
+        hub.hub.on_distant_message(["limits", "other", {}, {}])
+        await second
+
+    run_linked(run)
