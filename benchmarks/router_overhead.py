@@ -1,7 +1,7 @@
-"""What the router costs: ours with all features on, against sglang-router, vllm-router and no router, in one run.
+"""What the router costs: ours with all features on, against sglang-router, smg, vllm-router and no router, in one run.
 
-    python benchmarks/router_overhead.py --peers-venv /tmp/peers [--quick] [--json FILE]
-    python benchmarks/router_overhead.py --only ours --mode pd --case small --connections 32 --seconds 5
+    python benchmarks/router_overhead.py --peers-venv /tmp/peers [--quick] [--workers 1 --workers 2] [--json FILE]
+    python benchmarks/router_overhead.py --only ours --workers 1 --mode pd --case small --connections 32 --seconds 5
 
 All systems stand before the same mock instances (2 prefill + 2 decode, then 4 mixed; ``native/worker.c``) and under
 the same load (``native/load.c``) over keep-alive connections; both are compiled at the start. A case is measured for
@@ -9,11 +9,14 @@ all systems in turn, several rounds of that; figures are medians. "Direct" is th
 answer (in P/D mode the decode ones); "+" is what a system adds to it. "Stall" lies between a stream's last event and
 the end of its answer: Nagle's algorithm against delayed acknowledgements shows there as 40 ms.
 
+Ours is measured with 1, 2 and 4 workers ("ours", "ours x2", "ours x4"; ``--workers``). The bars at the end hold for
+two workers on two cores, or for the number that was measured.
+
 Fairness. Ours runs with its defaults: both legs supervised, health probes, metrics, load-aware policies, heartbeats
 every 5 s. The peers get the flags that make them fastest: round_robin in both modes (their default, cache_aware,
-keeps a tree over prompts), only errors logged, no retries, no circuit breaker. sglang-router sends both legs at once,
-as ours does; vllm-router's P/D waits for the prefill leg's answer before it asks the decode leg. Nothing is pinned to
-a core. Router, instances and load share the cores, so requests per second are what is left after all three;
+keeps a tree over prompts), only errors logged, no retries, no circuit breaker. sglang-router and smg send both legs at
+once, as ours does; vllm-router's P/D waits for the prefill leg's answer before it asks the decode leg. Nothing is
+pinned to a core. Router, instances and load share the cores, so requests per second are what is left after all three;
 CPU per request (user and system time of all the router's threads and processes, from /proc) is the steadier figure.
 What load and instances took is in the table: where they take most of a core, they limit too. "Others" are other
 processes, the kernel's own work and what the host of a virtual machine took away: where it is large, measure again.
@@ -44,7 +47,14 @@ from typing import Any, NamedTuple
 
 NATIVE = Path(__file__).with_name("native")
 ROOT = NATIVE.parent.parent
-PEERS = ("sglang-router", "vllm-router")
+# Each by the module that starts it: two of the packages bring a command called smg.
+PEERS = {
+    "sglang-router": ("sglang_router.launch_router",),
+    "smg": ("smg", "launch"),
+    "vllm-router": ("vllm_router.launch_router",),
+}
+NUMBERS_OF_WORKERS = (1, 2, 4)
+WORKERS_OF_THE_BARS = 2
 ROLES = {"pd": ("prefill", "prefill", "decode", "decode"), "mixed": ("mixed",) * 4}
 MODES = {"pd": "prefill/decode: 2 + 2 instances", "mixed": "mixed: 4 instances"}
 EVENTS = 256
@@ -101,7 +111,7 @@ CASES = (
     Case("burst", 32, events=EVENTS),
     Case("paced", 128, events=PACED_EVENTS, pace_ms=PACE_MS),
 )
-QUICK_CASES = tuple(case for case in CASES if case.events or case.connections == 32)
+QUICK_CASES = tuple(case for case in CASES if case.events or case.connections == 32 or case == CASES[0])
 
 
 @dataclass
@@ -129,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"no {args.case or 'case'} is run at {args.connections} connections")
     with tempfile.TemporaryDirectory() as folder:
         peers_venv = args.peers_venv.absolute() if args.peers_venv else Path(folder) / "peers"
-        bench = Bench(Path(folder), args.only or ("direct", "ours", *PEERS), peers_venv)
+        numbers = dict.fromkeys(args.workers or NUMBERS_OF_WORKERS)
+        wanted = args.only or ("direct", "ours", *PEERS)
+        systems = [each for name in wanted for each in (map(_our_name, numbers) if name == "ours" else [name])]
+        bench = Bench(Path(folder), systems, peers_venv)
         for mode in [args.mode] if args.mode else ROLES:
             bench.run(
                 mode, cases, args.seconds or (1.0 if args.quick else 2.0), args.rounds or (1 if args.quick else 3)
@@ -145,8 +158,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers-venv", type=Path, metavar="DIR", help="virtual environment of the peers; made if absent"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about a minute and a half")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, one round: about three minutes")
     parser.add_argument("--only", action="append", choices=("direct", "ours", *PEERS), help="may be repeated")
+    parser.add_argument(
+        "--workers", type=int, action="append", metavar="N", help="of ours; may be repeated (default 1, 2 and 4)"
+    )
     parser.add_argument("--mode", choices=tuple(ROLES))
     parser.add_argument("--case", choices=sorted({case.kind for case in CASES}))
     parser.add_argument("--connections", type=int, help="only the cases with so many")
@@ -166,7 +182,7 @@ class Bench:
         self.unable: dict[Cell, str] = {}
         self.worker, self.load = (compiled(name, folder) for name in ("worker", "load"))
         self.peers = peers_venv
-        if set(systems) & set(PEERS):
+        if set(systems) & PEERS.keys():
             _install_peers(self.peers)
 
     def run(self, mode: str, cases: Sequence[Case], seconds: float, rounds: int) -> None:
@@ -254,11 +270,11 @@ class Bench:
             answering = [port for role, port in zip(ROLES[mode], workers, strict=True) if role != "prefill"]
             yield System(answering)
             return
-        port = free_port()
-        command = _ours(mode, port) if name == "ours" else _peer(name, mode, port, workers, self.peers)
+        port, is_ours = free_port(), name not in PEERS
+        command = _ours(name, mode, port) if is_ours else _peer(name, mode, port, workers, self.peers)
         with (self.folder / f"{name}-{mode}.log").open("w+") as log, contextlib.ExitStack() as running:
             process = running.enter_context(running_process(command, log))
-            if name == "ours":
+            if is_ours:
                 running.enter_context(heartbeats(port, mode, workers))
             probe = CASES[0].body()
             deadline = time.monotonic() + READY_S
@@ -271,9 +287,14 @@ class Bench:
             yield System([port], process.pid)
 
 
-def _ours(mode: str, port: int) -> list[str]:
+def _our_name(workers: int) -> str:
+    return f"ours x{workers}" if workers > 1 else "ours"
+
+
+def _ours(name: str, mode: str, port: int) -> list[str]:
     splitwise = ["--splitwise"] if mode == "pd" else []
-    return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *splitwise]
+    workers = ["--workers", name.partition(" x")[2] or "1"]
+    return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *workers, *splitwise]
 
 
 def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -> list[str]:
@@ -288,7 +309,7 @@ def _peer(name: str, mode: str, port: int, workers: Sequence[int], venv: Path) -
         decode = [arg for url in urls[2:] for arg in ("--decode", url)]
         instances = [f"--{'vllm-' if name == 'vllm-router' else ''}pd-disaggregation", *prefill, *decode]
     return [
-        *(str(venv / "bin" / "python"), "-m", f"{name.replace('-', '_')}.launch_router"),
+        *(str(venv / "bin" / "python"), "-m", *PEERS[name]),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         *("--policy", "round_robin", "--log-level", "error", "--disable-retries", "--disable-circuit-breaker"),
@@ -383,7 +404,9 @@ def _install_peers(venv: Path) -> None:
             subprocess.run([python, "-m", "pip", "install", "-q", *PEERS], check=True)
         except subprocess.CalledProcessError:
             sys.exit(f"the peers cannot be installed in {venv}; give --only ours, or another --peers-venv")
-    versions = f"from importlib.metadata import version as v; print(*(p + ' ' + v(p) for p in {PEERS!r}), sep=', ')"
+    versions = (
+        f"from importlib.metadata import version as v; print(*(p + ' ' + v(p) for p in {tuple(PEERS)!r}), sep=', ')"
+    )
     subprocess.run([python, "-c", versions], check=False)
 
 
@@ -401,19 +424,31 @@ def _times(router: int, workers: int) -> tuple[float, float, float, float]:
 
 def _cpu_seconds(pid: int) -> float:
     """User and system time of a process and all its descendants, ended ones included; 0 for pid 0."""
-    if not pid:
-        return 0.0
+    ticks = 0
+    for each in family(pid) if pid else ():
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, _stat_fields(each)[11:15]))
+    return ticks / TICKS_PER_S
+
+
+def family(pid: int) -> set[int]:
+    """A process that leads a session, all its descendants, and all others of the session, such as orphans of theirs."""
     parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
+    found = {pid}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
-    tree = {pid}
-    while more := {child for child, parent in parents.items() if parent in tree} - tree:
-        tree |= more
-    return sum(ticks[each] for each in tree) / TICKS_PER_S
+            _, parent, _, session = _stat_fields(int(folder.name))[:4]
+            parents[int(folder.name)] = int(parent)
+            if int(session) == pid:
+                found.add(int(folder.name))
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class Bar(NamedTuple):
@@ -428,27 +463,37 @@ class Bar(NamedTuple):
 def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
     """The promises that these measurements can be held to; each is the median of what the single rounds say."""
     found = []
+    names = dict.fromkeys(cell.system for cell in measured if cell.system.startswith("ours"))
+    wanted = _our_name(WORKERS_OF_THE_BARS)
+    ours = wanted if wanted in names else next(iter(names), "")
 
-    def compare(mode: str, case: Case, other: str, compared: Callable[[Figures, Figures], float]) -> list[float]:
-        rounds = zip(
-            measured.get(Cell(mode, case, "ours"), ()), measured.get(Cell(mode, case, other), ()), strict=False
-        )
-        return [compared(ours, theirs) for ours, theirs in rounds]
+    def compare(mode: str, case: Case, other: str, compared: Callable[[Figures, Figures], float]) -> float | None:
+        rounds = zip(measured.get(Cell(mode, case, ours), ()), measured.get(Cell(mode, case, other), ()), strict=False)
+        values = [compared(own, theirs) for own, theirs in rounds]
+        return statistics.median(values) if values else None
 
-    for mode, least in (("pd", 1.3), ("mixed", 1.0)):
-        if ratios := compare(
-            mode, Case("small", 32), "sglang-router", lambda ours, peer: ours["per_s"] / peer["per_s"]
-        ):
-            ratio = statistics.median(ratios)
-            found.append(Bar(f"{mode}, small, 32: req/s, ours / sglang-router", ratio, f">= {least}", ratio >= least))
+    def hold(mode: str, case: Case, what: str, figure: str, peers: Sequence[str], least: float, most: float) -> None:
+        for peer in peers:
+            ratio = compare(mode, case, peer, lambda own, theirs: own[figure] / theirs[figure])
+            if ratio is not None:
+                bar = f">= {least:g}" if least else f"<= {most:g}"
+                found.append(Bar(f"{mode}, {what}, {ours} / {peer}", ratio, bar, least <= ratio <= most))
+
+    everybody = tuple(PEERS)
+    for mode, faster, peers in (("pd", 1.3, everybody[:2]), ("mixed", 1.0, everybody)):
+        # In pairs we are held to be ahead of all, in mixed mode not to be behind the one that does as much.
+        equals = everybody if mode == "pd" else everybody[:1]
+        hold(mode, Case("small", 32), "small, 32: req/s", "per_s", peers, faster, math.inf)
+        hold(mode, Case("small", 32), "small, 32: CPU per request", "router_us", equals, 0.0, 1.0)
+        hold(mode, Case("small", 1), "small, 1: p50", "latency_p50_us", equals, 0.0, 1.0)
     for mode, case in dict.fromkeys((cell.mode, cell.case) for cell in measured if cell.case.events):
-        if ratios := compare(mode, case, "vllm-router", lambda ours, peer: ours["router_us"] / peer["router_us"]):
-            ratio = statistics.median(ratios)
-            found.append(Bar(f"{mode}, {case.kind}: CPU per event, ours / vllm-router", ratio, "<= 1.0", ratio <= 1.0))
-        if stalls := compare(mode, case, "direct", lambda own, direct: own["stall_p99_us"] - direct["stall_p99_us"]):
-            stall = statistics.median(stalls) / 1e3
+        if case.kind == "burst":
+            hold(mode, case, "burst: events/s", "events_per_s", everybody, 1.0, math.inf)
+        hold(mode, case, f"{case.kind}: CPU per event", "router_us", everybody, 0.0, 1.0)
+        stall = compare(mode, case, "direct", lambda own, direct: own["stall_p99_us"] - direct["stall_p99_us"])
+        if stall is not None:
             what = f"{mode}, {case.kind}: stall at a stream's end, p99, ms more than direct"
-            found.append(Bar(what, stall, f"< {STALL_BAR_MS:g}", stall < STALL_BAR_MS))
+            found.append(Bar(what, stall / 1e3, f"< {STALL_BAR_MS:g}", stall / 1e3 < STALL_BAR_MS))
     return found
 
 
@@ -472,14 +517,15 @@ SHARED: tuple[Column, ...] = (
 ANSWERS: tuple[Column, ...] = (
     ("req/s", _plain("per_s"), ",.0f"),
     ("CPU us/req", _plain("router_us"), ".1f"),
-    ("p50 ms", _plain("latency_p50_us", 1e-3), ".2f"),
+    ("p50 ms", _plain("latency_p50_us", 1e-3), ".3f"),
     ("p99 ms", _plain("latency_p99_us", 1e-3), ".2f"),
-    ("+p50 ms", _added("latency_p50_us"), ".2f"),
+    ("+p50 ms", _added("latency_p50_us"), ".3f"),
     ("+p99 ms", _added("latency_p99_us"), ".2f"),
     *SHARED,
 )
 BURSTS: tuple[Column, ...] = (
     ("streams/s", _plain("per_s"), ",.0f"),
+    ("events/s", _plain("events_per_s"), ",.0f"),
     ("CPU us/event", _plain("router_us"), ".2f"),
     ("p50 ms", _plain("latency_p50_us", 1e-3), ".2f"),
     ("p99 ms", _plain("latency_p99_us", 1e-3), ".2f"),
@@ -494,6 +540,14 @@ PACED: tuple[Column, ...] = (
     ("gap p99 ms", _plain("gap_p99_us", 1e-3), ".2f"),
     ("stall p99 ms", _plain("stall_p99_us", 1e-3), ".2f"),
     *SHARED,
+)
+# What one looks at first: the figures of three cases, side by side.
+SUMMARY: tuple[tuple[str, Case, str, str], ...] = (
+    ("req/s", Case("small", 32), "per_s", ",.0f"),
+    ("CPU us/req", Case("small", 32), "router_us", ".1f"),
+    ("p50 us at 1", Case("small", 1), "latency_p50_us", ".0f"),
+    ("SSE events/s", Case("burst", 32, events=EVENTS), "events_per_s", ",.0f"),
+    ("CPU us/event", Case("burst", 32, events=EVENTS), "router_us", ".2f"),
 )
 COLUMNS = {"small": ANSWERS, "large": ANSWERS, "burst": BURSTS, "paced": PACED}
 
@@ -514,9 +568,22 @@ def show(bench: Bench) -> None:
         for cell, why in unable.items():
             if (cell.mode, cell.case) == (mode, case):
                 print(f"  {cell.system:<14}  {why}")
+    _show_summary(figures)
     print()
     for bar in bars(bench.measured):
         print(f"{bar.what:<70}{bar.value:>8.2f}{bar.bar:>10}  {'met' if bar.is_met else 'MISSED'}")
+
+
+def _show_summary(figures: dict[Cell, Figures]) -> None:
+    for mode in dict.fromkeys(cell.mode for cell in figures):
+        print(f"\n{MODES[mode]}; in short: small bodies at 32 connections and at one, bursts at 32")
+        print(f"  {'':<14}" + "".join(f"{name:>14}" for name, *_ in SUMMARY))
+        for system in dict.fromkeys(cell.system for cell in figures if cell.mode == mode):
+            cells = [(figures.get(Cell(mode, case, system), {}).get(figure), form) for _, case, figure, form in SUMMARY]
+            print(
+                f"  {system:<14}"
+                + "".join(f"{'-':>14}" if each is None else f"{each:>14{form}}" for each, form in cells)
+            )
 
 
 def _for_machines(bench: Bench) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """A soak: does the router grow, leak connections or lose requests under 1,000 clients that do as they like?
 
-    python benchmarks/router_soak.py [--seconds 60] [--connections 1000] [--mode pd|mixed]
+    python benchmarks/router_soak.py [--seconds 60] [--connections 1000] [--mode pd|mixed] [--workers 1]
 
-A real router process stands before mock instances (2 prefill + 2 decode, or 4 mixed; ``native/worker.c``). Each
-connection sends one request after another, drawn at random: whole answers, streams of paced events, prompts of 32 KB
-that nobody has sent before, bodies that are no JSON, listings; and some clients leave before the answer or in the
-middle of a stream, and come back on a new connection.
+A real router, of one process or of several workers, stands before mock instances (2 prefill + 2 decode, or 4 mixed;
+``native/worker.c``). Each connection sends one request after another, drawn at random: whole answers, streams of paced
+events, prompts of 32 KB that nobody has sent before, bodies that are no JSON, listings; and some clients leave before
+the answer or in the middle of a stream, and come back on a new connection.
 
 The program ends with 1 if an answer was not what it should be (each is read to its end and checked), if the router's
 memory grows by more than --growth-mb after the warm-up, if a request still counts at an instance when all clients are
 gone, or if descriptors are left open. The warm-up, a third of the time, fills what is bounded by design: the records
-kept for /admin/explain (10,000 requests) and the prefix index, which is made small for it.
+kept for /admin/explain (10,000 requests) and the prefix index, which is made small for it. Memory and descriptors are
+those of all the router's processes together, and what processes share in memory counts once.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import uvloop
-from router_overhead import ROLES, compiled, free_port, heartbeats, post, running_process
+from router_overhead import ROLES, compiled, family, free_port, heartbeats, post, running_process
 
 CHAT = "/v1/chat/completions"
 EVENTS = 12
@@ -43,11 +45,10 @@ READY_S = 20.0
 SHRINKS_WITHIN_S = 15.0
 # Clients come one by one over this time.
 RAMP_S = 1.0
-# A few descriptors more than at the start may be open at the end: connections of heartbeats and probes.
+# A few descriptors more than at the start may be open at the end, in each worker: connections of heartbeats and probes.
 FEW = 16
 # Kinds of requests, and how often each is sent.
 KINDS = {"whole": 40, "stream": 25, "long": 10, "bad": 5, "models": 2, "leaves at once": 6, "leaves a stream": 12}
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Lost(Exception):
@@ -76,13 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long clients send (default 60)")
     parser.add_argument("--connections", type=int, default=1000, help="clients at once (default 1000)")
     parser.add_argument("--mode", choices=ROLES, default="pd", help="how requests are served (default pd)")
-    parser.add_argument("--growth-mb", type=float, default=16.0, help="growth allowed after the warm-up (default 16)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that serve (default 1)")
+    parser.add_argument(
+        "--growth-mb", type=float, default=16.0, help="each worker's allowed growth after the warm-up (default 16)"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as parts:
         folder, port = Path(name), free_port()
         workers = parts.enter_context(_workers(folder, options.mode))
         log = parts.enter_context((folder / "router.log").open("w+"))
-        process = parts.enter_context(running_process(_router(options.mode, port), log))
+        process = parts.enter_context(running_process(_router(options, port), log))
         parts.enter_context(heartbeats(port, options.mode, workers))
         _wait_until_ready(port)
         troubles = uvloop.run(_soak(process.pid, port, options))
@@ -98,16 +102,17 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     """Send, print what is seen, and return what is wrong with it."""
     tally = Tally()
     clients = [asyncio.ensure_future(_client(port, tally, seed)) for seed in range(options.connections)]
-    print(f"{'':<16}{'RSS MB':>8}{'open files':>12}{'requests':>10}{'lost':>6}")
-    files_before = _show("start", pid, tally)[1]
+    print(f"{'':<16}{'processes':>10}{'memory MB':>10}{'open files':>12}{'requests':>10}{'lost':>6}")
+    before = _show("start", pid, tally)
+    few = FEW * options.workers
     started = time.monotonic()
     await asyncio.sleep(options.seconds / 3)
-    warm = _show("after warm-up", pid, tally)[0]
+    warm = _show("after warm-up", pid, tally).memory_mb
     highest = warm
     while time.monotonic() < started + options.seconds:
         await asyncio.sleep(min(1.0, options.seconds / 20))
-        highest = max(highest, _rss_mb(pid))
-    end = _show("end", pid, tally)[0]
+        highest = max(highest, _weigh(pid).memory_mb)
+    end = _show("end", pid, tally).memory_mb
     tally.is_over = True
     for client in clients:
         client.cancel()
@@ -115,18 +120,21 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     left = await _left_running(port)
     # Connections to instances are kept for further use, but only for some seconds.
     give_up_at = time.monotonic() + SHRINKS_WITHIN_S
-    while len(os.listdir(f"/proc/{pid}/fd")) > files_before + FEW and time.monotonic() < give_up_at:
+    while _weigh(pid).files > before.files + few and time.monotonic() < give_up_at:
         await asyncio.sleep(0.1)
-    files_after = _show("clients gone", pid, tally)[1]
+    after = _show("clients gone", pid, tally)
     kinds = ", ".join(f"{count} {kind}" for kind, count in tally.ended.most_common())
-    print(f"requests: {kinds}; {tally.ended.total() / options.seconds:.0f} a second; highest RSS {highest:.1f} MB")
+    print(f"requests: {kinds}; {tally.ended.total() / options.seconds:.0f} a second; most memory {highest:.1f} MB")
     troubles = [f"lost {count} times: {how}" for how, count in tally.lost.most_common(10)]
-    if end - warm > options.growth_mb:
-        troubles.append(f"memory grew by {end - warm:.1f} MB after the warm-up; {options.growth_mb:g} MB are allowed")
+    allowed = options.growth_mb * options.workers
+    if end - warm > allowed:
+        troubles.append(f"memory grew by {end - warm:.1f} MB after the warm-up; {allowed:g} MB are allowed")
     if left:
         troubles.append(f"{left} requests still count at instances after all clients have gone")
-    if files_after > files_before + FEW:
-        troubles.append(f"{files_after} files are open after all clients have gone, and {files_before} at the start")
+    if after.files > before.files + few:
+        troubles.append(f"{after.files} files are open after all clients have gone, and {before.files} at the start")
+    if after.processes != before.processes:
+        troubles.append(f"the router is {after.processes} processes at the end, and was {before.processes}")
     return troubles
 
 
@@ -211,21 +219,45 @@ async def _left_running(port: int) -> int:
     return left
 
 
-def _show(when: str, pid: int, tally: Tally) -> tuple[float, int]:
-    """Print a line of the table; return the router's memory in MB and its open files."""
-    rss, files = _rss_mb(pid), len(os.listdir(f"/proc/{pid}/fd"))
-    print(f"{when:<16}{rss:>8.1f}{files:>12}{tally.requests:>10}{tally.lost.total():>6}", flush=True)
-    return rss, files
+class Weight(NamedTuple):
+    """What all processes of the router take together."""
+
+    processes: int
+    memory_mb: float
+    files: int
 
 
-def _rss_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
+def _show(when: str, pid: int, tally: Tally) -> Weight:
+    """Print a line of the table; return the router's part of it."""
+    own = _weigh(pid)
+    print(
+        f"{when:<16}{own.processes:>10}{own.memory_mb:>10.1f}{own.files:>12}"
+        f"{tally.requests:>10}{tally.lost.total():>6}",
+        flush=True,
+    )
+    return own
 
 
-def _router(mode: str, port: int) -> list[str]:
-    splitwise = ["--splitwise"] if mode == "pd" else []
+def _weigh(pid: int) -> Weight:
+    weights = []
+    for each in family(pid):
+        with contextlib.suppress(OSError, StopIteration):  # one that has ended
+            folder = Path(f"/proc/{each}")
+            weights.append((_memory_mb(folder), len(os.listdir(folder / "fd"))))
+    return Weight(len(weights), sum(memory for memory, _ in weights), sum(files for _, files in weights))
+
+
+def _memory_mb(process: Path) -> float:
+    """A process's memory; a page that it shares with others counts in part ("proportional set size")."""
+    lines = (process / "smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+
+
+def _router(options: argparse.Namespace, port: int) -> list[str]:
+    splitwise = ["--splitwise"] if options.mode == "pd" else []
     bounded = ["--prefix-index-entries", str(PREFIX_ENTRIES), "--access-log", "off", "--log-level", "warn"]
-    return [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port), *splitwise, *bounded]
+    address = ["--host", "127.0.0.1", "--port", str(port), "--workers", str(options.workers)]
+    return [sys.executable, "-m", "router.launch", *address, *splitwise, *bounded]
 
 
 @contextlib.contextmanager

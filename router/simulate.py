@@ -1,19 +1,28 @@
 """Replays a trace of requests over simulated instances, through the policy objects that the router runs.
 
     python -m router.simulate --trace ../shared/traces/conversation_trace.jsonl --instances 8 --headroom 0.9
+    python -m router.simulate --trace FILE --policy pool_aware --spread --routers 4 --propagation-ms 50
 
 A simulated instance prefills one request after another at a fixed rate, and keeps the blocks that it used last; the
 pool keeps the blocks of all instances, and a token from there costs a quarter of computing it. A request's time to
 first token is its wait and its prefill; decoding is not simulated.
+
+With ``--routers`` each request is placed by one of several processes, drawn at random. Each has a policy of its own,
+which learns from its own requests, and hears of the others' loads and prompts by the router's own ``LoadSync`` and
+``PrefixSync``: told at the router's intervals, and under way for ``--propagation-ms``. Mooncake's traces tell times in
+steps of 3 s. Processes cannot know of each other's choices at one moment, so compare them with ``--spread``.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
+import itertools
 import json
 import math
 import random
+import selectors
 import statistics
 import sys
 import time
@@ -21,12 +30,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, PolicyOptions, RequestFeatures
+from router.fleet import Registration, Registry, Role
+from router.policies import POLICIES, Decision, Outcome, Policy, PolicyOptions, RequestFeatures
 from router.settings import FlagParser, SettingsError
+from router.sharing import NO_LINK, Link, LoadSync, PrefixSync
 
-__all__ = ["Arrival", "BadInput", "Cluster", "Report", "main", "read_trace", "replay"]
+__all__ = ["Arrival", "BadInput", "Cluster", "Division", "Report", "main", "read_trace", "replay", "spread_arrivals"]
 
 TOKENS_PER_BLOCK = 512
 """Of the traces that Mooncake published; a ``hash_ids`` entry stands for this many tokens."""
@@ -72,10 +83,11 @@ def _parse_arrival(line: str, where: str) -> Arrival:
         at, tokens, blocks = entry["timestamp"] / 1000, entry["input_length"], tuple(entry["hash_ids"])
     except (ValueError, TypeError, KeyError):
         at, tokens, blocks = math.nan, None, ()
-    if not (math.isfinite(at) and isinstance(tokens, int) and tokens > 0 and all(isinstance(b, int) for b in blocks)):
+    is_chain = all(isinstance(block, int) and 0 <= block < 2**64 for block in blocks)
+    if not (math.isfinite(at) and isinstance(tokens, int) and tokens > 0 and is_chain):
         raise BadInput(
             f"{where} is no request; it must be a JSON object with a number timestamp (ms), a positive number "
-            "input_length and a list of numbers hash_ids, as in Mooncake's traces"
+            "input_length and a list of whole numbers hash_ids from 0 on, as in Mooncake's traces"
         )
     return Arrival(at, tokens, blocks)
 
@@ -120,11 +132,96 @@ class _Blocks:
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
+        """Keep these."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
+
+
+class Division(NamedTuple):
+    """The processes that place the requests."""
+
+    routers: int = 1
+    propagation: float = 0.0
+    """Seconds that a message from one to another takes."""
+    prefix_propagation: float = 0.0
+    """Seconds that one on prompts takes."""
+    seed: int = 0
+    """Of all that is drawn at random, such as the router that a request comes to."""
+
+
+_UNDIVIDED = Division()
+
+
+class _Timeline(asyncio.SelectorEventLoop):
+    """An event loop whose clock does not wait: it jumps to what is due next."""
+
+    def __init__(self) -> None:
+        self._jumps = _Jumps()
+        super().__init__(self._jumps)
+
+    def time(self) -> float:
+        """The time that this loop has come to."""
+        return self._jumps.now
+
+    async def wait_until(self, at: float) -> None:
+        """Let everything happen that is due before ``at``."""
+        if at > self.time():
+            await asyncio.sleep(at - self.time())
+
+
+class _Jumps(selectors.DefaultSelector):
+    """Waits for no file, and no time."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Let the time pass that there would be to wait."""
+        self.now += timeout or 0.0
+        return []
+
+
+class _SlowLink(Link):
+    """A link over which messages take their time."""
+
+    is_alone = False
+
+    def __init__(self, name: str, division: Division) -> None:
+        self.name = name
+        self.others: list[_SlowLink] = []
+        self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
+        self._topics: dict[str, Callable[[str, Any], None]] = {}
+
+    def publish(self, topic: str, content: Any) -> None:
+        """See ``Link.publish``."""
+        loop = asyncio.get_running_loop()
+        for other in self.others:
+            loop.call_later(self._seconds[topic], other._topics[topic], self.name, content)
+
+    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
+        """See ``Link.subscribe``."""
+        self._topics[topic] = callback
+
+
+class _Router:
+    """One process that places requests: its policy, and the loads as it knows them."""
+
+    def __init__(self, policy: Policy, link: Link, keys: Iterable[str]) -> None:
+        self.policy = policy
+        self.registry = Registry(splitwise=False)
+        self.load_sync = LoadSync(link, self.registry)
+        self.prefix_sync = PrefixSync(link, {Role.MIXED: policy})
+        for key in keys:
+            self.registry.register(_make_registration(key), now=0.0)
+        self.loads = {instance.key: instance.load for instance in self.registry}
+        self.candidates = list(self.loads.values())
+
+
+def _make_registration(key: str) -> Registration:
+    host, _, port = key.partition(":")
+    return Registration.from_fields({"role": "mixed", "host_ip": host, "port": int(port)})
 
 
 class _Placed(NamedTuple):
@@ -134,91 +231,138 @@ class _Placed(NamedTuple):
     features: RequestFeatures
     decision: Decision
     queued: float
+    router: _Router
 
 
 class _Instance:
     """Prefills one request after another."""
 
     def __init__(self, key: str, cache_blocks: int) -> None:
-        self.load = InstanceLoad(key)
+        self.key = key
         self.blocks = _Blocks(cache_blocks)
         self.line: deque[_Placed] = deque()
         self.own_tokens = self.cached_tokens = 0  # of the request being prefilled
+
+
+class _Replay:
+    """A cluster and its routers, on a timeline."""
+
+    def __init__(self, cluster: Cluster, make_policy: Callable[..., Policy], division: Division) -> None:
+        self.report = Report()
+        self._cluster = cluster
+        self._instances = {
+            key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}:1".format, range(cluster.instances))
+        }
+        self._pool = _Blocks(cluster.pool_blocks)
+        self._ends: list[tuple[float, str]] = []  # when, and whose prefill
+        self._timeline = _Timeline()
+        self._dice = random.Random(division.seed)
+        links = [_SlowLink(str(number), division) for number in range(division.routers)]
+        for link in links:
+            link.others = [other for other in links if other is not link]
+        self._routers = [
+            _Router(make_policy(PolicyOptions(), self._timeline.time), link, self._instances)
+            for link in (links if division.routers > 1 else [NO_LINK])
+        ]
+
+    def play_all(self, arrivals: Sequence[Arrival]) -> None:
+        """Let the requests come at their times, until the last has its first token."""
+        try:
+            self._timeline.run_until_complete(self._place_all(arrivals))
+        finally:
+            self._timeline.close()
+
+    async def _place_all(self, arrivals: Sequence[Arrival]) -> None:
+        telling = [asyncio.ensure_future(router.load_sync.keep_telling()) for router in self._routers]
+        for arrival in arrivals:
+            await self._end_prefills(arrival.at)
+            await self._timeline.wait_until(arrival.at)
+            self._place_request(arrival)
+        await self._end_prefills(math.inf)
+        for task in telling:
+            task.cancel()
+        await asyncio.gather(*telling, return_exceptions=True)
+
+    async def _end_prefills(self, until: float) -> None:
+        """Let time pass while prefills end that end by then."""
+        while self._ends and self._ends[0][0] <= until:
+            at, key = heapq.heappop(self._ends)
+            await self._timeline.wait_until(at)
+            self._end_prefill(self._instances[key], at)
+
+    def _place_request(self, arrival: Arrival) -> None:
+        """Let one of the routers choose its instance."""
+        router = self._dice.choice(self._routers)
+        features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
+        started = time.process_time()
+        decision = router.policy.choose_instance(features, router.candidates)
+        self.report.decision_seconds += time.process_time() - started
+        instance, load = self._instances[decision.key], router.loads[decision.key]
+        instance.line.append(_Placed(arrival, features, decision, load.queued, router))
+        load.add_request(arrival.tokens, decision.work)
+        if len(instance.line) == 1:
+            self._begin_prefill(instance, arrival.at)
+
+    def _begin_prefill(self, instance: _Instance, now: float) -> None:
+        """Let the first of the line begin."""
+        arrival, cluster = instance.line[0].arrival, self._cluster
+        own = instance.blocks.count_leading(arrival.blocks)
+        shared = max(own, self._pool.count_leading(arrival.blocks))
+        own_tokens = instance.own_tokens = min(own * TOKENS_PER_BLOCK, arrival.tokens)
+        instance.cached_tokens = min(shared * TOKENS_PER_BLOCK, arrival.tokens)
+        pool_tokens = instance.cached_tokens - own_tokens
+        instance.blocks.use_blocks(arrival.blocks[:shared])
+        self.report.tokens += arrival.tokens
+        self.report.own_tokens += own_tokens
+        self.report.pool_tokens += pool_tokens
+        work = arrival.tokens - instance.cached_tokens + cluster.fetch_cost * pool_tokens
+        heapq.heappush(self._ends, (now + work / cluster.tokens_per_second, instance.key))
+
+    def _end_prefill(self, instance: _Instance, now: float) -> None:
+        """Let the first of the line go, and its router learn from it."""
+        arrival, features, decision, queued, router = instance.line.popleft()
+        router.loads[instance.key].remove_request(arrival.tokens, decision.work)
+        ttft = now - arrival.at
+        self.report.ttft.append(ttft)
+        instance.blocks.use_blocks(arrival.blocks)
+        self._pool.use_blocks(arrival.blocks)
+        router.policy.observe_outcome(
+            features,
+            decision,
+            Outcome(instance.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens),
+        )
+        if instance.line:
+            self._begin_prefill(instance, now)
 
 
 def replay(
     arrivals: Sequence[Arrival],
     cluster: Cluster,
     make_policy: Callable[..., Policy],
+    division: Division = _UNDIVIDED,
 ) -> Report:
-    """Send the requests where a policy says, at their times, and let it learn from their outcomes."""
-    random.seed(0)
-    now = 0.0
-    policy = make_policy(PolicyOptions(), lambda: now)
-    instances = {
-        key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}".format, range(cluster.instances))
-    }
-    candidates = [instance.load for instance in instances.values()]
-    pool = _Blocks(cluster.pool_blocks)
-    report = Report()
-    ends: list[tuple[float, str]] = []  # when, and whose prefill
+    """Send the requests where a policy says, at their times, and let it learn from their outcomes.
 
-    def begin_prefill(instance: _Instance) -> None:
-        arrival = instance.line[0].arrival
-        own = instance.blocks.count_leading(arrival.blocks)
-        shared = max(own, pool.count_leading(arrival.blocks))
-        own_tokens = instance.own_tokens = min(own * TOKENS_PER_BLOCK, arrival.tokens)
-        instance.cached_tokens = min(shared * TOKENS_PER_BLOCK, arrival.tokens)
-        pool_tokens = instance.cached_tokens - own_tokens
-        instance.blocks.use_blocks(arrival.blocks[:shared])
-        report.tokens += arrival.tokens
-        report.own_tokens += own_tokens
-        report.pool_tokens += pool_tokens
-        work = arrival.tokens - instance.cached_tokens + cluster.fetch_cost * pool_tokens
-        heapq.heappush(ends, (now + work / cluster.tokens_per_second, instance.load.key))
+    Args:
+        division: by how many processes, each with such a policy.
+    """
+    random.seed(division.seed)
+    work = _Replay(cluster, make_policy, division)
+    work.play_all(arrivals)
+    return work.report
 
-    def end_prefill(instance: _Instance) -> None:
-        arrival, features, decision, queued = instance.line.popleft()
-        load = instance.load
-        load.requests -= 1
-        load.tokens -= arrival.tokens
-        load.queued -= decision.work
-        ttft = now - arrival.at
-        report.ttft.append(ttft)
-        instance.blocks.use_blocks(arrival.blocks)
-        pool.use_blocks(arrival.blocks)
-        policy.observe_outcome(
-            features,
-            decision,
-            Outcome(load.key, queued, ttft, arrival.tokens, instance.cached_tokens, instance.own_tokens),
-        )
-        if instance.line:
-            begin_prefill(instance)
 
-    def place_request(arrival: Arrival) -> None:
-        features = RequestFeatures(arrival.tokens, lambda: arrival.blocks, tokens_per_chunk=TOKENS_PER_BLOCK)
-        started = time.process_time()
-        decision = policy.choose_instance(features, candidates)
-        report.decision_seconds += time.process_time() - started
-        instance = instances[decision.key]
-        load = instance.load
-        instance.line.append(_Placed(arrival, features, decision, load.queued))
-        load.requests += 1
-        load.tokens += arrival.tokens
-        load.queued += decision.work
-        if len(instance.line) == 1:
-            begin_prefill(instance)
-
-    for arrival in arrivals:
-        while ends and ends[0][0] <= arrival.at:
-            now, key = heapq.heappop(ends)
-            end_prefill(instances[key])
-        now = arrival.at
-        place_request(arrival)
-    while ends:
-        now, key = heapq.heappop(ends)
-        end_prefill(instances[key])
-    return report
+def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
+    """The requests of one moment at random times until the next one's, in their order."""
+    dice = random.Random(seed)
+    moments = [list(group) for _, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at)]
+    starts = [moment[0].at for moment in moments]
+    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]  # the last step is as long as the one before
+    return [
+        arrival._replace(at=at)
+        for moment, start, end in zip(moments, starts, ends, strict=True)
+        for arrival, at in zip(moment, sorted(dice.uniform(start, end) for _ in moment), strict=True)
+    ]
 
 
 def _pace_arrivals(
@@ -256,14 +400,37 @@ def _make_parser() -> FlagParser:
         help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance keeps (default 3000)",
     )  # fmt: skip
     parser.add_argument("--policy", choices=POLICIES, action="append", help="only this one; may come more than once")
+    parser.add_argument(
+        "--routers", type=_positive_number(int), default=1, metavar="N",
+        help="processes that place the requests, each of which one gets at random (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--propagation-ms", type=_positive_number(float, or_zero=True), default=1.0, metavar="MS",
+        help="time that a message from one of them to another takes (default 1); loads are told every 10 ms at most, "
+        "and which prompts went where every 100 ms",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefix-propagation-ms", type=_positive_number(float, or_zero=True), metavar="MS",
+        help="time that a message on prompts takes (default: that of the others)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--spread", action="store_true",
+        help="let requests with equal timestamps come at random times until the next one",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random (default 0)")
     return parser
 
 
-def _positive_number(kind: type[int] | type[float]) -> Callable[[str], float]:
+def _divide(args: argparse.Namespace) -> Division:
+    prefix_ms = args.propagation_ms if args.prefix_propagation_ms is None else args.prefix_propagation_ms
+    return Division(args.routers, args.propagation_ms / 1000, prefix_ms / 1000, args.seed)
+
+
+def _positive_number(kind: type[int] | type[float], *, or_zero: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"it is {text}; it must be more than 0")
+        if not 0 <= value < math.inf or not (value or or_zero):
+            raise argparse.ArgumentTypeError(f"it is {text}; it must be {'0 or more' if or_zero else 'more than 0'}")
         return value
 
     parse.__name__ = "whole number" if kind is int else "number"
@@ -274,17 +441,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     try:
         args = _make_parser().parse_args(sys.argv[1:] if argv is None else argv)
-        arrivals, cluster = _pace_arrivals(read_trace(args.trace), args.instances, args.headroom, args.cache_blocks)
+        arrivals = read_trace(args.trace)
+        arrivals = spread_arrivals(arrivals, args.seed) if args.spread else arrivals
+        arrivals, cluster = _pace_arrivals(arrivals, args.instances, args.headroom, args.cache_blocks)
     except (BadInput, SettingsError) as exc:
         print(f"router.simulate: {exc}", file=sys.stderr)
         return 2
+    division = _divide(args)
+    placed = f", placed by {args.routers} routers" if args.routers > 1 else ""
     print(
         f"{len(arrivals)} requests in {arrivals[-1].at:.0f} s over {cluster.instances} instances of "
-        f"{cluster.tokens_per_second:.0f} tokens/s, headroom {args.headroom:g}"
+        f"{cluster.tokens_per_second:.0f} tokens/s, headroom {args.headroom:g}{placed}"
     )
     print(f"{'policy':24}{'own':>8}{'pool':>8}{'TTFT mean':>10}{'p50':>10}{'p99 (s)':>10}{'CPU ms each':>12}")
     for name in args.policy or POLICIES:
-        print(_format_row(name, replay(arrivals, cluster, POLICIES[name])), flush=True)
+        print(_format_row(name, replay(arrivals, cluster, POLICIES[name], division)), flush=True)
     return 0
 
 

@@ -37,7 +37,8 @@ HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 # server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
 # themselves, is a program of its own, not on a request's way.
 SPEAKERS = {"router.http.connection", "router.http.server", "router.register"}
-# Of the 58, six are of launch/, which was one file before there were workers, and six of sharing/.
+# Of the 58, six are of launch/, which was one file before there were workers, and five of sharing/; two are of the
+# simulator, whose routers tell each other of loads and prompts by the real parts of fleet/ and sharing/.
 MAX_ARROWS = 58
 MAX_ENTRIES = 14
 

@@ -36,7 +36,8 @@ struct connection {
     bool writable_wanted;
     char *in, *out;
     size_t in_size, in_capacity, out_start, out_size, out_capacity;
-    size_t body_start, request_size; /* of the request that is arriving; 0 before its head is complete */
+    size_t body_start;   /* of the request that is arriving; 0 before its head is complete */
+    size_t request_size; /* of it; 0 before it is known */
     int events_left;                 /* of a paced stream; it is in `paced` while more than 0 */
     int64_t due, pause;
     struct connection *next_paced;
@@ -160,24 +161,48 @@ static bool answer_post(struct connection *c, const char *body, size_t size) {
 }
 
 /* Finds the request's head, once it is whole, and with it the request's size. */
-static bool read_head(struct connection *c) {
+static void read_head(struct connection *c) {
     char *end = memmem(c->in, c->in_size, "\r\n\r\n", 4);
-    if (!end) return true;
+    if (!end) return;
     *end = 0; /* for strcasestr; nobody reads the head again */
-    if (strcasestr(c->in, "\r\ntransfer-encoding:")) {
-        fprintf(stderr, "worker: a request came in chunks, which it does not read\n");
-        return false;
-    }
-    char *length = strcasestr(c->in, "\r\ncontent-length:");
     c->body_start = end + 4 - c->in;
+    if (strcasestr(c->in, "\r\ntransfer-encoding:")) return; /* read_chunks finds the size */
+    char *length = strcasestr(c->in, "\r\ncontent-length:");
     c->request_size = c->body_start + (length ? strtoul(length + 17, NULL, 10) : 0);
-    return true;
+}
+
+/* The data of the chunk at `at`, its size and the start of what follows it; NULL if it is not whole before `limit`. */
+static char *chunk_at(char *at, char *limit, size_t *size, char **following) {
+    char *line_end = memmem(at, limit - at, "\r\n", 2);
+    if (!line_end) return NULL;
+    char *data = line_end + 2;
+    *size = strtoul(at, NULL, 16);
+    if ((size_t)(limit - data) < *size + 2) return NULL;
+    *following = data + *size + 2;
+    return data;
+}
+
+/* Makes one body of a body in chunks, once the last of them (an empty one, without trailers) is here. */
+static void read_chunks(struct connection *c) {
+    char *limit = c->in + c->in_size, *at = c->in + c->body_start, *data;
+    size_t size = 1;
+    while (size > 0)
+        if (!chunk_at(at, limit, &size, &at)) return;
+    char *body = c->in + c->body_start, *chunk = body;
+    while (data = chunk_at(chunk, limit, &size, &chunk), size > 0) {
+        memmove(body, data, size);
+        body += size;
+    }
+    memmove(body, at, limit - at);
+    c->request_size = body - c->in;
+    c->in_size = c->request_size + (limit - at);
 }
 
 /* Answers every request that has arrived whole. */
 static bool answer(struct connection *c) {
     while (c->in_size > 0) {
-        if (c->request_size == 0 && !read_head(c)) return false;
+        if (c->body_start == 0) read_head(c);
+        if (c->body_start && c->request_size == 0) read_chunks(c);
         if (c->request_size == 0 || c->in_size < c->request_size) return true;
         c->in = grown(c->in, &c->in_capacity, c->request_size + 1, 1);
         char following = c->in[c->request_size];
@@ -191,7 +216,7 @@ static bool answer(struct connection *c) {
         c->in[c->request_size] = following;
         c->in_size -= c->request_size;
         memmove(c->in, c->in + c->request_size, c->in_size);
-        c->request_size = 0;
+        c->body_start = c->request_size = 0;
     }
     return true;
 }

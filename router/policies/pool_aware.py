@@ -18,6 +18,10 @@ __all__ = ["PoolAware"]
 # fixed alpha's, which is 2 at little load and 32 at too much.
 _ALPHA_PER_WAITING = 2.0
 _MAX_ALPHA = 32.0
+# Candidates whose costs differ by less than this part of a request's mean work take turns. Routers that know the same
+# then agree less often on one instance: for four that hear of each other after 50 ms, router.simulate finds the mean
+# time to first token half a hundredth less, and for one router no difference beyond chance.
+_NEARLY_EQUAL = 0.1
 # Means over about so many requests.
 _MEMORY = 100
 
@@ -61,11 +65,13 @@ class PoolAware(PrefixPolicy):
         saving = alpha * fetch_cost * per_chunk  # by each chunk that need not be fetched
         start = self._turns.taken % len(candidates)
         self._turns.taken += 1
-        chosen, least, queue = candidates[start], float("inf"), 0.0
+        chosen, least, queue, handicap = candidates[start], float("inf"), 0.0, 0.0
+        handicap_step = _NEARLY_EQUAL * self._mean_work / len(candidates)
         for candidate in [*candidates[start:], *candidates[:start]]:
             queued = candidate.queued
             queue += queued
-            cost = queued - saving * own.get(candidate.key, 0)
+            cost = queued + handicap - saving * own.get(candidate.key, 0)
+            handicap += handicap_step
             if cost < least:
                 chosen, least = candidate, cost
         if chunks:

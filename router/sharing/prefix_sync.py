@@ -28,7 +28,8 @@ class PrefixSync:
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link
         self._policies = {role.value: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
-        self._placed: list[tuple[str, str, bytes]] = []
+        # By role, instance and last hash, which stands for all before it.
+        self._placed: dict[tuple[str, str, int], bytes] = {}
         if not link.is_alone:
             for role, policy in self._policies.items():
                 policy.subscribe_to_chains(partial(self._on_chain, role))
@@ -47,11 +48,13 @@ class PrefixSync:
     def _on_chain(self, role: str, chunks: Sequence[int], key: str) -> None:
         if not self._placed:
             asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_chains)
-        self._placed.append((role, key, array("Q", chunks).tobytes()))
+        placed = (role, key, chunks[-1])
+        if placed not in self._placed:
+            self._placed[placed] = array("Q", chunks).tobytes()
 
     def _tell_chains(self) -> None:
-        placed, self._placed = self._placed, []
-        self._link.publish("chains", placed)
+        placed, self._placed = self._placed, {}
+        self._link.publish("chains", [(role, key, data) for (role, key, _), data in placed.items()])
 
     def _on_chains(self, _: str, placed: list[Any]) -> None:
         for role, key, data in placed:

@@ -31,11 +31,13 @@ _log = logging.getLogger("router.sharing.shared_state")
 CHANNEL = "kvrouter:1:bus"
 FLEET = "kvrouter:1:fleet"
 
-# Messages are sent in batches, so often; an empty one now and then says that this router lives.
-SEND_SECONDS = 0.02
+# Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
+SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
-# A router that was not heard of for so long is gone, and Redis is where a router does not hear itself.
+# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; it is looked
+# at so often.
 GONE_SECONDS = 5.0
+SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
 # More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
@@ -61,6 +63,7 @@ class SharedState:
         self._hub = hub
         self._redis = _make_client(url)
         self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
+        self._has_waiting = asyncio.Event()
         # Other routers: when each was heard last, and the names of its processes.
         self._heard_at: dict[str, float] = {}
         self._processes: dict[str, set[str]] = {}
@@ -74,6 +77,7 @@ class SharedState:
     def send(self, *message: Any) -> None:
         """Send a message to all other routers, soon; see ``Uplink``."""
         self._waiting.append(message)
+        self._has_waiting.set()
 
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately; see ``Uplink``."""
@@ -116,7 +120,7 @@ class SharedState:
             sending = asyncio.ensure_future(self._keep_sending())
             try:
                 while not sending.done():
-                    message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SEND_SECONDS * 5)
+                    message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SILENCE_SECONDS)
                     if message is not None:
                         self._take_batch(message["data"])
                     self._check_silence()
@@ -134,20 +138,26 @@ class SharedState:
                 await self._redis.hdel(FLEET, key.decode())
             else:
                 self._hub.on_distant_message(["keep", key.decode(), record])
+        self._void_charges()
         for kept, record in self._hub.records.items():
             self.send("keep", kept, record)
 
+    def _void_charges(self) -> None:
+        """Take the tokens out of what waits: told late, or twice, they would hold up clients for what is long past."""
+        voided = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
+        self._waiting = deque(voided, MAX_WAITING)
+
     async def _keep_sending(self) -> None:
-        sent_at = 0.0
         while True:
-            if self._waiting or time.monotonic() - sent_at > ALIVE_SECONDS:
-                sent_at = time.monotonic()
-                await self._send_batch()
+            await self._send_batch()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_waiting.wait(), ALIVE_SECONDS)
             await asyncio.sleep(SEND_SECONDS)
 
     async def _send_batch(self) -> None:
         batch = list(self._waiting)
         self._waiting.clear()
+        self._has_waiting.clear()
         try:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:

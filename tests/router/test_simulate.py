@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from router.policies import POLICIES
-from router.simulate import Arrival, Cluster, main, replay
+from router.simulate import Arrival, Cluster, Division, main, replay, spread_arrivals
 
 CLUSTER = Cluster(instances=4, tokens_per_second=1000, cache_blocks=100, pool_blocks=10_000)
 
@@ -71,6 +71,67 @@ def test_a_replay_gives_the_same_again() -> None:
     assert one.ttft == two.ttft
 
 
+def test_a_router_knows_of_anothers_request_when_it_has_been_told() -> None:
+    # One instance is busy for 10 s. A router that knows it takes the other one; one that does not takes either.
+    def second_waits(seconds: float, seed: int) -> bool:
+        arrivals = [Arrival(0.0, 10_000, ()), Arrival(1.0, 1000, ())]
+        division = Division(routers=2, propagation=seconds, seed=seed)
+        report = replay(arrivals, CLUSTER._replace(instances=2), POLICIES["request_num"], division)
+        return sorted(report.ttft)[0] > 1.5
+
+    assert not any(second_waits(0.9, seed) for seed in range(10))
+    assert any(second_waits(1.1, seed) for seed in range(10))
+
+
+def test_a_router_knows_of_anothers_prompt_when_it_has_been_told() -> None:
+    # The one between them lets the router that gets it begin elsewhere, where it knows of no reason not to.
+    arrivals = [Arrival(0.0, 1024, (1, 2)), Arrival(1.1, 100, ()), Arrival(2.0, 1024, (1, 2))]
+
+    def count_own_tokens(seconds: float, seed: int) -> int:
+        division = Division(routers=2, prefix_propagation=seconds, seed=seed)
+        return replay(arrivals, CLUSTER, POLICIES["pool_aware"], division).own_tokens
+
+    # Told 100 ms after it was placed.
+    assert {count_own_tokens(1.8, seed) for seed in range(20)} == {1024}
+    assert {count_own_tokens(2.0, seed) for seed in range(20)} == {0, 1024}
+
+
+@pytest.mark.parametrize("routers", [2, 4])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_request_is_answered_however_many_routers(name: str, routers: int) -> None:
+    arrivals = conversations(10)
+    report = replay(arrivals, CLUSTER, POLICIES[name], Division(routers, 0.05, 0.2))
+    assert len(report.ttft) == len(arrivals)
+
+
+def test_routers_that_hear_of_each_other_soon_do_as_well_as_one() -> None:
+    arrivals = conversations(200)
+    cluster = CLUSTER._replace(tokens_per_second=4000)
+
+    def mean(division: Division) -> float:
+        return fmean(replay(arrivals, cluster, POLICIES["pool_aware"], division).ttft)
+
+    whole = mean(Division())
+    split = [mean(Division(routers, 0.001, 0.001, seed)) for routers in (2, 4) for seed in range(3)]
+    deaf = [mean(Division(routers, 1e9, 1e9, seed)) for routers in (2, 4) for seed in range(3)]
+    assert fmean(split) < 1.03 * whole < fmean(deaf)
+
+
+def test_several_routers_give_the_same_again_with_the_same_seed() -> None:
+    divisions = [Division(3, 0.05, 0.2, seed) for seed in (1, 1, 2)]
+    one, two, other = (replay(conversations(), CLUSTER, POLICIES["pool_aware"], each).ttft for each in divisions)
+    assert one == two != other
+
+
+def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
+    arrivals = [Arrival(at, 512, (number,)) for number, at in enumerate([0.0, 0.0, 0.0, 3.0, 6.0, 6.0])]
+    spread = spread_arrivals(arrivals)
+    assert [arrival.blocks for arrival in spread] == [arrival.blocks for arrival in arrivals]
+    assert [3 * int(arrival.at / 3) for arrival in spread] == [arrival.at for arrival in arrivals]
+    assert len({arrival.at for arrival in spread}) == 6
+    assert spread == sorted(spread_arrivals(arrivals)) != spread_arrivals(arrivals, seed=1)
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -86,6 +147,14 @@ def test_the_table_has_a_line_for_each_policy(trace: Path, capsys: pytest.Captur
     assert [line.split()[0] for line in lines[2:]] == list(POLICIES)
 
 
+def test_the_table_says_by_how_many_routers_requests_are_placed(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--routers", "2", "--propagation-ms", "50", "--prefix-propagation-ms", "200", "--spread", "--seed", "5"]
+    assert main(["--trace", str(trace), "--policy", "pool_aware", *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(", placed by 2 routers")
+
+
 def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--trace", str(trace), "--policy", "pool_aware"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -97,6 +166,8 @@ def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[
         ([], "the following arguments are required: --trace"),
         (["--trace", "nowhere"], "--trace nowhere cannot be read: No such file or directory"),
         (["--trace", "TRACE", "--instances", "0"], "argument --instances: it is 0; it must be more than 0"),
+        (["--trace", "TRACE", "--routers", "0"], "argument --routers: it is 0; it must be more than 0"),
+        (["--trace", "TRACE", "--propagation-ms", "-1"], "argument --propagation-ms: it is -1; it must be 0 or more"),
         (["--trace", "TRACE", "--headroom", "much"], "argument --headroom: invalid number value: 'much'"),
         (
             ["--trace", "TRACE", "--instance", "4"],

@@ -53,6 +53,19 @@ def test_a_prefix_that_all_share_does_not_send_everyone_to_one_instance() -> Non
     assert max(c.queued for c in candidates) < 1.2 * min(c.queued for c in candidates)
 
 
+def test_candidates_that_cost_nearly_the_same_take_turns() -> None:
+    policy = PoolAware()
+    for request in range(200):
+        policy.choose_instance(prompt(1000 + request), [InstanceLoad("a")])  # works of 1000 tokens
+
+    def choose_from(other_queue: float) -> list[str]:
+        loads = [InstanceLoad("a", queued=500.0), InstanceLoad("b", queued=other_queue)]
+        return [policy.choose_instance(RequestFeatures(1000), loads).key for _ in range(6)]
+
+    assert choose_from(520.0) == ["a", "b"] * 3
+    assert choose_from(600.0) == ["a"] * 6
+
+
 def test_a_prompt_shorter_than_its_chunks_say_has_no_more_cached_than_it_has() -> None:
     policy, candidates = PoolAware(), [InstanceLoad("a")]
     policy.choose_instance(prompt(1, 2, tokens=1500), candidates)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from router.settings import SettingsError
+from router.access import Admission
+from router.settings import RouterSettings, SettingsError
 from router.sharing import WorkerLink, shared_state
+from router.sharing.gate import Gate
 from router.sharing.shared_state import SharedState
 from tests.router.sharing.links import LinkedHub, until
 from tests.support.redis import RedisServer, needs_redis
@@ -168,6 +170,33 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
                 await until(lambda: bool(fourth.link.trouble))
 
     asyncio.run(run())
+
+
+def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_back(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+    charged: list[dict[str, int]] = []
+    running: list[dict[str, int]] = []
+
+    def note(router: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
+        running.append(running_there)
+        charged.append(charged_there)
+
+    async def work(first: Router, second: Router) -> None:
+        gate = Gate(Admission(RouterSettings()), lambda *_: None)
+        monkeypatch.setattr(gate, "note_elsewhere", note)
+        second.shared._hub.gate = gate
+        first.shared.send("limits", "a", {"key": 1}, {"key": 50})
+        await until(lambda: {"key": 50} in charged)
+        redis.kill()
+        await until(lambda: bool(first.link.trouble and second.link.trouble))
+        first.shared.send("limits", "a", {"key": 2}, {"key": 5000})
+        redis.start()
+        await until(lambda: {"key": 2} in running)
+        assert {"key": 5000} not in charged
+
+    run_two(redis, work)
 
 
 def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
