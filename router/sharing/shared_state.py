@@ -8,7 +8,6 @@ router goes on with its own knowledge, and when it is back they tell each other 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -34,8 +33,8 @@ FLEET = "kvrouter:1:fleet"
 # Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
 SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
-# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; it is looked
-# at so often.
+# A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; looked at so
+# often.
 GONE_SECONDS = 5.0
 SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
@@ -85,8 +84,9 @@ class SharedState:
 
     async def wait_for_records(self) -> None:
         """Wait until the records that Redis has were taken over; not for long, as it may be gone."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._was_tried.wait(), ANSWER_SECONDS)
+        give_up = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._was_tried.set)
+        await self._was_tried.wait()
+        give_up.cancel()
 
     async def keep_connected(self) -> None:
         """Exchange messages with the other routers, and come back whenever Redis was gone; until cancelled."""
@@ -127,6 +127,7 @@ class SharedState:
                 sending.result()
             finally:
                 sending.cancel()
+                await asyncio.wait([sending])
 
     async def _exchange_records(self) -> None:
         """Take over the records that Redis has, and give it those that it may lack."""
@@ -148,10 +149,12 @@ class SharedState:
         self._waiting = deque(voided, MAX_WAITING)
 
     async def _keep_sending(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await self._send_batch()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_waiting.wait(), ALIVE_SECONDS)
+            alive = loop.call_later(ALIVE_SECONDS, self._has_waiting.set)
+            await self._has_waiting.wait()
+            alive.cancel()
             await asyncio.sleep(SEND_SECONDS)
 
     async def _send_batch(self) -> None:

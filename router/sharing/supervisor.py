@@ -135,6 +135,7 @@ class Supervisor:
         ready.cancel()
         if sharing is not None and shared_state is not None:
             sharing.cancel()
+            await asyncio.wait([sharing])
             await shared_state.close()
         return self._refusal
 

@@ -43,6 +43,7 @@ async def router(name: str, url: str) -> AsyncIterator[Router]:
         yield Router(await linked.join(f"{name}-0"), shared, connecting)
     finally:
         connecting.cancel()
+        await asyncio.wait([connecting])
         await shared.close()
         await linked.close()
 
