@@ -1,4 +1,4 @@
-# Shared by run.sh, run_pd_storage.sh and run_ha.sh: set up, start, wait, stop. To be sourced.
+# Shared by run.sh, run_pd_storage.sh, run_ha.sh and run_router_ha.sh: set up, start, wait, stop. To be sourced.
 # shellcheck shell=bash disable=SC2034  # what looks unused is used by the scripts that source this
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -211,7 +211,7 @@ stop_all() {
     local name others=() pool=()
     for name in "${!pids[@]}"; do
         case $name in
-            master* | etcd) pool+=("$name") ;;
+            master* | etcd | redis) pool+=("$name") ;;
             *) others+=("$name") ;;
         esac
     done

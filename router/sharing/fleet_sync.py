@@ -69,7 +69,8 @@ class FleetSync:
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         written_at = self._clock()
-        if is_news:
+        if is_news:  # later than all that was heard, though another machine's clock may be ahead
+            written_at = max(written_at, self._written_at.get(instance.key, 0.0) + 1e-6)
             self._written_at[instance.key] = written_at
         return {
             "fields": dict(instance.registration.fields),

@@ -68,6 +68,7 @@ class SharedState:
         self._processes: dict[str, set[str]] = {}
         self._heard_self_at = 0.0
         self._is_up: bool | None = None
+        self._was_tried = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
@@ -80,6 +81,12 @@ class SharedState:
     def list_routers(self) -> list[str]:
         """The names of the other routers that were heard of lately; see ``Uplink``."""
         return list(self._heard_at) if self._is_up else []
+
+    async def wait_for_records(self) -> None:
+        """Wait until the records that Redis has were taken over; not for long, as it may be gone."""
+        give_up = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._was_tried.set)
+        await self._was_tried.wait()
+        give_up.cancel()
 
     async def keep_connected(self) -> None:
         """Exchange messages with the other routers, and come back whenever Redis was gone; until cancelled."""
@@ -132,8 +139,14 @@ class SharedState:
                 await self._redis.hdel(FLEET, key.decode())
             else:
                 self._hub.on_distant_message(["keep", key.decode(), record])
+        self._void_charges()
         for kept, record in self._hub.records.items():
             self.send("keep", kept, record)
+
+    def _void_charges(self) -> None:
+        """Take the tokens out of what waits: told late, or twice, they would hold up clients for what is long past."""
+        voided = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
+        self._waiting = deque(voided, MAX_WAITING)
 
     async def _keep_sending(self) -> None:
         loop = asyncio.get_running_loop()
@@ -148,12 +161,16 @@ class SharedState:
         batch = list(self._waiting)
         self._waiting.clear()
         self._has_waiting.clear()
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for message in batch:
-                if message[0] == "keep":
-                    pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
-            pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
-            await pipeline.execute()
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for message in batch:
+                    if message[0] == "keep":
+                        pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
+                pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
+                await pipeline.execute()
+        except BaseException:  # others may have had it: hearing a message twice does no harm
+            self._waiting = deque([*batch, *self._waiting], MAX_WAITING)
+            raise
 
     def _take_batch(self, data: bytes) -> None:
         sender, batch = msgpack.unpackb(data, strict_map_key=False)
@@ -185,11 +202,13 @@ class SharedState:
 
     def _forget_router(self, router: str) -> None:
         del self._heard_at[router]
-        for name in self._processes.pop(router, ()):
+        # Its own name, too, for it may have died before any of its processes was heard.
+        for name in (*self._processes.pop(router, ()), router):
             self._hub.announce_departure(name)
         self._hub.on_distant_message(["limits", router, {}, {}])
 
     def _set_trouble(self, trouble: str) -> None:
+        self._was_tried.set()
         if self._is_up == (not trouble):
             return
         self._is_up = not trouble

@@ -119,7 +119,7 @@ class Supervisor:
             Why the workers cannot start, in one sentence; ``""`` after a good end.
         """
         loop = asyncio.get_running_loop()
-        sharing = None
+        shared_state, sharing = None, None
         if self._settings.shared_state:
             self._hub.uplink = shared_state = SharedState(self._settings.shared_state, self._prefix, self._hub)
             sharing = asyncio.ensure_future(shared_state.keep_connected())
@@ -128,19 +128,21 @@ class Supervisor:
         self._listener.setblocking(False)
         for place in range(self._settings.num_workers):
             await self._start_worker(place, is_late=False)
-        ready = asyncio.ensure_future(self._announce_ready(on_ready))
+        ready = asyncio.ensure_future(self._announce_ready(on_ready, shared_state))
         while self._workers or self._starts:
             await asyncio.sleep(CHECK_SECONDS if not self._is_stopping else 0.02)
             self._check_workers()
         ready.cancel()
-        if sharing is not None:
+        if sharing is not None and shared_state is not None:
             sharing.cancel()
             await asyncio.wait([sharing])
             await shared_state.close()
         return self._refusal
 
-    async def _announce_ready(self, on_ready: Callable[[], None]) -> None:
+    async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:
         await self._was_ready.wait()
+        if shared_state is not None:  # the first client should find the instances that the other routers know
+            await shared_state.wait_for_records()
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
 

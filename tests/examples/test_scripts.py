@@ -20,7 +20,8 @@ from tests.examples.script import EXAMPLES, loopback_only, running, script_envir
 
 pytestmark = pytest.mark.timeout(600)
 needs_ports = pytest.mark.usefixtures("free_ports")
-SCRIPTS = ("run.sh", "run_pd_storage.sh", "run_03b_pd_storage.sh", "run_ha.sh")
+# And how many instances each starts.
+SCRIPTS = {"run.sh": 2, "run_pd_storage.sh": 3, "run_03b_pd_storage.sh": 3, "run_ha.sh": 2, "run_router_ha.sh": 5}
 
 
 @needs_ports
@@ -143,7 +144,7 @@ def instances(lines: list[Line], module: str) -> list[Line]:
 def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> None:
     lines = dry_run(script, ENGINE="kvstore")
     started = instances(lines, "engine.api_server")
-    assert len(started) == (3 if "pd" in script else 2)
+    assert len(started) == SCRIPTS[script]
     for line in started:
         args = parse_args(line.flags, line.environment)
         assert args.kvcache_storage_backend == (None if args.port == 52600 else "mooncake")
@@ -156,7 +157,7 @@ def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> N
 def test_a_dry_run_with_fastdeploy_puts_our_backend_under_it(script: str, tmp_path: Path) -> None:
     lines = dry_run(script, ENGINE="fastdeploy", FD_MODEL_CACHE=str(tmp_path))
     started = instances(lines, "fastdeploy.entrypoints.openai.api_server")
-    assert len(started) == (3 if "pd" in script else 2)
+    assert len(started) == SCRIPTS[script]
     for line in started:
         assert line.environment["FD_PLUGINS"] == "kvstore"
         folder = line.flags[line.flags.index("--model") + 1]

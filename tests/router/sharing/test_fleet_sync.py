@@ -55,6 +55,19 @@ def test_an_order_that_one_carried_out_holds_for_both(
     assert registered(first)[0][field] == registered(second)[0][field] == value
 
 
+def test_an_order_holds_though_the_clock_of_who_gave_it_is_behind(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    monkeypatch.setattr(first.app.fleet_sync, "_clock", lambda: time.time() + 60)
+    instance.register(first.url)
+    second.client.post("/admin/drain", json={"instance": instance.key})
+    wait_until(lambda: registered(first)[0]["state"] == "draining", "the order to hold at the first")
+    instance.register(first.url)
+    assert registered(second)[0]["state"] == "draining"
+
+
 def test_a_heartbeat_at_one_keeps_the_instance_alive_at_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance, workers=2, health_check_interval_secs=0.05, heartbeat_expiry_secs=1.0)

@@ -3,65 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.settings import SettingsError
+from router.access import Admission
+from router.settings import RouterSettings, SettingsError
 from router.sharing import WorkerLink, shared_state
+from router.sharing.gate import Gate
 from router.sharing.shared_state import SharedState
 from tests.router.sharing.links import LinkedHub, until
-from tests.support.ports import free_port
-from tests.support.processes import Child
+from tests.support.redis import RedisServer, needs_redis
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-
-
-class RedisServer:
-    """A real redis-server that a test may kill, stop and start again; it keeps nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
-        self.process: Child | None = None
-
-    def start(self) -> None:
-        argv: list[str | Path] = [
-            "redis-server",
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            self._folder,
-        ]
-        self.process = Child(argv, self._folder / "redis.log")
-        self.process.wait_for(self._answers, "its start")
-
-    def _answers(self) -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
+pytestmark = needs_redis
 
 
 class Router:
@@ -142,17 +98,31 @@ def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: 
                 await until(lambda: first.shared.list_routers() == ["b"])
                 ending.link.publish("news", 1)
                 await until(lambda: bool(first.heard))
-            await until(lambda: first.gone == ["b-0"])
+            await until(lambda: first.gone[:1] == ["b-0"])
             async with router("c", redis.url) as dying:
                 await until(lambda: "c" in first.shared.list_routers())
                 dying.link.publish("news", 1)
                 await until(lambda: len(first.heard) == 2)
                 dying.connecting.cancel()  # it says nothing more, as after a kill -9
                 dying.shared._is_up = False
-                await until(lambda: first.gone == ["b-0", "c-0"])
+                await until(lambda: first.gone == ["b-0", "b", "c-0", "c"])
 
     monkeypatch.setattr(shared_state, "ALIVE_SECONDS", 0.5)
     asyncio.run(run())
+
+
+def test_a_router_that_dies_before_it_published_anything_is_noticed(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "GONE_SECONDS", 2.0)
+    monkeypatch.setattr(shared_state, "ALIVE_SECONDS", 0.5)
+
+    async def work(first: Router, dying: Router) -> None:
+        dying.connecting.cancel()
+        dying.shared._is_up = False
+        await until(lambda: first.gone == ["b"])
+
+    run_two(redis, work)
 
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
@@ -165,22 +135,89 @@ def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
     async def work(first: Router, second: Router) -> None:
         first.link.keep("before", record(1.0))
         await until(lambda: "before" in second.records)
-        assert redis.process is not None
         if fault == "killed":
             redis.kill()
         else:
-            redis.process.signal(signal.SIGSTOP)
+            redis.hang()
         await until(lambda: bool(first.link.trouble and second.link.trouble))
         first.link.keep("meanwhile", record(2.0))
         first.link.keep("before", record(3.0))
         if fault == "killed":
             redis.start()
         else:
-            redis.process.signal(signal.SIGCONT)
+            redis.resume()
         await until(lambda: not first.link.trouble and not second.link.trouble)
         await until(lambda: second.records == {"before": record(3.0), "meanwhile": record(2.0)})
         second.link.publish("news", "again")
         await until(lambda: ("b-0", "again") in first.heard)
+
+    run_two(redis, work)
+
+
+def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_redis_is_gone(
+    redis: RedisServer,
+) -> None:
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            first.link.keep("one", record(1.0))
+            async with router("b", redis.url) as second:
+                await until(lambda: "one" in second.records)
+            async with router("c", redis.url) as third:
+                await third.shared.wait_for_records()
+                await until(lambda: third.link.trouble == "" and "one" in third.records)
+            redis.kill()
+            async with router("d", redis.url) as fourth:
+                await fourth.shared.wait_for_records()
+                await until(lambda: bool(fourth.link.trouble))
+
+    asyncio.run(run())
+
+
+def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_back(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+    charged: list[dict[str, int]] = []
+    running: list[dict[str, int]] = []
+
+    def note(router: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
+        running.append(running_there)
+        charged.append(charged_there)
+
+    async def work(first: Router, second: Router) -> None:
+        gate = Gate(Admission(RouterSettings()), lambda *_: None)
+        monkeypatch.setattr(gate, "note_elsewhere", note)
+        second.shared._hub.gate = gate
+        first.shared.send("limits", "a", {"key": 1}, {"key": 50})
+        await until(lambda: {"key": 50} in charged)
+        redis.kill()
+        await until(lambda: bool(first.link.trouble and second.link.trouble))
+        first.shared.send("limits", "a", {"key": 2}, {"key": 5000})
+        redis.start()
+        await until(lambda: {"key": 2} in running)
+        assert {"key": 5000} not in charged
+
+    run_two(redis, work)
+
+
+def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
+
+    async def work(first: Router, second: Router) -> None:
+        send = first.shared._redis.pipeline
+        failures: list[SharedState] = []
+
+        def fail_once(**options: Any) -> Any:
+            if not failures:
+                failures.append(first.shared)
+                raise ConnectionError("reset by peer")
+            return send(**options)
+
+        monkeypatch.setattr(first.shared._redis, "pipeline", fail_once)
+        for number in range(3):
+            first.link.publish("news", number)
+        await until(lambda: second.heard == [("a-0", number) for number in range(3)])
+        assert failures
 
     run_two(redis, work)
 

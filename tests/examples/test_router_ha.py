@@ -1,0 +1,66 @@
+"""run_router_ha.sh, run for real: a Redis, two routers, two pairs, a router killed while it streams."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.examples.script import EXAMPLES, running, script_environment
+from tests.support.waiting import port_answers
+
+PORTS = (15001, 15002, 15003, 16379, 52400, 52401, 52500, 52501, 52600, 52700, 52800)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_a_conversation_outlives_one_of_two_routers() -> None:
+    for port in PORTS:
+        if port_answers(port):
+            pytest.skip(f"port {port}, which run_router_ha.sh needs, is in use on this machine")
+    with running("run_router_ha.sh", ENGINE="kvstore") as script:
+        assert script.end(400) == 0, script.output
+    rows = re.findall(r"^(\d)  +(\d)  +(200|200, cut)  .*  (yes|the part is right)$", script.output, re.MULTILINE)
+    assert rows == [
+        ("1", "1", "200", "yes"),
+        ("2", "2", "200, cut", "the part is right"),
+        ("2", "1", "200", "yes"),
+        ("3", "1", "200", "yes"),
+        ("4", "2", "200", "yes"),
+    ]
+    assert "verified: every turn was answered as without pool and cache" in script.output
+    assert "programs that were started have ended, with every process of theirs." in script.output
+    assert script.left_behind() == []
+
+
+def test_where_redis_is_missing_one_sentence_says_how_to_get_it(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "basename", "sh", "python3"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    ended = run_without_start(PATH=str(tmp_path), ENGINE="kvstore")
+    remedy = "please install it first, on Debian with: sudo apt-get install redis-server"
+    assert ended == f"run_router_ha.sh: redis-server is not installed: {remedy}\n"
+
+
+def test_a_router_that_shares_nothing_is_refused() -> None:
+    ended = run_without_start(ROUTER="fastdeploy")
+    assert ended.startswith("run_router_ha.sh: ROUTER=fastdeploy cannot share its state with another router; ")
+    assert ended.count("\n") == 1
+
+
+def run_without_start(**environment: str) -> str:
+    """What the script says on standard error when it refuses to start."""
+    ended = subprocess.run(
+        [shutil.which("bash") or "bash", EXAMPLES / "run_router_ha.sh"],
+        env=script_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    return ended.stderr

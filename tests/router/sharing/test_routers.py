@@ -1,0 +1,472 @@
+"""Several routers, real processes over a real Redis, under 64 requests at once: what a fault costs their clients.
+
+A client that loses its connection asks again at another router, as it does behind a load balancer. Instances are
+stand-ins. At the end of a run a table says what each fault cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.router.serving.fault_report import REPORTS, Report
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, chat_answer
+from tests.support.ports import free_port
+from tests.support.processes import Child, child
+from tests.support.redis import RedisServer, needs_redis
+from tests.support.waiting import port_answers, wait_until
+
+pytestmark = needs_redis
+
+MakeStandIn = Callable[..., StandIn]
+StartRouters = Callable[..., "list[Router]"]
+
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+REQUESTS = 64
+# A router that is gone is noticed after 5 s; without that, it would be these that its instances are forgotten after.
+EXPIRY_SECONDS = 7.0
+PROBE_SECONDS = 0.3
+STOPPING = "router_stopping"
+# What makes a client ask again: its connection is lost, or the router says that it ends.
+CLEAR_ENDS = {"ConnectError", "ReadError", "RemoteProtocolError", STOPPING}
+
+
+class Router(NamedTuple):
+    """A router of one worker, which knows others over Redis."""
+
+    process: Child
+    url: str
+
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", trust_env=False, timeout=10)
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """All that it knows, by ``host:port``."""
+        listed = self.get("/registered").json()
+        return {f"{each['host_ip']}:{each['port']}": each for each in listed["mixed"]}
+
+    def healthy(self) -> set[str]:
+        return {key for key, each in self.instances().items() if each["state"] == "healthy"}
+
+    def has_trouble(self) -> bool:
+        """Whether its health probe says that the shared state is gone."""
+        return b"shared_state" in self.get("/health").content
+
+    def kill(self) -> None:
+        """Kill all its processes, as the end of its machine does."""
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def family(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [pid, *(each for found in lists for born in found.read_text().split() for each in family(int(born)))]
+
+
+@pytest.fixture
+def start_routers(redis: RedisServer, tmp_path: Path) -> Iterator[StartRouters]:
+    """Starts routers at once: ``start_routers([], ["--policy", "random"])``, with the flags of each."""
+    with contextlib.ExitStack() as started:
+
+        def start(*flags: Sequence[str]) -> list[Router]:
+            processes = [started.enter_context(child(argv(each), log_file())) for each in flags]
+            for process in processes:
+                process.wait_for(partial(listens, process), "its start")
+            return [
+                Router(each, re.findall(r"router listens at (http://[\w.:]+)", each.output)[0]) for each in processes
+            ]
+
+        def argv(flags: Sequence[str]) -> list[str]:
+            command = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
+            command += ["--shared-state", redis.url, "--health-check-interval-secs", str(PROBE_SECONDS)]
+            command += ["--health-failure-threshold", "1", "--heartbeat-expiry-secs", str(EXPIRY_SECONDS)]
+            return [*command, "--access-log", "off", *flags]
+
+        def listens(process: Child) -> bool:
+            return "router listens at" in process.output
+
+        def log_file() -> Path:
+            return tmp_path / f"router-{len(list(tmp_path.glob('router-*')))}.log"
+
+        yield start
+
+
+class Gate:
+    """Lets instances answer half, and the rest once it is open."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self._opened = asyncio.Event()
+
+    def open(self) -> None:
+        self._thread.loop.call_soon_threadsafe(self._opened.set)
+
+    async def behave(self, request: Received, respond: Responder) -> None:
+        """Answer with the request's own number, twice in a stream."""
+        number, is_stream = request.json["number"], request.json.get("stream")
+        event = json.dumps({"choices": [{"delta": {"content": number}}]})
+        if is_stream:
+            await respond.start_stream()
+            await respond.event(event)
+        waits, leaves = asyncio.ensure_future(self._opened.wait()), asyncio.ensure_future(respond.peer_left.wait())
+        await asyncio.wait([waits, leaves], return_when=asyncio.FIRST_COMPLETED)
+        waits.cancel()
+        if leaves.done():
+            respond.keep_alive = False
+            return
+        leaves.cancel()
+        if is_stream:
+            await respond.event(event)
+            await respond.event("[DONE]")
+            await respond.end_stream()
+        else:
+            await respond.answer(200, chat_answer(number))
+
+
+@pytest.fixture
+def gate(thread: LoopThread) -> Gate:
+    return Gate(thread)
+
+
+class Ended(NamedTuple):
+    """What one client got."""
+
+    is_right: bool
+    asks: int
+    """How often it asked."""
+    broken: list[str]
+    """How the asks before the last ended."""
+
+
+async def ask(client: httpx.AsyncClient, routers: Sequence[Router], number: int) -> Ended:
+    """One request, asked at one router after another until one answers; half of them are streams."""
+    broken: list[str] = []
+    for router in routers:
+        body = {"messages": [], "number": str(number), "stream": number % 4 < 2, "asked_at": router.url}
+        try:
+            response = await client.post(f"{router.url}/v1/chat/completions", json=body)
+        except httpx.TransportError as exc:
+            broken.append(type(exc).__name__)
+            continue
+        if body["stream"]:
+            text = "".join(re.findall(r'"content": ?"(\d+)"', response.text))
+            is_right = text == 2 * str(number) and response.text.endswith("data: [DONE]\n\n")
+        else:
+            is_right = response.json().get("choices", [{}])[0].get("message", {}).get("content") == str(number)
+        if is_right and response.status_code == 200:
+            return Ended(True, len(broken) + 1, broken)
+        broken.append(
+            STOPPING if f'"code":"{STOPPING}"' in response.text else f"{response.status_code} {response.text}"
+        )
+    return Ended(False, len(broken), broken)
+
+
+class Clients:
+    """The clients of several routers: odd ones ask at the second router first."""
+
+    def __init__(self, thread: LoopThread, routers: Sequence[Router]) -> None:
+        self._thread = thread
+        self._routers = routers
+        self.ended: list[Ended] = []
+
+    @contextlib.contextmanager
+    def asking(self, instances: Sequence[StandIn]) -> Iterator[None]:
+        """Have asked ``REQUESTS`` at once, all of which have reached an instance; wait for their answers at the end."""
+        arrived = sum(len(each.received) for each in instances) + REQUESTS
+        asked = asyncio.run_coroutine_threadsafe(self._ask_all(), self._thread.loop)
+        wait_until(lambda: sum(len(each.received) for each in instances) >= arrived, "all requests at the instances")
+        yield
+        self.ended += asked.result(60)
+
+    def ask_all(self) -> None:
+        """Ask ``REQUESTS`` at once, and wait for their answers."""
+        self.ended += self._thread.run(self._ask_all(), deadline_s=60)
+
+    async def _ask_all(self) -> list[Ended]:
+        limits = httpx.Limits(max_connections=2 * REQUESTS)
+        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=limits) as client:
+            turned = list(reversed(self._routers))
+            work = [ask(client, turned if number % 2 else self._routers, number) for number in range(REQUESTS)]
+            return list(await asyncio.gather(*work))
+
+
+def report(fault: str, clients: Clients, instances: Sequence[StandIn], routers: Sequence[Router]) -> Report:
+    """Judge what the clients got, and keep it for the table.
+
+    Args:
+        routers: those that live.
+    """
+    lost = sum(not one.is_right for one in clients.ended)
+    served = len(clients.ended) - lost
+    wrong = sum(one.is_right and bool(set(one.broken) - CLEAR_ENDS) for one in clients.ended)
+    row = Report(f"routers: {fault}", len(clients.ended), served, lost, wrong, 0)
+    REPORTS.append(row)
+    with contextlib.suppress(AssertionError):  # the load of a router that is gone counts until that is noticed
+        wait_until(lambda: not count_running(instances, routers), "all to be counted down", deadline_s=15)
+    row.left_running = count_running(instances, routers)
+    return row
+
+
+def count_running(instances: Sequence[StandIn], routers: Sequence[Router]) -> int:
+    """The requests that run at the instances, and those that routers count there."""
+    counted = [each["running_requests"] for router in routers for each in router.instances().values()]
+    return int(sum(counted)) + sum(each.running for each in instances)
+
+
+def wait_for_fleet(routers: Sequence[Router], *instances: StandIn) -> None:
+    """Wait until all routers have these instances, and no others, for healthy."""
+    keys = {instance.key for instance in instances}
+    wait_until(lambda: all(router.healthy() == keys for router in routers), f"{keys} at all routers")
+
+
+@pytest.mark.parametrize("killed", ["all its processes", "its supervisor"])
+def test_a_router_that_is_killed_takes_its_own_requests_with_it_and_the_other_serves_them(
+    start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate, killed: str
+) -> None:
+    first, second = start_routers([], [])
+    instances = [stand_in(behave=gate.behave), stand_in(behave=gate.behave)]
+    for instance, router in zip(instances, (first, second), strict=True):
+        instance.register(router.url)
+    wait_for_fleet((first, second), *instances)
+    clients = Clients(thread, (first, second))
+    with clients.asking(instances):
+        if killed == "its supervisor":
+            processes = family(first.process.pid)
+            first.process.kill()
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "its workers to end")
+        else:
+            first.kill()
+        gate.open()
+    clients_of_first, clients_of_second = clients.ended[::2], clients.ended[1::2]
+    clients.ask_all()
+    row = report(f"one is killed, {killed}", clients, instances, [second])
+    assert (row.served, row.lost, row.wrong, row.left_running) == (2 * REQUESTS, 0, 0, 0)
+    assert {one.asks for one in clients_of_first} == {2}
+    assert {one.asks for one in clients_of_second} == {1}
+    (again,) = start_routers([])
+    assert again.healthy() == {instance.key for instance in instances}  # at its first request
+
+
+@pytest.mark.parametrize("fault", ["killed", "hangs"])
+def test_while_redis_is_gone_every_request_is_served_and_afterwards_routers_know_all_again(
+    redis: RedisServer, start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate, fault: str
+) -> None:
+    routers = start_routers([], [])
+    instances = [stand_in(behave=gate.behave), stand_in(behave=gate.behave)]
+    for instance, router in zip(instances, routers, strict=True):
+        instance.register(router.url)
+    wait_for_fleet(routers, *instances)
+    clients = Clients(thread, routers)
+    with clients.asking(instances):
+        if fault == "killed":
+            redis.kill()
+        else:
+            redis.hang()
+        gate.open()
+    clients.ask_all()
+    wait_until(lambda: all(router.has_trouble() for router in routers), "both to say so")
+    newcomer = stand_in(behave=gate.behave)
+    newcomer.register(routers[0].url)
+    wait_for_fleet(routers[:1], *instances, newcomer)
+    clients.ask_all()
+    if fault == "killed":
+        redis.start()
+    else:
+        redis.resume()
+    wait_for_fleet(routers, *instances, newcomer)
+    wait_until(lambda: not any(router.has_trouble() for router in routers), "both to be well")
+    clients.ask_all()
+    row = report(f"Redis {fault}, and comes back", clients, instances, routers)
+    assert (row.served, row.lost, row.wrong, row.left_running) == (4 * REQUESTS, 0, 0, 0)
+    assert {one.asks for one in clients.ended} == {1}
+
+
+def test_a_redis_that_was_restarted_empty_is_told_all_again(
+    redis: RedisServer, start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
+) -> None:
+    first, second = start_routers([], [])
+    instances = [stand_in(behave=gate.behave), stand_in(behave=gate.behave)]
+    for instance in instances:
+        instance.register(first.url)
+    order = {"instance": instances[0].key, "weight": 0.5}
+    assert httpx.post(f"{second.url}/admin/weight", json=order, trust_env=False).status_code == 200
+    wait_for_fleet((first, second), *instances)
+    clients = Clients(thread, (first, second))
+    with clients.asking(instances):
+        redis.kill()
+        redis.start()
+        gate.open()
+    wait_until(lambda: not first.has_trouble() and not second.has_trouble(), "both to be well")
+    (third,) = start_routers([])
+    wait_for_fleet([third], *instances)
+    assert third.instances()[instances[0].key]["weight"] == 0.5
+    clients_of_third = Clients(thread, (third, second))
+    clients_of_third.ask_all()
+    clients.ended += clients_of_third.ended
+    row = report("Redis is restarted empty, a third one starts", clients, instances, (first, second, third))
+    assert (row.served, row.lost, row.wrong, row.left_running) == (2 * REQUESTS, 0, 0, 0)
+    assert {one.asks for one in clients.ended} == {1}
+
+
+def test_two_routers_that_disagree_about_an_instance_go_by_what_each_sees(
+    start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
+) -> None:
+    first, second = start_routers([], ["--health-check-endpoint", "/health/second"])
+    unreachable = False
+
+    async def is_cut_off_from_second(request: Received, respond: Responder) -> None:
+        is_probe = request.target == "/health/second"
+        if unreachable and (is_probe or request.json["asked_at"] == second.url):
+            respond.cut()
+        elif is_probe:
+            await respond.answer(200, b"")
+        else:
+            await gate.behave(request, respond)
+
+    async def answers_probes(request: Received, respond: Responder) -> None:
+        if request.target == "/health/second":
+            await respond.answer(200, b"")
+        else:
+            await gate.behave(request, respond)
+
+    doubtful, sound = stand_in(behave=is_cut_off_from_second), stand_in(behave=answers_probes)
+    gate.open()
+    for instance in (doubtful, sound):
+        instance.register(first.url)
+    wait_for_fleet((first, second), doubtful, sound)
+    unreachable = True
+    clients = Clients(thread, (first, second))
+    clients.ask_all()
+    wait_until(lambda: second.healthy() == {sound.key}, "the second to see it")
+    clients.ask_all()
+    assert first.healthy() == {doubtful.key, sound.key}
+    assert f"{doubtful.key} is unhealthy" not in first.process.output
+    unreachable = False
+    wait_for_fleet((first, second), doubtful, sound)
+    row = report("two disagree about an instance's health", clients, [doubtful, sound], (first, second))
+    assert (row.served, row.lost, row.wrong, row.left_running) == (2 * REQUESTS, 0, 0, 0)
+    assert {one.asks for one in clients.ended} == {1}
+
+
+def test_routers_that_start_without_redis_serve_and_find_each_other_later(
+    redis: RedisServer, start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
+) -> None:
+    redis.kill()
+    routers = start_routers([], [])
+    instances = [stand_in(behave=gate.behave), stand_in(behave=gate.behave)]
+    gate.open()
+    for instance, router in zip(instances, routers, strict=True):
+        instance.register(router.url)
+    assert [router.healthy() for router in routers] == [{instance.key} for instance in instances]
+    clients = Clients(thread, routers)
+    clients.ask_all()
+    redis.start()
+    wait_for_fleet(routers, *instances)
+    clients.ask_all()
+    row = report("they start while Redis is down", clients, instances, routers)
+    assert (row.served, row.lost, row.wrong, row.left_running) == (2 * REQUESTS, 0, 0, 0)
+    assert {one.asks for one in clients.ended} == {1}
+
+
+def test_an_instance_outlives_the_router_that_its_heartbeats_came_to(
+    start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
+) -> None:
+    first, second = start_routers([], [])
+    instance = stand_in(behave=gate.behave)
+    gate.open()
+    wait_until(lambda: "shares its state" in second.process.output, "the second to know the first")
+    instance.register(first.url)
+    instance.register(first.url)  # so that it has a heartbeat, which then stops
+    wait_for_fleet((first, second), instance)
+    first.kill()
+    is_over = time.monotonic() + EXPIRY_SECONDS + 3 * PROBE_SECONDS
+    clients = Clients(thread, (second,))
+
+    def ask_until_it_is_over() -> bool:
+        clients.ask_all()
+        return time.monotonic() > is_over
+
+    wait_until(ask_until_it_is_over, "the time after which an instance without a sign is forgotten", pause_s=0.5)
+    row = report("one is killed that alone had heartbeats", clients, [instance], [second])
+    assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
+    assert f"{instance.key} is gone" not in second.process.output
+
+
+def test_a_router_counts_the_requests_that_run_through_another(
+    start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
+) -> None:
+    first, second = start_routers(["--policy", "request_num"], ["--policy", "request_num"])
+    busy, idle = stand_in(behave=gate.behave), stand_in(behave=gate.behave)
+    busy.register(first.url)
+    wait_for_fleet((first, second), busy)
+
+    async def ask_four(router: Router) -> list[Ended]:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            return await asyncio.gather(*(ask(client, [router], 4 * number) for number in range(4)))
+
+    running = asyncio.run_coroutine_threadsafe(ask_four(first), thread.loop)
+    wait_until(lambda: len(busy.received) == 4, "four streams through the first router")
+    idle.register(first.url)
+    wait_for_fleet((first, second), busy, idle)
+    wait_until(lambda: second.instances()[busy.key]["running_requests"] == 4, "the second router to know of them")
+    later = asyncio.run_coroutine_threadsafe(ask_four(second), thread.loop)
+    wait_until(lambda: len(busy.received) + len(idle.received) == 8, "four streams through the second router")
+    assert len(idle.received) == 4
+    gate.open()
+    assert all(one.is_right for one in (*running.result(20), *later.result(20)))
+    wait_until(lambda: not count_running([busy, idle], (first, second)), "all to be counted down")
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+def test_behind_haproxy_one_address_outlives_a_router(
+    start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate, tmp_path: Path
+) -> None:
+    first, second = start_routers([], [])
+    (config,) = re.findall(r"^```haproxy\n(.*?)^```$", OPERATIONS.read_text(), re.MULTILINE | re.DOTALL)
+    port = free_port()
+    for ours, example in (
+        (f"127.0.0.1:{port}", ":9000"),
+        (first.address, "10.0.0.1:9000"),
+        (second.address, "10.0.0.2:9000"),
+    ):
+        assert config.count(f" {example}\n") == 1
+        config = config.replace(f" {example}\n", f" {ours}\n")
+    (tmp_path / "haproxy.cfg").write_text(config)
+    with child(["haproxy", "-db", "-f", tmp_path / "haproxy.cfg"], tmp_path / "haproxy.log") as haproxy:
+        balancer = Router(haproxy, f"http://127.0.0.1:{port}")
+        haproxy.wait_for(lambda: port_answers(port), "its start")
+        instances = [stand_in(behave=gate.behave), stand_in(behave=gate.behave)]
+        for instance in instances:
+            assert instance.register(balancer.url).json() == {"status": "success"}
+        wait_for_fleet((first, second), *instances)
+        clients = Clients(thread, (balancer, balancer))
+        with clients.asking(instances):
+            first.kill()
+            gate.open()
+        for instance in instances:
+            assert instance.register(balancer.url).json() == {"status": "success"}
+        clients.ask_all()
+        row = report("one of two behind haproxy is killed", clients, instances, [second])
+    assert (row.served, row.lost, row.wrong, row.left_running) == (2 * REQUESTS, 0, 0, 0)
+    asks = [one.asks for one in clients.ended]
+    assert (asks.count(1), asks.count(2)) == (REQUESTS + REQUESTS // 2, REQUESTS // 2)
