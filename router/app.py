@@ -106,6 +106,8 @@ class RouterApp:
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        if settings.shared_state:
+            self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(

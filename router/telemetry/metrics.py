@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class RouterMetrics:
         self._registry = registry
         self._admission = admission
         self._audit = audit
+        self._is_shared_state_up: Callable[[], bool] | None = None
         self._responses: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
@@ -169,6 +170,10 @@ class RouterMetrics:
         collector.register(_Families(merge_families(self.collect(), others)))
         return generate_latest(collector)
 
+    def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
+        """Show, from now on, whether the other routers are heard of, which ``is_up`` tells."""
+        self._is_shared_state_up = is_up
+
     def collect(self) -> Iterator[Metric]:
         """The figures of this process."""
         self._forget_gone_instances()
@@ -178,6 +183,9 @@ class RouterMetrics:
         yield from self._collect_decisions()
         yield from self._collect_admission()
         yield from self._collect_instances()
+        if self._is_shared_state_up is not None:
+            text = "Whether other routers are heard of over Redis (1), or this one goes on alone (0)"
+            yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
             self._audit.lost_lines,

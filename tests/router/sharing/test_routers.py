@@ -68,7 +68,8 @@ class Router(NamedTuple):
 
     def has_trouble(self) -> bool:
         """Whether its health probe says that the shared state is gone."""
-        return b"shared_state" in self.get("/health").content
+        is_said = b"shared_state" in self.get("/health").content
+        return is_said and b"router_shared_state_up 0.0" in self.get("/metrics").content
 
     def kill(self) -> None:
         """Kill all its processes, as the end of its machine does."""
