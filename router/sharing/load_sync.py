@@ -27,26 +27,31 @@ _NOTHING: _Figures = (0, 0, 0.0)
 class SharedLoad(InstanceLoad):
     """The load that all processes put on one instance."""
 
-    __slots__ = ("_on_change",)
+    __slots__ = ("_on_change", "is_told")
 
-    def __init__(self, key: str, on_change: Callable[[str], None]) -> None:
+    def __init__(self, key: str, on_change: Callable[[SharedLoad], None]) -> None:
         super().__init__(key)
         self._on_change = on_change
+        self.is_told = True
+        """Whether the others have been told of the last change."""
 
     def add_request(self, tokens: int, work: float) -> None:
         """See ``InstanceLoad.add_request``."""
         InstanceLoad.add_request(self, tokens, work)
-        self._on_change(self.key)
+        if self.is_told:
+            self._on_change(self)
 
     def remove_prefill(self, tokens: int, work: float) -> None:
         """See ``InstanceLoad.remove_prefill``."""
         InstanceLoad.remove_prefill(self, tokens, work)
-        self._on_change(self.key)
+        if self.is_told:
+            self._on_change(self)
 
     def remove_request(self, tokens: int, work: float) -> None:
         """See ``InstanceLoad.remove_request``."""
         InstanceLoad.remove_request(self, tokens, work)
-        self._on_change(self.key)
+        if self.is_told:
+            self._on_change(self)
 
 
 class LoadSync:
@@ -56,7 +61,7 @@ class LoadSync:
         self._link = link
         self._registry = registry
         self._others: dict[str, dict[str, _Figures]] = {}
-        self._changed: set[str] = set()
+        self._changed: list[SharedLoad] = []
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = 0.0
         if not link.is_alone:
@@ -79,8 +84,9 @@ class LoadSync:
             _replace(load, _NOTHING, figures.get(key, _NOTHING))
         return load
 
-    def _on_change(self, key: str) -> None:
-        self._changed.add(key)
+    def _on_change(self, load: SharedLoad) -> None:
+        load.is_told = False
+        self._changed.append(load)
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(loop.time(), self._told_at + TELL_SECONDS), self._tell_changes)
@@ -88,9 +94,14 @@ class LoadSync:
     def _tell_changes(self) -> None:
         self._timer = None
         self._told_at = asyncio.get_running_loop().time()
-        instances = [each for key in self._changed if (each := self._registry.get(key)) is not None]
-        self._changed.clear()
-        self._link.publish("load", [False, {each.key: self._own_figures(each.load) for each in instances}])
+        changed, self._changed = self._changed, []
+        told = {}
+        for load in changed:
+            load.is_told = True
+            # Requests may outlive their instance, whose address another one has by then.
+            if (instance := self._registry.get(load.key)) is not None and instance.load is load:
+                told[load.key] = self._own_figures(load)
+        self._link.publish("load", [False, told])
 
     def _own_figures(self, load: InstanceLoad) -> _Figures:
         """The part of ``load`` that is this process's."""
