@@ -8,6 +8,7 @@ router goes on with its own knowledge, and when it is back they tell each other 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -39,6 +40,7 @@ GONE_SECONDS = 5.0
 SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
+CLOSE_SECONDS = 3.0
 # More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
 MAX_WAITING = 10_000
 # Records of instances that nobody has renewed for so long are deleted.
@@ -69,6 +71,7 @@ class SharedState:
         self._heard_self_at = 0.0
         self._is_up: bool | None = None
         self._was_tried = asyncio.Event()
+        self._is_closing = False
 
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
@@ -89,10 +92,10 @@ class SharedState:
         give_up.cancel()
 
     async def keep_connected(self) -> None:
-        """Exchange messages with the other routers, and come back whenever Redis was gone; until cancelled."""
+        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``close``."""
         from redis.exceptions import RedisError
 
-        while True:
+        while not self._is_closing:
             try:
                 await self._exchange_messages()
             except (RedisError, OSError, asyncio.TimeoutError) as exc:
@@ -100,14 +103,21 @@ class SharedState:
             except Exception:
                 _log.exception("the exchange with other routers failed; it begins anew")
                 self._set_trouble("it failed")
-            await asyncio.sleep(RETRY_SECONDS)
+            if not self._is_closing:
+                await asyncio.sleep(RETRY_SECONDS)
 
-    async def close(self) -> None:
-        """Say goodbye, if Redis is there."""
+    async def close(self, connecting: asyncio.Future[None]) -> None:
+        """End ``keep_connected``, which is ``connecting``, and say goodbye if Redis is there."""
+        from redis.exceptions import RedisError
+
+        self._is_closing = True  # redis-py may take a cancellation for a time-out of its own, and go on
+        connecting.cancel()
+        await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
             for name in self._hub.list_workers():
                 self.send("gone", name)
-            await self._send_batch()
+            with contextlib.suppress(RedisError, OSError):
+                await self._send_batch()
         await self._redis.aclose()
 
     async def _exchange_messages(self) -> None:
@@ -119,15 +129,16 @@ class SharedState:
             self._set_trouble("")
             sending = asyncio.ensure_future(self._keep_sending())
             try:
-                while not sending.done():
+                while not sending.done() and not self._is_closing:
                     message = await subscription.get_message(ignore_subscribe_messages=True, timeout=SILENCE_SECONDS)
                     if message is not None:
                         self._take_batch(message["data"])
                     self._check_silence()
-                sending.result()
+                if sending.done():
+                    sending.result()
             finally:
                 sending.cancel()
-                await asyncio.wait([sending])
+                await asyncio.wait([sending], timeout=CLOSE_SECONDS)
 
     async def _exchange_records(self) -> None:
         """Take over the records that Redis has, and give it those that it may lack."""
@@ -150,7 +161,7 @@ class SharedState:
 
     async def _keep_sending(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._is_closing:
             await self._send_batch()
             alive = loop.call_later(ALIVE_SECONDS, self._has_waiting.set)
             await self._has_waiting.wait()

@@ -134,9 +134,7 @@ class Supervisor:
             self._check_workers()
         ready.cancel()
         if sharing is not None and shared_state is not None:
-            sharing.cancel()
-            await asyncio.wait([sharing])
-            await shared_state.close()
+            await shared_state.close(sharing)
         return self._refusal
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:

@@ -42,9 +42,7 @@ async def router(name: str, url: str) -> AsyncIterator[Router]:
     try:
         yield Router(await linked.join(f"{name}-0"), shared, connecting)
     finally:
-        connecting.cancel()
-        await asyncio.wait([connecting])
-        await shared.close()
+        await shared.close(connecting)
         await linked.close()
 
 
