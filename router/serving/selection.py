@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from router.fleet import Instance, Registration, Registry, Role, can_decode_for, may_pair
-from router.http import ApiError
-from router.policies import POLICIES, Decision, InstanceLoad, Policy, RequestFeatures
+from router.http import ApiError, Usage
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, RequestFeatures
 from router.settings import RouterSettings
 
 __all__ = ["NoInstance", "Selection", "Selector"]
@@ -107,6 +107,29 @@ class Selector:
                     instance, decision = self._apply_policy(role, features, group, now)
                     return Selection(instance, None, (decision,))
         raise NoInstance(self._explain_missing(self._registry.roles))
+
+    def learn(
+        self,
+        selection: Selection,
+        features: RequestFeatures,
+        usage: Usage,
+        *,
+        queued_before: float,
+        ttft: float | None,
+    ) -> None:
+        """Let the policy that chose the instance which computed the prompt learn from how it went.
+
+        Args:
+            usage: the figures of that instance.
+            queued_before: the work that was queued there.
+            ttft: seconds to the first token, where they are known.
+        """
+        decision = selection.decisions[0]
+        outcome = Outcome(
+            decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+        )
+        role = (selection.prefill or selection.answering).role
+        self.policies[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
         self._choice = self._gather_choice(now, ())
