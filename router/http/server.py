@@ -245,7 +245,7 @@ class RouterProtocol(HttpToolsProtocol):
         """A client has connected; it must send something."""
         super().connection_made(transport)
         self._active_at = self.loop.time()
-        self._watch = self.loop.call_later(READ_SECONDS, self._check_activity)
+        self._watch_for(READ_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Read the bytes that the client sends."""
@@ -295,14 +295,17 @@ class RouterProtocol(HttpToolsProtocol):
         patience = READ_SECONDS if is_reading else self.timeout_keep_alive
         left = self._active_at + patience - self.loop.time()
         if left > 0 or self._is_answering:
-            self._watch = self.loop.call_later(
-                min(left, READ_SECONDS) if left > 0 else READ_SECONDS, self._check_activity
-            )
+            self._watch_for(left if left > 0 else patience)
         elif is_reading and (self._undigested or cast(object, self.cycle) is not None):
             message = f"nothing more of the request came within {READ_SECONDS:g} s"
             self._refuse_request(ApiError(408, message, "request_incomplete"))
         else:
             self.transport.close()
+
+    def _watch_for(self, seconds: float) -> None:
+        """Look again after so long, or as soon as anything that begins now could have taken too long."""
+        seconds = min(seconds, READ_SECONDS, self.timeout_keep_alive)
+        self._watch = self.loop.call_later(seconds, self._check_activity)
 
     def on_message_begin(self) -> None:
         """Prepare for a request's head; what else uvicorn needs, only the control plane's get."""
