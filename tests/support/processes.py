@@ -1,4 +1,8 @@
-"""Children of a test: their output goes to a file, and they end by their own pid whatever happens."""
+"""Children of a test: their output goes to a file, and they end by their own pid whatever happens.
+
+Each leads a process group, so that what it started ends with it: Debian's Chromium is a shell script that waits for the
+browser, and would end alone.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 cwd=cwd,
+                start_new_session=True,
             )
 
     def __repr__(self) -> str:
@@ -90,14 +95,32 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill()
 
+    def end_group(self) -> None:
+        """End what it left behind with SIGKILL, and wait until nothing of it lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+            wait_until(lambda: not _list_living(self.pid), f"the end of all that {self} started")
+
 
 @contextlib.contextmanager
 def child(
     argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[Child]:
-    """A ``Child`` that has ended when the block is left."""
+    """A ``Child`` that has ended when the block is left, and with it all that it started."""
     running = Child(argv, log, env, cwd)
     try:
         yield running
     finally:
         running.stop()
+        running.end_group()
+
+
+def _list_living(group: int) -> list[int]:
+    """The processes of a group that run; those that ended and that nobody has reaped do not."""
+    living = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, leader = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(leader) == group and state not in "ZX":
+                living.append(int(stat.parent.name))
+    return living
