@@ -89,7 +89,7 @@ def instance(
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
         settings = master.settings(global_segment_size="256MiB")
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
-    with child(argv, folder / f"engine-{port}.out", env) as process:
+    with child(argv, folder / f"engine-{port}.out", env, is_forked=True) as process:
         process.wait_for(lambda: _answers(port), "answering", deadline_s=90)
         running = Instance(process, port)
         if master is not None:

@@ -85,7 +85,7 @@ def serving(model: Path, folder: Path) -> Iterator[Served]:
     argv += ["--max-model-len", "4000", "--block-size", "16", "--num-gpu-blocks-override", "256"]
     argv += ["--router", f"127.0.0.1:{router.port}", "--splitwise-role", "mixed", "--rdma-comm-ports", "7100,7101"]
     try:
-        with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}) as process:
+        with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}, is_forked=True) as process:
             process.wait_for(lambda: bool(router.registered), "registration", 60)
             path, card = router.registered[0]
             assert path == "/register"

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.support.nursery import ForkedProcess
 from tests.support.waiting import wait_until
 
 __all__ = ["Child", "child"]
@@ -22,18 +23,32 @@ class Child:
     """One running program; use ``child()`` to start one."""
 
     def __init__(
-        self, argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        argv: Sequence[str | Path],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        *,
+        is_forked: bool = False,
     ) -> None:
-        """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment."""
+        """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment.
+
+        An instance that ``is_forked`` has all it needs loaded already (``nursery``).
+        """
         self.argv = [str(part) for part in argv]
         self.log = log
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        environ = {**os.environ, **(env or {})}
         with log.open("wb") as output:
+            if is_forked:
+                self._process = ForkedProcess(self.argv, log, environ, cwd)
+                return
             self._process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=environ,
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -104,10 +119,15 @@ class Child:
 
 @contextlib.contextmanager
 def child(
-    argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    argv: Sequence[str | Path],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    is_forked: bool = False,
 ) -> Iterator[Child]:
     """A ``Child`` that has ended when the block is left, and with it all that it started."""
-    running = Child(argv, log, env, cwd)
+    running = Child(argv, log, env, cwd, is_forked=is_forked)
     try:
         yield running
     finally:

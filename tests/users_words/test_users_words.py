@@ -228,7 +228,10 @@ class Guide:
         assert words[0] == "python"
         environ = {"PYTHONPATH": str(ROOT), **self.environ}
         argv = [sys.executable, *words[1:]]
-        return self.processes.enter_context(child(argv, self.folder / name, environ, cwd=self.folder))
+        is_forked = "engine.api_server" in words
+        return self.processes.enter_context(
+            child(argv, self.folder / name, environ, cwd=self.folder, is_forked=is_forked)
+        )
 
     def wait_for(self, process: Child, port: int) -> None:
         """Until what should listen at the guide's ``port`` does, and is healthy."""
