@@ -89,7 +89,8 @@ def instance(
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
         settings = master.settings(global_segment_size="256MiB")
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
-    with child(argv, folder / f"engine-{port}.out", env, is_forked=True) as process:
+    is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
+    with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
         process.wait_for(lambda: _answers(port), "answering", deadline_s=90)
         running = Instance(process, port)
         if master is not None:
