@@ -105,8 +105,10 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
 def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     instance.register(router.url)
-    for pid in router.workers():
+    killed = router.workers()
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, killed)), "their end")
     answers = [
         plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30) for _ in range(8)
     ]
