@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth, Limits
+from router.access import Admission, Auth, Limits, SharedAdmission
 from router.fleet import (
     ORDERS,
     HealthMonitor,
@@ -50,7 +50,7 @@ from router.http import (
 )
 from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -98,7 +98,9 @@ class RouterApp:
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
-        self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
+        self.admission: Limits = admission
+        if admission.is_limited and not link.is_alone:
+            self.admission = SharedAdmission(link.wait_for_entry, link.report_end)
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
@@ -126,9 +128,9 @@ class RouterApp:
             )
         )
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
-        link.answer("figures", lambda _: self.metrics.dump())
-        link.answer("explain", self.audit.explain_request)
-        link.answer("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
+        link.answer_topic("figures", lambda _: self.metrics.dump())
+        link.answer_topic("explain", self.audit.explain_request)
+        link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -234,7 +236,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return json_reply(400, {"detail": str(exc)})
-        await router.fleet_sync.announce(instance)
+        await router.fleet_sync.announce_instance(instance)
         return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
@@ -278,7 +280,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask("figures")
+        others = await router.link.ask_others("figures")
         return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
 
     @app.get("/docs", include_in_schema=False)
@@ -296,7 +298,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
-            await router.fleet_sync.announce(instance)
+            await router.fleet_sync.announce_instance(instance)
         return json_reply(200, outcome)
 
     for path in ORDERS:
@@ -316,7 +318,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
-            explanation = next(iter(await router.link.ask("explain", request_id, everywhere=True)), None)
+            explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
             return error_reply(ApiError(404, message, "unknown_request"))
@@ -363,7 +365,7 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
     """The models of all instances, each once, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
-    async def ask(instance: Instance) -> list[dict[str, Any]]:
+    async def list_models(instance: Instance) -> list[dict[str, Any]]:
         try:
             answer = await router.upstream.fetch(
                 instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
@@ -376,7 +378,7 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
-    for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
+    for listed in await asyncio.gather(*(list_models(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
     return models
@@ -424,7 +426,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
     """``Proxy.abort`` in all processes."""
     found, engine_ids = router.proxy.abort(asked)
-    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked, everywhere=True):
+    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", asked, everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids

@@ -6,28 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from router.sharing.gate import Gate
 from router.sharing.link import ANSWER_SECONDS
 from router.sharing.wire import Wire
 
-__all__ = ["Hub", "Uplink"]
+if TYPE_CHECKING:
+    from router.sharing.shared_state import SharedState
+
+__all__ = ["Hub"]
 
 _log = logging.getLogger("router.sharing.hub")
-
-
-class Uplink(Protocol):
-    """The way to the other routers."""
-
-    name: str
-    """This router, as the others know it."""
-
-    def send(self, *message: Any) -> None:
-        """Send a message to all other routers."""
-
-    def list_routers(self) -> list[str]:
-        """The names of the other routers that were heard of lately."""
 
 
 class Hub:
@@ -38,7 +28,8 @@ class Hub:
         Args:
             on_count: called with a worker's name and its figures.
         """
-        self.uplink: Uplink | None = None
+        self.uplink: SharedState | None = None
+        """The way to the other routers, where there are any."""
         self.gate: Gate | None = None
         """Lets requests in, where there are limits."""
         self._on_count = on_count
@@ -55,8 +46,8 @@ class Hub:
         """A worker has started; it gets the records."""
         self._workers[name] = wire
         for key, record in self.records.items():
-            wire.send("keep", key, record)
-        wire.send("state", self._trouble)
+            wire.send_message("keep", key, record)
+        wire.send_message("state", self._trouble)
 
     def remove_worker(self, name: str) -> None:
         """A worker is gone."""
@@ -66,7 +57,7 @@ class Hub:
         if self.gate is not None:
             self.gate.remove_worker(name)
         if self.uplink is not None:
-            self.uplink.send("gone", name)
+            self.uplink.send_to_routers("gone", name)
         for key, question in list(self._questions.items()):
             if key[0] == name:
                 self._close_question(key)
@@ -105,11 +96,11 @@ class Hub:
                 self._on_count(sender, figures)
             case "enter", [number, client, priority, tokens] if self.gate is not None:
                 answer = partial(self._answer_entry, sender, number, client, tokens)
-                self.gate.enter(sender, number, client, priority, tokens, answer)
+                self.gate.admit_request(sender, number, client, priority, tokens, answer)
             case "leave_line", [number] if self.gate is not None:
                 self.gate.leave_line(sender, number)
             case "leave", [client, tokens] if self.gate is not None:
-                self.gate.leave(sender, client, tokens)
+                self.gate.release_request(sender, client, tokens)
             case "ask", [number, topic, content, everywhere]:
                 self._put_question(sender, number, topic, content, everywhere)
             case "answer", [asker, number, content]:
@@ -141,11 +132,11 @@ class Hub:
     def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
         """Tell the other routers how much of the limits is used here."""
         if self.uplink is not None:
-            self.uplink.send("limits", self.uplink.name, running, charged)
+            self.uplink.send_to_routers("limits", self.uplink.name, running, charged)
 
     def _answer_entry(self, worker: str, number: int, client: str, tokens: int, refusal: list[Any] | None) -> None:
         if worker in self._workers:
-            self._workers[worker].send("entered", number, refusal, client, tokens)
+            self._workers[worker].send_message("entered", number, refusal, client, tokens)
 
     def _keep_record(self, key: str, record: dict[str, Any]) -> bool:
         """Keep a record unless a later one is known; whether it is kept."""
@@ -163,7 +154,7 @@ class Hub:
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
         self._questions[key] = _Question({*workers, *routers}, timer)
         for name in workers:
-            self._workers[name].send("ask", asker, number, topic, content)
+            self._workers[name].send_message("ask", asker, number, topic, content)
         if routers:
             self._send_up("ask", asker, number, topic, content)
         if not workers and not routers:
@@ -185,18 +176,18 @@ class Hub:
         question.timer.cancel()
         asker, number = key
         if asker in self._workers:
-            self._workers[asker].send("answers", number, question.answers)
+            self._workers[asker].send_message("answers", number, question.answers)
         elif self.uplink is not None:
-            self.uplink.send("answers", asker, number, self.uplink.name, question.answers)
+            self.uplink.send_to_routers("answers", asker, number, self.uplink.name, question.answers)
 
     def _send_to_workers(self, *message: Any, but: str = "") -> None:
         for name, wire in self._workers.items():
             if name != but:
-                wire.send(*message)
+                wire.send_message(*message)
 
     def _send_up(self, *message: Any) -> None:
         if self.uplink is not None:
-            self.uplink.send(*message)
+            self.uplink.send_to_routers(*message)
 
 
 class _Question:

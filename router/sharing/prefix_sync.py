@@ -33,12 +33,12 @@ class PrefixSync:
         if not link.is_alone:
             for role, policy in self._policies.items():
                 policy.subscribe_to_chains(partial(self._on_chain, role))
-            link.subscribe("chains", self._on_chains)
-            link.answer("prefixes", self._dump_prefixes)
+            link.subscribe_to_topic("chains", self._on_chains)
+            link.answer_topic("prefixes", self._dump_prefixes)
 
     async def take_over(self) -> None:
         """Take over all that another process knows, if there is one: this one has just come."""
-        answers: list[dict[str, bytes]] = await self._link.ask("prefixes")
+        answers: list[dict[str, bytes]] = await self._link.ask_others("prefixes")
         for role, dump in max(answers, key=lambda each: sum(map(len, each.values())), default={}).items():
             try:
                 self._policies[role].load_dump(dump)
@@ -54,7 +54,7 @@ class PrefixSync:
 
     def _tell_chains(self) -> None:
         placed, self._placed = self._placed, {}
-        self._link.publish("chains", [(role, key, data) for (role, key, _), data in placed.items()])
+        self._link.publish_event("chains", [(role, key, data) for (role, key, _), data in placed.items()])
 
     def _on_chains(self, _: str, placed: list[Any]) -> None:
         for role, key, data in placed:

@@ -76,13 +76,13 @@ class SharedState:
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
 
-    def send(self, *message: Any) -> None:
-        """Send a message to all other routers, soon; see ``Uplink``."""
+    def send_to_routers(self, *message: Any) -> None:
+        """Send a message to all other routers, soon."""
         self._waiting.append(message)
         self._has_waiting.set()
 
     def list_routers(self) -> list[str]:
-        """The names of the other routers that were heard of lately; see ``Uplink``."""
+        """The names of the other routers that were heard of lately."""
         return list(self._heard_at) if self._is_up else []
 
     async def wait_for_records(self) -> None:
@@ -91,8 +91,8 @@ class SharedState:
         await self._was_tried.wait()
         give_up.cancel()
 
-    async def keep_connected(self) -> None:
-        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``close``."""
+    async def keep_connection(self) -> None:
+        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``disconnect``."""
         from redis.exceptions import RedisError
 
         while not self._is_closing:
@@ -106,8 +106,8 @@ class SharedState:
             if not self._is_closing:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def close(self, connecting: asyncio.Future[None]) -> None:
-        """End ``keep_connected``, which is ``connecting``, and say goodbye if Redis is there."""
+    async def disconnect(self, connecting: asyncio.Future[None]) -> None:
+        """End ``keep_connection``, which is ``connecting``, and say goodbye if Redis is there."""
         from redis.exceptions import RedisError
 
         self._is_closing = True  # redis-py may take a cancellation for a time-out of its own, and go on
@@ -115,7 +115,7 @@ class SharedState:
         await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
             for name in self._hub.list_workers():
-                self.send("gone", name)
+                self.send_to_routers("gone", name)
             with contextlib.suppress(RedisError, OSError):
                 await self._send_batch()
         await self._redis.aclose()
@@ -152,7 +152,7 @@ class SharedState:
                 self._hub.on_distant_message(["keep", key.decode(), record])
         self._void_charges()
         for kept, record in self._hub.records.items():
-            self.send("keep", kept, record)
+            self.send_to_routers("keep", kept, record)
 
     def _void_charges(self) -> None:
         """Take the tokens out of what waits: told late, or twice, they would hold up clients for what is long past."""

@@ -106,7 +106,7 @@ class Supervisor:
     def __repr__(self) -> str:
         return f"<Supervisor {list(self._workers.values())}>"
 
-    async def run(self, on_ready: Callable[[], None]) -> str:
+    async def run_until_signal(self, on_ready: Callable[[], None]) -> str:
         """Serve until a signal says to end; all workers have ended then.
 
         Args:
@@ -122,7 +122,7 @@ class Supervisor:
         shared_state, sharing = None, None
         if self._settings.shared_state:
             self._hub.uplink = shared_state = SharedState(self._settings.shared_state, self._prefix, self._hub)
-            sharing = asyncio.ensure_future(shared_state.keep_connected())
+            sharing = asyncio.ensure_future(shared_state.keep_connection())
         for each in self._graces:
             loop.add_signal_handler(each, self._on_signal, each)
         self._listener.setblocking(False)
@@ -134,7 +134,7 @@ class Supervisor:
             self._check_workers()
         ready.cancel()
         if sharing is not None and shared_state is not None:
-            await shared_state.close(sharing)
+            await shared_state.disconnect(sharing)
         return self._refusal
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.access.admission import Admission
+from router.access.admission import Admission, SharedAdmission
 from router.http.api_error import Refused
 from router.settings import RouterSettings
 
@@ -286,3 +287,46 @@ def _entered(task: asyncio.Task[None]) -> bool:
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 TestAnyOrderOfEvents.settings = hypothesis_settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_a_request_that_is_let_in_runs_until_it_leaves_with_its_tokens() -> None:
+    asked: list[Any] = []
+
+    async def let_in(*request: Any) -> None:
+        asked.append(request)
+
+    admission = SharedAdmission(let_in, lambda *ended: asked.append(ended))
+    assert not admission.try_enter("c", 7)
+    asyncio.run(admission.enter("c", 3, 7))
+    assert (admission.running, admission.waiting) == (1, 0)
+    admission.leave("c", 2)
+    assert asked == [("c", 3, 7), ("c", 2)]
+    assert admission.running == 0
+
+
+def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
+    async def refuse(*_: Any) -> list[Any]:
+        return [429, "no more may wait", "queue_full", 4]
+
+    admission = SharedAdmission(refuse, lambda *_: None)
+    with pytest.raises(Refused, match="no more may wait") as refused:
+        asyncio.run(admission.enter("c"))
+    assert (refused.value.error.status, refused.value.retry_after) == (429, 4)
+    assert (admission.running, admission.waiting, admission.refused) == (0, 0, {"queue_full": 1})
+
+
+def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> None:
+    async def work() -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        admission = SharedAdmission(lambda *_: asyncio.shield(turn), lambda *_: None)
+        entering = [asyncio.ensure_future(admission.enter("c", priority)) for priority in (0, 0, 5)]
+        await asyncio.sleep(0)
+        assert admission.waiting_by_priority == {0: 2, 5: 1}
+        entering[2].cancel()
+        await asyncio.wait(entering[2:])
+        assert dict(admission.waiting_by_priority) == {0: 2}
+        turn.set_result(None)
+        await asyncio.gather(*entering[:2])
+        assert (admission.waiting, admission.running) == (0, 2)
+
+    asyncio.run(work())
