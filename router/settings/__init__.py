@@ -12,7 +12,7 @@ hints.py             suggest_name: the nearest known name for a mistyped one
 
 from router.settings.flags import FlagParser
 from router.settings.hints import suggest_name
-from router.settings.router_settings import RouterSettings, SettingsError
+from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.served_certificate import ServedCertificate
 from router.settings.sources import load_settings
@@ -21,6 +21,7 @@ from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
     "PRIORITIES",
+    "ROUTER_GONE_SECONDS",
     "ApiKey",
     "FlagParser",
     "RouterSettings",

@@ -102,6 +102,7 @@ class Supervisor:
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
+        self._sharing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Supervisor {list(self._workers.values())}>"
@@ -141,8 +142,14 @@ class Supervisor:
         await self._was_ready.wait()
         if shared_state is not None:  # the first client should find the instances that the other routers know
             await shared_state.wait_for_records()
+            await self._share_prefixes(shared_state)
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
+
+    async def _share_prefixes(self, shared_state: SharedState) -> None:
+        """Let the workers know the prefixes that the other routers know."""
+        if prefixes := await shared_state.fetch_prefixes():
+            await self._hub.share_prefixes(prefixes)
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:
         self._num_started += 1
@@ -168,7 +175,9 @@ class Supervisor:
         match message:
             case ["ready"]:
                 worker.is_ready, worker.heard_at = True, time.monotonic()
-                if all(each.is_ready for each in self._workers.values()):
+                if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.uplink is not None:
+                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.uplink))  # no other has them
+                elif all(each.is_ready for each in self._workers.values()):
                     self._was_ready.set()
             case ["log", level, logger, text]:
                 logging.getLogger(logger).log(level, "%s", text)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from router.access import Admission
+from router.fleet import Role
+from router.policies.cache_aware import CacheAware
 from router.settings import RouterSettings, SettingsError
-from router.sharing import WorkerLink, shared_state
+from router.sharing import PrefixSync, WorkerLink, shared_state
 from router.sharing.gate import Gate
 from router.sharing.shared_state import SharedState
 from tests.router.sharing.links import LinkedHub, until
@@ -74,6 +76,80 @@ def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
         await until(lambda: "one" in second.records and "two" in first.records)
         async with router("c", redis.url) as third:
             await until(lambda: set(third.records) == {"one", "two"})
+
+    run_two(redis, work)
+
+
+class Placing:
+    """The prefixes that a router's only worker knows."""
+
+    def __init__(self, router: Router, *chains: range) -> None:
+        self.router = router
+        self.policy = CacheAware()
+        self.sync = PrefixSync(router.link, {Role.MIXED: self.policy})
+        for chain in chains:
+            self.policy.note_chain(chain, "10.0.0.1:1")
+
+    async def ask_others(self) -> int:
+        """Do as a router does that has just started; how many chunks it then knows."""
+        await self.router.shared.wait_for_records()
+        await self.router.shared._hub.share_prefixes(await self.router.shared.fetch_prefixes())
+        return self.policy.num_chunks
+
+
+def test_a_router_that_starts_later_has_the_prefixes_of_another(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        knowing, empty = Placing(first, range(1, 400)), Placing(second)
+        async with router("c", redis.url) as third:
+            newcomer = Placing(third)
+            assert await newcomer.ask_others() == 399
+        assert (knowing.policy.num_chunks, empty.policy.num_chunks) == (399, 0)
+
+    run_two(redis, work)
+
+
+def test_a_router_that_knows_more_itself_keeps_that(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        Placing(first, range(1, 100))
+        assert await Placing(second, range(1000, 1200)).ask_others() == 200
+
+    run_two(redis, work)
+
+
+def test_a_router_that_is_the_first_waits_for_no_prefixes(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "FIRST_HEARD_SECONDS", 1000.0)
+
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            assert await Placing(first).ask_others() == 0
+            redis.kill()
+            await until(lambda: bool(first.link.trouble))
+            assert await Placing(first).ask_others() == 0
+
+    asyncio.run(run())
+
+
+def test_prefixes_that_would_take_too_much_are_not_sent(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_state, "MAX_PREFIXES_BYTES", 100)
+
+    async def work(first: Router, second: Router) -> None:
+        Placing(first, range(1, 100))
+        assert await Placing(second).ask_others() == 0
+
+    run_two(redis, work)
+    assert "a router that has just started learns prefixes anew: these would take" in caplog.text
+
+
+def test_a_router_that_does_not_answer_costs_one_that_starts_a_bounded_time(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "PREFIXES_SECONDS", 0.1)
+
+    async def work(first: Router, second: Router) -> None:
+        monkeypatch.setattr(first.shared._hub, "on_distant_message", lambda message: None)
+        assert await Placing(second).ask_others() == 0
 
     run_two(redis, work)
 
