@@ -657,4 +657,5 @@ def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_w
 ) -> None:
     monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
     instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
     assert instance.registration_payload()["transfer_protocol"] == ["tcp"]
