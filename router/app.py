@@ -112,25 +112,9 @@ class RouterApp:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
-        self.proxy = Proxy(
-            Services(
-                settings=settings,
-                auth=self.auth,
-                admission=self.admission,
-                selector=self.selector,
-                pair_info=PairInfo(),
-                upstream=self.upstream,
-                health=self.health,
-                aborter=self.aborter,
-                metrics=self.metrics,
-                audit=self.audit,
-                is_debugging=_log.isEnabledFor(logging.DEBUG),
-            )
-        )
+        self.proxy = Proxy(self._gather_services())
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
-        link.answer_topic("figures", lambda _: self.metrics.dump())
-        link.answer_topic("explain", self.audit.explain_request)
-        link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
+        self._answer_other_processes()
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,6 +145,27 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _gather_services(self) -> Services:
+        """The parts that a request on its way needs."""
+        return Services(
+            settings=self.settings,
+            auth=self.auth,
+            admission=self.admission,
+            selector=self.selector,
+            pair_info=PairInfo(),
+            upstream=self.upstream,
+            health=self.health,
+            aborter=self.aborter,
+            metrics=self.metrics,
+            audit=self.audit,
+            is_debugging=_log.isEnabledFor(logging.DEBUG),
+        )
+
+    def _answer_other_processes(self) -> None:
+        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""

@@ -156,7 +156,7 @@ _UNDIVIDED = Division()
 
 
 class _Timeline(asyncio.SelectorEventLoop):
-    """An event loop whose clock does not wait: it jumps to what is due next."""
+    """An event loop whose clock does not wait: it jumps to the next event that is due."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()

@@ -1,7 +1,7 @@
 """TokenRates: how many tokens a second each client may use, prompt and generated ones together.
 
 Each client has a bucket that fills at its rate, up to ``BURST_SECONDS`` of it. A request may begin while there is
-something in the bucket, and takes out what it is thought to need; at its end it is charged for what it used. So a
+something in the bucket, and takes out the tokens of its prompt; at its end it is charged for all that it used. So a
 bucket may be in debt, a prompt larger than the bucket is served, too, and over time nobody uses more than the rate.
 """
 

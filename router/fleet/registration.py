@@ -29,7 +29,7 @@ class Role(str, enum.Enum):
 
 
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted: one sentence, naming the field and what would be right."""
+    """A registration that cannot be accepted: one sentence, naming the field and a right value."""
 
 
 @dataclass(frozen=True)

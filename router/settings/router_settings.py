@@ -40,7 +40,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one sentence, naming where it stands, its value and what would be right."""
+    """A setting that cannot be used: one sentence, naming where it stands, its value and a right one."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:

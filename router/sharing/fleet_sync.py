@@ -98,7 +98,7 @@ class FleetSync:
             return
         now = time.monotonic()
         if known is None:
-            known = self._registry.add_known(
+            known = self._registry.add_known_instance(
                 registration,
                 now,
                 proven=record["healthy"],

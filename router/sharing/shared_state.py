@@ -208,7 +208,7 @@ class SharedState:
             self.send_to_routers("keep", kept, record)
 
     def _void_charges(self) -> None:
-        """Take the tokens out of what waits: told late, or twice, they would hold up clients for what is long past."""
+        """Take the tokens out of messages that wait: told late, or twice, they would hold clients up for nothing."""
         voided = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
         self._waiting = deque(voided, MAX_WAITING)
 
