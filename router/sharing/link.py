@@ -52,9 +52,6 @@ class Link:
             record: of two, the one whose ``written_at`` is later counts.
         """
 
-    def report_connections(self, figures: dict[str, int]) -> None:
-        """Tell the supervisor how busy this process is."""
-
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
         """Wait until the supervisor lets a request in; why not, if it does not. Cancelling this leaves the line."""
         raise NotImplementedError("a router that is one process has no supervisor")
@@ -146,7 +143,7 @@ class WorkerLink(Link):
         self.tell_supervisor("keep", key, record)
 
     def report_connections(self, figures: dict[str, int]) -> None:
-        """See ``Link.report_connections``."""
+        """Tell the supervisor how busy this process is."""
         self.tell_supervisor("count", figures)
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:

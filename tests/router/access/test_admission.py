@@ -81,6 +81,42 @@ def test_no_more_of_one_client_enter_than_its_limit() -> None:
     assert [gate.try_enter(client) for client in "aab"] == [True, False, True]
 
 
+def test_requests_that_run_at_other_routers_count_until_those_are_gone() -> None:
+    gate = admission(max_concurrent_requests=3)
+    gate.note_elsewhere("second", {"a": 1})
+    gate.note_elsewhere("third", {"b": 1})
+    assert [gate.try_enter(client) for client in "ab"] == [True, False]
+    gate.note_elsewhere("second", {})
+    assert [gate.try_enter(client) for client in "ab"] == [True, False]
+
+
+def test_a_clients_requests_at_other_routers_count_for_that_client() -> None:
+    gate = admission(max_concurrent_requests_per_key=2)
+    gate.note_elsewhere("second", {"a": 1})
+    gate.note_elsewhere("third", {"a": 1})
+    assert [gate.try_enter(client) for client in "abbb"] == [False, True, True, False]
+
+
+def test_a_request_that_names_no_priority_waits_with_the_usual_one() -> None:
+    with Guests(admission(max_concurrent_requests=1)) as guests:
+        guests.gate.try_enter("a")
+        waiting = guests.loop.create_task(guests.gate.enter("a"))
+        guests.run(asyncio.sleep(0))
+        assert guests.gate.waiting_by_priority == {0: 1}
+        guests.gate.leave("a")
+        guests.run(_ended(waiting))
+
+
+def test_who_is_refused_where_others_wait_for_moments_is_told_to_come_back_in_a_second() -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=1)) as guests:
+        guests.ask("a")
+        for _ in range(20):
+            guests.ask("a")
+            guests.leave("a")
+        guests.ask("a")
+        assert refusal(guests.ask("a")).headers == [(b"retry-after", b"1")]
+
+
 def test_clients_take_turns_and_each_ones_requests_keep_their_order() -> None:
     with Guests(admission(max_concurrent_requests=1)) as guests:
         guests.ask("x")
