@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 __all__ = ["dump_families", "merge_families"]
 
-# Of these each process has a part; any other gauge is about all of them already.
+# Of these each process has a part. Any other gauge is about all of them already, or a mean of which one is enough.
 _ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority"})
 
 _Dump = Sequence[Any]
