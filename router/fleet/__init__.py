@@ -4,7 +4,7 @@ registration.py   Registration: the fields that an instance sends about itself, 
 instance.py       Instance: one registered instance, its health and its load
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
-pairing.py        which prefill and decode instance may pair, and the addresses that each is given
+pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
 admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
@@ -16,9 +16,9 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
-from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair
+from router.fleet.pairing import can_decode_for, may_pair, pairing_kind
 from router.fleet.register_file import add_listed_instances
-from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.fleet.snapshot import Snapshot
@@ -27,9 +27,10 @@ from router.fleet.tasks import Tasks
 __all__ = [
     "ORDERS",
     "STATES",
+    "EngineKind",
     "HealthMonitor",
     "Instance",
-    "PairInfo",
+    "KvConnector",
     "Registration",
     "RegistrationError",
     "Registry",
@@ -40,6 +41,6 @@ __all__ = [
     "add_listed_instances",
     "can_decode_for",
     "clear_prefix_caches",
-    "disaggregate_info",
     "may_pair",
+    "pairing_kind",
 ]
