@@ -27,7 +27,14 @@ from engine.background import in_background
 from engine.block_manager import BlockManager
 from engine.completions import CompletionResponse, Completions
 from engine.core import EngineCore
-from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
+from engine.disaggregation import (
+    BlockMemory,
+    HandoverReceiver,
+    Transfer,
+    TransferUnavailable,
+    choose_protocol,
+    list_protocols,
+)
 from engine.generation import Generations, list_unknown_ids
 from engine.http_server import (
     CLIENT_LEFT,
@@ -122,6 +129,7 @@ class Instance:
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(folder)
+        self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
         self.generations = Generations(
@@ -151,6 +159,7 @@ class Instance:
                 raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
             memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
             protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
+            self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
             transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
             return BlockMemory(self.core, runner, transfer)
         except (TransferUnavailable, OSError) as exc:
@@ -194,7 +203,7 @@ class Instance:
             "engine_worker_queue_port": args.engine_worker_queue_port or None,
             "rdma_ports": rdma_ports,
             "device_ids": ["0"],
-            "transfer_protocol": list(args.cache_transfer_protocol),
+            "transfer_protocol": self._transfer_protocols,
             "tp_size": args.tensor_parallel_size,
             "is_paused": False,
             "version": None,

@@ -45,7 +45,7 @@ returned, however the request ended.
 from engine.disaggregation.decode import HandoverReceiver, HandoverResult
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import HandoverSender, hand_over
-from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol
+from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol, list_protocols
 from engine.disaggregation.wire import Prompt
 
 __all__ = [
@@ -58,4 +58,5 @@ __all__ = [
     "TransferUnavailable",
     "choose_protocol",
     "hand_over",
+    "list_protocols",
 ]
