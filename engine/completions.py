@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import uuid
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from engine.generation import Generation, Generations, Piece
+from engine.generation import Choices, Generations, Piece
 from engine.protocol import (
     ApiError,
     ChatBody,
@@ -31,7 +32,7 @@ __all__ = ["CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
-_ENGINE_FAILED = "the engine failed while computing this request; its log says why"
+ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 
 
 class Completions:
@@ -101,8 +102,8 @@ class Completions:
             ApiError: the messages cannot be rendered, or do not fit.
         """
         tokens = body.prompt_token_ids or await self._encode_text(self._render_chat(body), "messages")
-        generation = self._begin_generation(body, tokens, "prompt_token_ids")
-        return ChatResponse(generation, body, self._model, self._token_bytes)
+        choices = self._begin_choices(body, tokens, "prompt_token_ids")
+        return ChatResponse(choices, body, self._model, self._token_bytes)
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
@@ -120,7 +121,7 @@ class Completions:
         if isinstance(prompt, str):
             # Special tokens, such as Llama's first one: a chat template writes them itself.
             prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        return TextResponse(self._begin_generation(body, prompt, "prompt"), body, self._model, self._token_bytes)
+        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self._model, self._token_bytes)
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -146,7 +147,7 @@ class Completions:
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
-    def _begin_generation(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
+    def _begin_choices(self, body: GenerationBody, prompt: list[int], param: str) -> Choices:
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
@@ -160,6 +161,9 @@ class Completions:
                 f"checkpoint, but it is {body.repetition_penalty:g}",
                 param="repetition_penalty",
             )
+        if body.n > 1 and body.completion_token_ids:
+            message = f"completion_token_ids: they are one answer's beginning, but n is {body.n}; give 1"
+            raise ApiError(400, message, param="completion_token_ids")
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
@@ -169,7 +173,7 @@ class Completions:
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
         )
-        return self._generations.begin(request, body.disaggregate_info)
+        return self._generations.begin_choices(request, body.disaggregate_info, body.n)
 
     def _check_tokens(self, tokens: list[int], param: str) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
@@ -247,12 +251,12 @@ class CompletionResponse:
     object_whole: str
     object_chunk: str
 
-    def __init__(self, generation: Generation, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
-        self._generation = generation
+    def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
+        self._choices = choices
         self._body = body
         self._token_bytes = token_bytes
         self._head = {
-            "id": f"{self.prefix}{generation.request.request_id}",
+            "id": f"{self.prefix}{choices.request.request_id}",
             "created": now(),
             "model": model,
         }
@@ -260,7 +264,7 @@ class CompletionResponse:
     @property
     def request(self) -> Request:
         """The request as the engine gets it."""
-        return self._generation.request
+        return self._choices.request
 
     @property
     def is_stream(self) -> bool:
@@ -273,37 +277,43 @@ class CompletionResponse:
         Raises:
             ApiError: 500, the engine failed.
         """
-        pieces = [piece async for piece in self._generation.pieces()]
-        reason = pieces[-1].finish_reason
-        if reason == "error":
-            raise ApiError(500, _ENGINE_FAILED)
-        choice = self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
-        choice |= {"index": 0, "finish_reason": reason}
-        usage = self._generation.usage()
-        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": usage}
+        by_choice: list[list[Piece]] = [[] for _ in range(len(self._choices))]
+        async with contextlib.aclosing(self._choices.pieces()) as pieces:
+            async for index, piece in pieces:
+                if piece.finish_reason == "error":
+                    raise ApiError(500, ENGINE_FAILED)
+                by_choice[index].append(piece)
+        choices = [
+            self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
+            | {"index": index, "finish_reason": pieces[-1].finish_reason}
+            for index, pieces in enumerate(by_choice)
+        ]
+        return {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, the last one ``[DONE]``."""
         options = self._body.stream_options
-        first = True
-        pending: list[Piece] = []
-        async for piece in self._generation.pieces():
-            if piece.finish_reason == "error":
-                yield _encode_event(error_body(500, _ENGINE_FAILED))
-                break
-            pending.append(piece)
-            if not (piece.text or piece.finish_reason or piece.logprobs or first):
-                continue  # the token completed no character yet
-            ids = self._token_ids(pending, with_prompt=first)
-            choice = self._chunk_choice(piece, ids, first=first)
-            choice |= {"index": 0, "finish_reason": piece.finish_reason}
-            first, pending = False, []
-            chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
-            if options and options.continuous_usage_stats:
-                chunk["usage"] = self._generation.usage()
-            yield _encode_event(chunk)
+        pending: dict[int, list[Piece]] = {}
+        async with contextlib.aclosing(self._choices.pieces()) as pieces:
+            async for index, piece in pieces:
+                if piece.finish_reason == "error":
+                    yield _encode_event(error_body(500, ENGINE_FAILED))
+                    break
+                first = index not in pending
+                untold = pending.setdefault(index, [])
+                untold.append(piece)
+                if not (piece.text or piece.finish_reason or piece.logprobs or first):
+                    continue  # the token completed no character yet
+                ids = self._token_ids(untold, with_prompt=first)
+                choice = self._chunk_choice(piece, ids, first=first)
+                choice |= {"index": index, "finish_reason": piece.finish_reason}
+                untold.clear()
+                chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
+                if options and options.continuous_usage_stats:
+                    chunk["usage"] = self._choices.usage()
+                yield _encode_event(chunk)
         if options and options.include_usage:
-            usage = self._generation.usage()
+            usage = self._choices.usage()
             yield _encode_event({**self._head, "object": self.object_chunk, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
@@ -317,7 +327,7 @@ class CompletionResponse:
         """The fields of ``return_token_ids``: the ids of the pieces, and of the prompt once."""
         if not self._body.return_token_ids:
             return {}
-        prompt = {"prompt_token_ids": list(self._generation.request.prompt_token_ids)} if with_prompt else {}
+        prompt = {"prompt_token_ids": list(self._choices.request.prompt_token_ids)} if with_prompt else {}
         completion = [piece.token_id for piece in pieces if piece.token_id is not None]
         return prompt | {"completion_token_ids": completion}
 

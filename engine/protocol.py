@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 
+MAX_CHOICES = 128  # as OpenAI
 _MAX_STOPS = 16
 # An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
 _MAX_ID_CHARACTERS = 300
@@ -148,7 +149,7 @@ class GenerationBody(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    n: Literal[1] = 1
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0

@@ -37,12 +37,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued. ``cache_salt``: blocks are shared only among requests of the same salt."""
+    """One prompt to be continued.
+
+    Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
+    is a further choice of; "" where it is none.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str = ""
+    choice_of: str = ""
 
 
 class State(enum.Enum):

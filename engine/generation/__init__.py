@@ -7,10 +7,12 @@ base.py     one request while it is answered: its tokens become pieces of text; 
 mixed.py    the instance computes the prompt and the answer
 prefill.py  the instance computes the prompt and hands it over, directly or through the pool
 decode.py   the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
+choices.py  the n choices of one request: the prompt computed once, the answers beside each other
 live.py     all requests that are being answered: begun for the role, found again to be aborted
 """
 
 from engine.generation.base import Generation, Piece
+from engine.generation.choices import Choices
 from engine.generation.live import Generations, list_unknown_ids
 
-__all__ = ["Generation", "Generations", "Piece", "list_unknown_ids"]
+__all__ = ["Choices", "Generation", "Generations", "Piece", "list_unknown_ids"]

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,13 +66,14 @@ class Generation(ABC):
         self.sequence = Sequence(request, parts.block_size)
         self._parts = parts
         self._core = parts.core
-        self._is_aborted = False
+        self.is_aborted = False
+        """Whether it was asked to end early; it may still be on its way to its end."""
         # Not the sequence's own count: the engine may be a token ahead of the text that a stop string lets out.
-        self._num_output_tokens = 0
+        self.num_output_tokens = 0
         self._start = time.monotonic()
         self._first_token_seconds: float | None = None
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
         self._parts.live.add(self)
         try:
@@ -83,7 +84,7 @@ class Generation(ABC):
 
     def abort(self) -> None:
         """End it, wherever it stands, with finish reason ``abort``."""
-        self._is_aborted = True
+        self.is_aborted = True
         self._core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Generation(ABC):
         sequence = self.sequence
         own, pool = self._cached_tokens()
         blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
-        return build_usage(sequence.num_prompt_tokens, self._num_output_tokens, own, pool, blocks)
+        return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, blocks)
 
     @abstractmethod
     def _answer(self) -> AsyncIterator[Piece]:
@@ -119,7 +120,7 @@ class Generation(ABC):
             on_saved: called in the event loop when nothing of the sequence is on its way to the pool any more.
             on_computed: called in the event loop with the blocks of the prompt as they are computed.
         """
-        if self._is_aborted:
+        if self.is_aborted:
             yield Piece("", None, "abort", None)
             return
         outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
@@ -146,7 +147,7 @@ class Generation(ABC):
         """Turn a token into text, and end the sequence where the text meets a stop string."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.monotonic() - self._start
-        self._num_output_tokens += output.token_id is not None
+        self.num_output_tokens += output.token_id is not None
         reason = output.finish_reason
         ended_by_token = reason == "stop"
         text = "" if output.token_id is None or ended_by_token else detokenizer.add_token(output.token_id)
@@ -169,7 +170,7 @@ class Generation(ABC):
             self._parts.role,
             reason,
             sequence.num_prompt_tokens,
-            self._num_output_tokens,
+            self.num_output_tokens,
             sequence.own_cached_tokens,
             sequence.pool_cached_tokens,
             sequence.pool_load_seconds,

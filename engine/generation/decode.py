@@ -34,8 +34,9 @@ class DecodeGeneration(Generation):
     async def _answer(self) -> AsyncIterator[Piece]:
         """Go on from the prompt that the prefill instance hands over, or else compute it."""
         try:
-            await self._wait_for_prompt()
-            if self._is_aborted:
+            if not self.is_aborted:
+                await self._wait_for_prompt()
+            if self.is_aborted:
                 yield Piece("", None, "abort", None)
                 return
             prefilled, self._prefilled = self._prefilled, None
@@ -56,7 +57,7 @@ class DecodeGeneration(Generation):
         try:
             await waiting
         except asyncio.CancelledError:
-            if not self._is_aborted:  # it was this task that was cancelled: the client has gone
+            if not self.is_aborted:  # it was this task that was cancelled: the client has gone
                 raise
         finally:
             self._waiting = None

@@ -147,7 +147,7 @@ async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(
 async def test_closing_the_iterator_aborts_the_request(alone: Generations, engine: Engine) -> None:
     pieces = alone.begin(request_of(max_tokens=900), None).pieces()
     await anext(pieces)
-    await pieces.aclose()  # type: ignore[attr-defined]
+    await pieces.aclose()
     await eventually(lambda: not engine.scheduler.running, "the sequence to end")
     assert alone.abort_all() == []
 

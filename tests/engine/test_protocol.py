@@ -64,7 +64,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
             "messages",
             'messages.0.content: a part of type "image_url"; only text is supported',
         ),
-        ("chat", {"messages": MESSAGES, "n": 2}, "n", "should be 1, but it is 2"),
+        ("chat", {"messages": MESSAGES, "n": 129}, "n", "should be less than or equal to 128, but it is 129"),
         *(
             ("text", {"prompt": "a", name: value}, param, "should")
             for name, value, param in [
