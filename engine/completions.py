@@ -60,7 +60,7 @@ class Completions:
     ) -> None:
         self._generations = generations
         self._tokenizer = tokenizer
-        self._model = model
+        self.model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._repetition_penalty = repetition_penalty
@@ -75,7 +75,7 @@ class Completions:
     def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
         model = {
-            "id": self._model,
+            "id": self.model,
             "object": "model",
             "created": self._created,
             "owned_by": "fastdeploy-kvstore",
@@ -90,8 +90,8 @@ class Completions:
             ApiError: 404, the model is another one.
         """
         model: dict[str, Any] = self.list_models()["data"][0]
-        if model_id != self._model:
-            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self._model)}"
+        if model_id != self.model:
+            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self.model)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
@@ -101,9 +101,11 @@ class Completions:
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
         """
-        tokens = body.prompt_token_ids or await self._encode_text(self._render_chat(body), "messages")
-        choices = self._begin_choices(body, tokens, "prompt_token_ids")
-        return ChatResponse(choices, body, self._model, self._token_bytes)
+        return ChatResponse(await self.begin_chat_choices(body), body, self.model, self._token_bytes)
+
+    async def begin_chat_choices(self, body: ChatBody) -> Choices:
+        """As ``begin_chat``, without the form of the response."""
+        return self._begin_choices(body, body.prompt_token_ids or await self._encode_chat(body), "prompt_token_ids")
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
@@ -121,7 +123,7 @@ class Completions:
         if isinstance(prompt, str):
             # Special tokens, such as Llama's first one: a chat template writes them itself.
             prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self._model, self._token_bytes)
+        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -133,7 +135,7 @@ class Completions:
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
         text, param = body.prompt or "", "prompt"
         if body.messages:
-            text, param = self._render_chat(ChatBody(messages=body.messages)), "messages"
+            text, param = self._render_chat(ChatBody(messages=body.messages), body.messages), "messages"
         tokens = await self._encode_text(text, param, add_special_tokens=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
 
@@ -197,8 +199,31 @@ class Completions:
             code="context_length_exceeded",
         )
 
-    def _render_chat(self, body: ChatBody) -> str:
-        messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]
+    async def _encode_chat(self, body: ChatBody) -> list[int]:
+        """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
+
+        Its tokens are then those that its text has after the others', as if it had been generated up to there.
+        """
+        if not body.continue_final_message:
+            return await self._encode_text(self._render_chat(body, body.messages), "messages")
+        *before, final = body.messages
+        prompt = self._render_chat(body, before, lets_assistant_speak=True) if before else ""
+        final = _plain_message(len(before), final)
+        if final["role"] != "assistant" or not isinstance(final.get("content"), str) or not before:
+            message = "continue_final_message: the last of several messages must be the assistant's, with a text"
+            raise ApiError(400, message, param="messages")
+        tokens = await self._encode_text(prompt, "messages")
+        whole = await self._encode_text(prompt + final["content"], "messages")
+        if whole[: len(tokens)] == tokens:
+            return whole
+        # The text would be another token's with the end of the prompt.
+        return tokens + await self._encode_text(final["content"], "messages")
+
+    def _render_chat(
+        self, body: ChatBody, messages: list[dict[str, Any]], *, lets_assistant_speak: bool | None = None
+    ) -> str:
+        """The messages as the checkpoint's template has them; the assistant speaks next, unless ``body`` says no."""
+        messages = [_plain_message(i, message) for i, message in enumerate(messages)]
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
         variables = body.chat_template_kwargs or {}
@@ -211,7 +236,14 @@ class Completions:
         # The model answers with a call or without; its call is text, as in FastDeploy without a parser of calls. Where
         # there is to be none, it does not hear of tools.
         tools = body.tools if body.tools and body.tool_choice == "auto" else None
-        render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False, **variables)
+        if lets_assistant_speak is None:
+            lets_assistant_speak = body.add_generation_prompt
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            add_generation_prompt=lets_assistant_speak,
+            tokenize=False,
+            **variables,
+        )
         try:
             text: str = render(messages, tools=tools)
             is_ignorant_of_tools = tools is not None and text == render(messages, tools=None)

@@ -38,8 +38,13 @@ class Detokenizer:
         self._given = 0  # characters of the window's text
         self._set_context()
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was met; no text follows."""
+        self.met_stop: str | None = None
+        """The stop string that was met, after which no text follows."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met."""
+        return self.met_stop is not None
 
     def add_token(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
@@ -84,10 +89,11 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._held + new
-        met = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        met = [(at, stop) for at, stop in ((text.find(stop), stop) for stop in self._stop) if at >= 0]
         if met:
-            self.stopped, self._held = True, ""
-            return text[: min(met)]
+            at, self.met_stop = min(met)
+            self._held = ""
+            return text[:at]
         keep = 0 if final else max((_stop_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -33,6 +33,8 @@ class Piece:
     token_id: int | None
     finish_reason: str | None
     logprobs: TokenLogprobs | None
+    stop: str | None = None
+    """The stop string by which the answer ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +158,7 @@ class Generation(ABC):
         if detokenizer.stopped and reason in (None, "length"):
             reason = "stop"
             self._core.abort_sequence(self.sequence, reason)
-        return Piece(text, output.token_id, reason, output.logprobs)
+        return Piece(text, output.token_id, reason, output.logprobs, detokenizer.met_stop if reason == "stop" else None)
 
     def _log_end(self, reason: str) -> None:
         sequence = self.sequence
