@@ -59,7 +59,7 @@ class Completions:
         default_max_tokens: int | None = None,
     ) -> None:
         self._generations = generations
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -146,7 +146,7 @@ class Completions:
             ApiError: a token that the model does not have.
         """
         self._check_tokens(body.tokens, "tokens")
-        text = self._tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
     def _begin_choices(self, body: GenerationBody, prompt: list[int], param: str) -> Choices:
@@ -174,6 +174,7 @@ class Completions:
             prompt_token_ids=tuple(tokens),
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
+            num_begun=len(body.completion_token_ids or []),
         )
         return self._generations.begin_choices(request, body.disaggregate_info, body.n)
 
@@ -186,7 +187,7 @@ class Completions:
         at_least = -(-len(text) // self._longest_token)
         if at_least >= self._max_model_len:
             raise self._too_long(f"at least {at_least}", param)
-        encode = partial(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer, text, add_special_tokens=add_special_tokens)
         tokens: list[int] = (await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode())["input_ids"]
         return tokens
 
@@ -204,6 +205,13 @@ class Completions:
 
         Its tokens are then those that its text has after the others', as if it had been generated up to there.
         """
+        if (
+            body.continue_final_message
+            and body.add_generation_prompt
+            and "add_generation_prompt" in body.model_fields_set
+        ):
+            message = "continue_final_message: it is true, and so is add_generation_prompt; give false for one of them"
+            raise ApiError(400, message, param="continue_final_message")
         if not body.continue_final_message:
             return await self._encode_text(self._render_chat(body, body.messages), "messages")
         *before, final = body.messages
@@ -224,7 +232,7 @@ class Completions:
     ) -> str:
         """The messages as the checkpoint's template has them; the assistant speaks next, unless ``body`` says no."""
         messages = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
         variables = body.chat_template_kwargs or {}
         if refused := next((name for name in variables if name in self._rendering), None):
@@ -239,7 +247,7 @@ class Completions:
         if lets_assistant_speak is None:
             lets_assistant_speak = body.add_generation_prompt
         render = partial(
-            self._tokenizer.apply_chat_template,
+            self.tokenizer.apply_chat_template,
             add_generation_prompt=lets_assistant_speak,
             tokenize=False,
             **variables,

@@ -40,7 +40,8 @@ class Request:
     """One prompt to be continued.
 
     Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
-    is a further choice of; "" where it is none.
+    is a further choice of; "" where it is none. The last ``num_begun`` tokens of the prompt are the answer's beginning,
+    whose text the client has.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request:
     params: SamplingParams
     cache_salt: str = ""
     choice_of: str = ""
+    num_begun: int = 0
 
 
 class State(enum.Enum):

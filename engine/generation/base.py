@@ -131,7 +131,7 @@ class Generation(ABC):
             on_saved=call_in_loop(on_saved) if on_saved else lambda: None,
             on_computed=call_in_loop(on_computed) if on_computed else None,
         )
-        detokenizer = Detokenizer(self._parts.tokenizer, self.request.prompt_token_ids, self.request.params.stop)
+        detokenizer = self._make_detokenizer()
         self._core.submit(self.sequence, listener, prefilled)
         reason: str | None = None
         try:
@@ -144,6 +144,12 @@ class Generation(ABC):
                 reason = "abort"
                 self._core.abort_sequence(self.sequence)
             self._log_end(reason)
+
+    def _make_detokenizer(self) -> Detokenizer:
+        request = self.request
+        first_begun = len(request.prompt_token_ids) - request.num_begun
+        prompt, begun = request.prompt_token_ids[:first_begun], request.prompt_token_ids[first_begun:]
+        return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun)
 
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
         """Turn a token into text, and end the sequence where the text meets a stop string."""
