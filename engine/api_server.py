@@ -31,6 +31,7 @@ from engine.background import in_background
 from engine.block_manager import BlockManager
 from engine.completions import Completions
 from engine.core import EngineCore
+from engine.dialects import FastDeployDialect, PairDialect, SglangDialect, VllmDialect
 from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
 from engine.generation import Generations, list_unknown_ids
 from engine.http_server import (
@@ -143,8 +144,10 @@ class Instance:
         tokenizer = load_tokenizer(folder)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
+        self._dialect = self._choose_dialect()
+        host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host
         )
         self.completions = Completions(
             self.generations,
@@ -154,6 +157,7 @@ class Instance:
             runner.vocab_size,
             runner.repetition_penalty,
             runner.default_max_tokens,
+            self._dialect,
         )
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
@@ -178,6 +182,14 @@ class Instance:
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
+
+    def _choose_dialect(self) -> PairDialect:
+        port: int = self._connector.getsockname()[1]
+        if self.args.pd_dialect == "vllm":
+            return VllmDialect(self._own_address(), port)
+        if self.args.pd_dialect == "sglang":
+            return SglangDialect(self.args.splitwise_role, port)
+        return FastDeployDialect()
 
     def _own_address(self) -> str:
         """This machine's address as the other side of a hand-over reaches it."""
@@ -221,6 +233,7 @@ class Instance:
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
+            **self._dialect.registration,
         }
 
 

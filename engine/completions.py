@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from engine.dialects import FastDeployDialect, PairDialect
 from engine.generation import Choices, Generations, Piece
 from engine.protocol import (
     ApiError,
@@ -46,6 +47,7 @@ class Completions:
         vocab_size: token ids of a client must lie below it.
         repetition_penalty: the engine applies it to everybody; a client may ask for no other.
         default_max_tokens: of answers to clients that give no limit; None: as far as the context goes.
+        dialect: how routers ask this instance as one of a pair; None: FastDeploy's.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Completions:
         vocab_size: int,
         repetition_penalty: float = 1.0,
         default_max_tokens: int | None = None,
+        dialect: PairDialect | None = None,
     ) -> None:
         self._generations = generations
         self.tokenizer = tokenizer
@@ -65,6 +68,7 @@ class Completions:
         self._vocab_size = vocab_size
         self._repetition_penalty = repetition_penalty
         self._default_max_tokens = default_max_tokens
+        self._dialect = dialect or FastDeployDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
         # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
@@ -169,14 +173,15 @@ class Completions:
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
+        request_id = body.request_id or str(uuid.uuid4())
         request = Request(
-            request_id=body.request_id or str(uuid.uuid4()),
+            request_id=request_id,
             prompt_token_ids=tuple(tokens),
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
         )
-        return self._generations.begin_choices(request, body.disaggregate_info, body.n)
+        return self._generations.begin_choices(request, self._dialect.read_pair(body, request_id), body.n)
 
     def _check_tokens(self, tokens: list[int], param: str) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
@@ -328,7 +333,8 @@ class CompletionResponse:
             | {"index": index, "finish_reason": pieces[-1].finish_reason}
             for index, pieces in enumerate(by_choice)
         ]
-        return {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
+        whole = {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
+        return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, the last one ``[DONE]``."""

@@ -203,6 +203,11 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """vLLM's dialect of pairs; the others are SGLang's."""
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
 
     @field_validator("stop")
     @classmethod

@@ -129,7 +129,8 @@ class MessagesResponse:
                 texts.append(piece.text)
         _check_end(piece)
         content = [{"type": "text", "text": "".join(texts)}]
-        return self._describe(content=content, **_describe_end(piece), usage=self._usage())
+        whole = self._describe(content=content, **_describe_end(piece), usage=self._usage())
+        return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The message as server-sent events, the last one ``message_stop`` or an error."""

@@ -125,7 +125,7 @@ class ResponsesResponse:
                 reason = piece.finish_reason
         if reason == "error":
             raise ApiError(500, ENGINE_FAILED)
-        return self._finish("".join(texts), reason)
+        return self._finish("".join(texts), reason) | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, the last one the response's end."""

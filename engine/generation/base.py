@@ -43,6 +43,7 @@ class SharedParts:
 
     Args:
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+        host: this instance's address, where prefill instances reach it.
         live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
     """
 
@@ -52,6 +53,7 @@ class SharedParts:
     block_size: int
     receiver: HandoverReceiver
     memory: BlockMemory | None = None
+    host: str = "127.0.0.1"
     live: set[Generation] = field(default_factory=set)
 
 
@@ -95,6 +97,10 @@ class Generation(ABC):
         own, pool = self._cached_tokens()
         blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
         return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, blocks)
+
+    def describe_transfer(self) -> dict[str, Any]:
+        """Members of the response that tell another instance of the prompt's KV."""
+        return {}
 
     @abstractmethod
     def _answer(self) -> AsyncIterator[Piece]:

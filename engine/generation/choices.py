@@ -52,6 +52,10 @@ class Choices:
         usage["total_tokens"] += further
         return usage
 
+    def describe_transfer(self) -> dict[str, Any]:
+        """Members of the response that tell another instance of the prompt's KV."""
+        return self._generations[0].describe_transfer()
+
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all choices as they come, each with the index of its choice; closing it aborts all of them.
 

@@ -10,7 +10,10 @@ from engine.disaggregation import BlockMemory, HandoverReceiver
 from engine.generation.base import Generation, SharedParts
 from engine.generation.choices import Choices, derive_choice
 from engine.generation.decode import DecodeGeneration
+from engine.generation.fetching_decode import FetchingDecodeGeneration
+from engine.generation.kept_prefill import KeptPrefillGeneration
 from engine.generation.mixed import MixedGeneration
+from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
@@ -38,6 +41,7 @@ class Generations:
         block_size: tokens in a block.
         receiver: where prefill instances hand prompts over to.
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+        host: this instance's address, where prefill instances reach it.
     """
 
     def __init__(
@@ -48,23 +52,28 @@ class Generations:
         block_size: int,
         receiver: HandoverReceiver,
         memory: BlockMemory | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory)
+        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host)
         self._answer_for_pair = _FOR_PAIRS[role]
 
-    def begin(self, request: Request, info: DisaggregateInfo | None) -> Generation:
+    def begin(self, request: Request, info: PairInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for.
 
         Args:
-            info: the pair that the router named for the request, if it did.
+            info: the part of a pair that the router has this instance play, if it does.
         """
         if info is None:
             return MixedGeneration(self._parts, request)
+        if isinstance(info, KeepPrompt):
+            return KeptPrefillGeneration(self._parts, request, info)
+        if isinstance(info, FetchPrompt):
+            return FetchingDecodeGeneration(self._parts, request, info)
         return self._answer_for_pair(self._parts, request, info)
 
-    def begin_choices(self, request: Request, info: DisaggregateInfo | None, count: int) -> Choices:
+    def begin_choices(self, request: Request, info: PairInfo | None, count: int) -> Choices:
         """As ``begin``, for ``count`` answers to one prompt."""
-        return Choices([self.begin(derive_choice(request, i), info) for i in range(count)])
+        return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
 
     @property
     def num_live(self) -> int:
