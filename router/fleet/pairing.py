@@ -9,7 +9,7 @@ from router.fleet.instance import Instance
 from router.fleet.registration import EngineKind, Registration
 from router.http import encode_member
 
-__all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair", "pairing_kind"]
+__all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair", "pairing_kind", "share_model"]
 
 # Pairs of instances whose ``disaggregate_info`` is kept encoded.
 MAX_PAIRS = 10_000
@@ -58,6 +58,11 @@ def pairing_kind(registration: Registration) -> Hashable:
     """Engine, and connector of vLLM's: both instances of a pair are of one kind."""
     is_vllm = registration.engine is EngineKind.VLLM
     return registration.engine, registration.kv_connector if is_vllm else None
+
+
+def share_model(prefill: Instance, decode: Instance) -> bool:
+    """Whether there is a model that both serve, for all they tell."""
+    return not prefill.models or not decode.models or not prefill.models.isdisjoint(decode.models)
 
 
 class PairInfo:

@@ -10,7 +10,7 @@ hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
 from router.settings.flags import FlagParser
-from router.settings.hints import suggest_name
+from router.settings.hints import did_you_mean, suggest_name
 from router.settings.router_settings import RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.sources import load_settings
@@ -24,6 +24,7 @@ __all__ = [
     "RouterSettings",
     "SettingsError",
     "YamlFileError",
+    "did_you_mean",
     "load_certificate",
     "load_settings",
     "parse_priority",
