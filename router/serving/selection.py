@@ -29,8 +29,8 @@ from router.fleet import (
     pairing_kind,
     share_model,
 )
-from router.http import ApiError
-from router.policies import POLICIES, Decision, InstanceLoad, Policy, RequestFeatures
+from router.http import ApiError, Usage
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, RequestFeatures
 from router.settings import RouterSettings, did_you_mean
 
 __all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
@@ -167,6 +167,29 @@ class Selector:
         if model not in self._choices:
             self._choices[model] = self._gather_choice(now, (), model)
         return self._choices[model]
+
+    def learn(
+        self,
+        selection: Selection,
+        features: RequestFeatures,
+        usage: Usage,
+        *,
+        queued_before: float,
+        ttft: float | None,
+    ) -> None:
+        """Let the policy that chose the instance which computed the prompt learn from how it went.
+
+        Args:
+            usage: the figures of that instance.
+            queued_before: the work that was queued there.
+            ttft: seconds to the first token, where they are known.
+        """
+        decision = selection.decisions[0]
+        outcome = Outcome(
+            decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+        )
+        role = (selection.prefill or selection.answering).role
+        self.policies_of(selection.model)[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
         if self._generation != self._registry.generation:

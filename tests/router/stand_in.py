@@ -212,6 +212,8 @@ class StandIn:
     left: int = 0
     models: tuple[str, ...] = ("m",)
     abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
+    told: dict[str, Any] = field(default_factory=dict)
+    """What its registration has beside, or instead of, what FastDeploy's has."""
     _server: asyncio.AbstractServer | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -236,6 +238,10 @@ class StandIn:
     def key(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def is_listening(self) -> bool:
+        return self._server is not None
+
     def registration(self, **changes: Any) -> dict[str, Any]:
         """What it tells the router, as FastDeploy's instances do."""
         return {
@@ -252,6 +258,7 @@ class StandIn:
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
+            **self.told,
             **changes,
         }
 
