@@ -32,7 +32,7 @@ def parse_models(data: bytes) -> list[dict[str, Any]]:
     """
     try:
         listed = orjson.loads(data)["data"]
-    except (KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"it is no list of models: {exc!r}") from None
     if not isinstance(listed, list):
         raise ValueError("it is no list of models: its data is none")
