@@ -189,7 +189,8 @@ class Selector:
             decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
         )
         role = (selection.prefill or selection.answering).role
-        self.policies_of(selection.model)[role].observe_outcome(features, decision, outcome)
+        policies = self.policies_of(selection.model) if selection.model else self.policies
+        policies[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
         if self._generation != self._registry.generation:
