@@ -31,6 +31,7 @@ from router.fleet import (
     Tasks,
     add_listed_instances,
     clear_prefix_caches,
+    parse_models,
 )
 from router.http import (
     ApiError,
@@ -48,7 +49,16 @@ from router.http import (
     raw_reply,
     refusal_reply,
 )
-from router.serving import ABORT_PATH, Aborter, Pairs, Proxy, Selector, Services, list_unknown_ids
+from router.serving import (
+    ABORT_PATH,
+    Aborter,
+    Pairs,
+    Proxy,
+    Selector,
+    Services,
+    explain_unknown_model,
+    list_unknown_ids,
+)
 from router.settings import RouterSettings, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
@@ -347,9 +357,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
         models = await _gather_models(router, request)
         if model_id in models:
             return json_reply(200, models[model_id])
-        known = ", ".join(models) or "none"
-        message = f"no instance serves a model {model_id!r}; served are: {known}"
-        return error_reply(ApiError(404, message, "model_not_found", "model"))
+        return error_reply(explain_unknown_model(model_id, models))
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
@@ -371,7 +379,7 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 
 
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
-    """The models of all instances, each once, by their ids."""
+    """The models of all instances, each once, and their aliases, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
     async def list_models(instance: Instance) -> list[dict[str, Any]]:
@@ -379,18 +387,18 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
             answer = await router.upstream.fetch(
                 instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
             )
-            listed = orjson.loads(answer.body)["data"]
-        except (UpstreamError, ValueError, KeyError, TypeError) as exc:
+            return parse_models(answer.body)
+        except (UpstreamError, ValueError) as exc:
             _log.warning("instance %s did not list its models: %s", instance.key, exc)
             return []
-        return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
     for listed in await asyncio.gather(*(list_models(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return models
+    aliases = router.settings.model_aliases
+    return models | {alias: {**models[name], "id": alias} for alias, name in aliases.items() if name in models}
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
@@ -474,6 +482,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "engine": registration.engine.value,
         "bootstrap_port": registration.bootstrap_port,
         "kv_connector": registration.kv_connector.value,
+        "models": None if instance.models is None else sorted(instance.models),
         "state": instance.state,
         "trouble": instance.trouble,
         "breaker": instance.breaker.state,

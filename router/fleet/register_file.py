@@ -23,7 +23,7 @@ __all__ = ["add_listed_instances", "read_register_file"]
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
     *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
-    *("engine", "bootstrap_port", "kv_connector"),
+    *("engine", "bootstrap_port", "kv_connector", "models"),
 )
 
 

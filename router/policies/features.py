@@ -48,6 +48,7 @@ def request_features(
         partial(chunk_hashes, members, prompt_tokens) if prompt_tokens >= TOKENS_PER_CHUNK else None,
         tokens_per_chunk=TOKENS_PER_CHUNK,
         key=session_key(members, headers),
+        model=members.get("model", ""),
     )
 
 

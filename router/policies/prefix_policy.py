@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from router.policies.base import DEFAULTS, PolicyBase, PolicyOptions
 from router.policies.prefix_index import PrefixIndex
 
 __all__ = ["PrefixPolicy"]
+
+
+_AnyPolicy = TypeVar("_AnyPolicy", bound="PrefixPolicy")
 
 
 class PrefixPolicy(PolicyBase):
@@ -34,6 +38,12 @@ class PrefixPolicy(PolicyBase):
             callback(chunks, key)
 
         self._add_chain = add_and_tell
+
+    def make_sibling(self: _AnyPolicy) -> _AnyPolicy:
+        """See ``Policy.make_sibling``."""
+        sibling = super().make_sibling()
+        sibling._index, sibling.note_chain, sibling._add_chain = self._index, self.note_chain, self._add_chain
+        return sibling
 
     def forget_instance(self, key: str) -> None:
         """See ``Policy.forget_instance``."""

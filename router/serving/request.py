@@ -256,7 +256,8 @@ class ServingRequest:
         is_large = len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
         large = await self._look_through() if is_large else None
         salts = self._services.auth.cache_salts
-        parsed = ParsedRequest(request, self._sent_id, large, partial(salts.derive, client) if salts else None)
+        derive_salt = partial(salts.derive, client) if salts else None
+        parsed = ParsedRequest(request, self._sent_id, large, derive_salt, self._services.selector.aliases)
         self.request_id = parsed.request_id
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
@@ -465,6 +466,8 @@ class ServingRequest:
         members: dict[str, bytes] = {}
         if parsed.cache_salt:
             members["cache_salt"] = parsed.cache_salt
+        if parsed.model:
+            members["model"] = parsed.model
         if body is not None and isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
             members["return_token_ids"] = b'"return_token_ids":true'
         if self._preemptions and merger is not None:

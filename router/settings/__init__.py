@@ -11,7 +11,7 @@ hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
 from router.settings.flags import FlagParser
-from router.settings.hints import suggest_name
+from router.settings.hints import did_you_mean, suggest_name
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.served_certificate import ServedCertificate
@@ -28,6 +28,7 @@ __all__ = [
     "ServedCertificate",
     "SettingsError",
     "YamlFileError",
+    "did_you_mean",
     "load_certificate",
     "load_settings",
     "parse_priority",

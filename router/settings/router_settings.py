@@ -208,6 +208,11 @@ class RouterSettings:
         "server.cors-allowed-origins",
         "origins of pages whose scripts may use /v1 from a browser, such as https://chat.example.com, or * for all",
     )
+    model_alias: tuple[str, ...] = _declare(
+        (),
+        "server.model-alias",
+        "names by which clients may ask for models, as NAME=MODEL; in YAML a map of names to models",
+    )
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
@@ -247,6 +252,11 @@ class RouterSettings:
         return self.workers or min(MAX_AUTO_WORKERS, num_cores)
 
     @property
+    def model_aliases(self) -> dict[str, str]:
+        """The model that each alias stands for."""
+        return dict(entry.split("=", 1) for entry in self.model_alias)
+
+    @property
     def policy_options(self) -> PolicyOptions:
         """The settings of policies."""
         return PolicyOptions(**{name: getattr(self, name) for name in PolicyOptions._fields})
@@ -282,5 +292,20 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
                 f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port with nothing behind it, such "
                 "as https://chat.example.com, or * for all"
             )
+    if field.name == "model_alias":
+        _check_aliases(name, value)
     if field.name == "health_check_endpoint" and not value.startswith("/"):
         raise SettingsError(f"{name} is {value!r}; a path begins with '/'")
+
+
+def _check_aliases(name: str, entries: Iterable[str]) -> None:
+    models: dict[str, str] = {}
+    for entry in entries:
+        alias, _, model = entry.partition("=")
+        if not alias or not model:
+            raise SettingsError(f"{name} has {entry!r}; an alias is NAME=MODEL, such as chat=Qwen3-8B")
+        if models.setdefault(alias, model) != model:
+            raise SettingsError(f"{name} has {alias!r} twice, for {models[alias]!r} and for {model!r}")
+    for alias, model in models.items():
+        if model in models:
+            raise SettingsError(f"{name} has {alias!r} for {model!r}, which is an alias itself; name the model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,8 @@ class FleetSync:
             "draining": instance.draining,
             "paused": instance.paused,
             "share": instance.share,
+            "models": None if instance.models is None else sorted(instance.models),
+            "models_age": time.monotonic() - instance.models_asked_at,
             "is_news": is_news,
             "written_at": written_at,
         }
@@ -87,6 +90,8 @@ class FleetSync:
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""
         known = self._registry.get(key)
+        if known is not None:
+            self._take_models(known, record)
         is_old = self._clock() - record["written_at"] > STALE_SECONDS
         if is_old or (known is not None and not record["is_news"]) or self._is_outdated(key, record):
             return
@@ -105,6 +110,7 @@ class FleetSync:
                 permanent=record["permanent"],
                 has_heartbeat=record["has_heartbeat"],
             )
+            self._take_models(known, record)
         elif record["has_heartbeat"]:
             known.renew_registration(registration, now, proven=False)
         known.set_draining(record["draining"])
@@ -112,6 +118,13 @@ class FleetSync:
         known.set_share(record["share"])
         if not known.healthy:
             self._health.probe_soon(known)
+
+    def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
+        """Note the models that the instance told another process, if that asked it later than this one."""
+        record_age = max(0.0, self._clock() - record["written_at"])
+        asked_at = time.monotonic() - record_age - record.get("models_age", math.inf)
+        if record.get("models") is not None and asked_at > instance.models_asked_at:
+            instance.set_models(frozenset(record["models"]), asked_at)
 
     def _is_outdated(self, key: str, record: dict[str, Any]) -> bool:
         """Whether a later record of this key was heard, or told, before."""
