@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.access import Admission, Auth, Limits
 from router.fleet import (
     ORDERS,
+    EngineKind,
     HealthMonitor,
     Instance,
     PairInfo,
@@ -255,7 +256,11 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
     async def list_decode_instances(version: str | None = None) -> Response:
         # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
-        wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
+        wanted = [
+            _format_registration(decode)
+            for decode in decodes
+            if version in (None, decode.version) and decode.engine is EngineKind.FASTDEPLOY
+        ]
         return json_reply(200, wanted)
 
 
@@ -460,6 +465,9 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "engine_worker_queue_port": _format_text(registration.fields.get("engine_worker_queue_port")) or "",
         "url": instance.address.url,
         "worker_type": registration.role.value,
+        "engine": registration.engine.value,
+        "bootstrap_port": registration.bootstrap_port,
+        "kv_connector": registration.kv_connector.value,
         "state": instance.state,
         "trouble": instance.trouble,
         "breaker": instance.breaker.state,

@@ -34,6 +34,10 @@ _log = logging.getLogger("router.register")
 HEARTBEAT_SECONDS = 5.0
 ROLES = ("mixed", "prefill", "decode")
 """The values of ``router.fleet.Role``."""
+ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
+"""The values of ``router.fleet.EngineKind``."""
+KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
+"""The values of ``router.fleet.KvConnector``."""
 _TIMEOUT_SECONDS = 4.0
 _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
@@ -43,7 +47,8 @@ class Sidecar:
 
     Args:
         router: the router's URL.
-        payload: the registration payload: ``role``, ``port``, and ``host_ip`` and ``connector_port`` where known.
+        payload: the registration payload: ``role``, ``port``, and where known ``host_ip``, ``connector_port``,
+            ``engine``, ``bootstrap_port`` and ``kv_connector``.
             Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time.
         token: the router's registration token or admin token, where it has one.
         tls: decides which certificates are believed, of the router and of the server; None for those of the system's
@@ -119,6 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--connector-port", type=_parse_port, help="where it takes KV from prefill instances, if it does"
     )
+    parser.add_argument("--engine", choices=ENGINES, help="the server's kind (default: fastdeploy)")
+    parser.add_argument(
+        "--bootstrap-port", type=_parse_port, help="SGLang's --disaggregation-bootstrap-port (default: 8998)"
+    )
+    parser.add_argument(
+        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
+    )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
     )
@@ -132,8 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     payload = {"role": arguments.role, "port": arguments.port}
     if arguments.host:
         payload["host_ip"] = arguments.host
-    if arguments.connector_port:
-        payload["connector_port"] = arguments.connector_port
+    for name in ("connector_port", "engine", "bootstrap_port", "kv_connector"):
+        if value := getattr(arguments, name):
+            payload[name] = value
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))

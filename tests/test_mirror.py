@@ -41,6 +41,8 @@ TESTED_IN = {
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
+    "router/serving/api.py": "tests/router/serving/test_attempt.py",
+    "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",

@@ -16,9 +16,9 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
-from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair
+from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair, pairing_kind
 from router.fleet.register_file import add_listed_instances
-from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.fleet.snapshot import Snapshot
@@ -27,8 +27,10 @@ from router.fleet.tasks import Tasks
 __all__ = [
     "ORDERS",
     "STATES",
+    "EngineKind",
     "HealthMonitor",
     "Instance",
+    "KvConnector",
     "PairInfo",
     "Registration",
     "RegistrationError",
@@ -42,4 +44,5 @@ __all__ = [
     "clear_prefix_caches",
     "disaggregate_info",
     "may_pair",
+    "pairing_kind",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from router.fleet.instance import Instance
-from router.fleet.registration import Registration
+from router.fleet.registration import EngineKind, Registration
 from router.http import encode_member
 
-__all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair"]
+__all__ = ["PairInfo", "can_decode_for", "disaggregate_info", "may_pair", "pairing_kind"]
 
 # Pairs of instances whose ``disaggregate_info`` is kept encoded.
 MAX_PAIRS = 10_000
@@ -42,14 +42,22 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 def may_pair(prefill: Registration, decode: Registration) -> bool:
     """Whether the KV blocks that ``prefill`` computes can be handed over to ``decode``.
 
-    KV blocks of two versions of a model must never meet. A prefill instance that connects to decode instances ahead
+    Instances of different engines, or of vLLM's with different connectors, do not understand each other. KV blocks of
+    two versions of a model must never meet. A prefill instance that connects to decode instances ahead
     (FastDeploy's FD_ENABLE_PD_RDMA_EAGER_CONNECT) hands over to those it names, once it names any.
     """
     return (
-        prefill.version == decode.version
+        pairing_kind(prefill) == pairing_kind(decode)
+        and prefill.version == decode.version
         and can_decode_for(prefill.tp_size, {decode.tp_size})
         and (not prefill.connected_decodes or decode.key in prefill.connected_decodes)
     )
+
+
+def pairing_kind(registration: Registration) -> Hashable:
+    """Engine, and connector of vLLM's: both instances of a pair are of one kind."""
+    is_vllm = registration.engine is EngineKind.VLLM
+    return registration.engine, registration.kv_connector if is_vllm else None
 
 
 class PairInfo:

@@ -2,6 +2,8 @@
 
 proxy.py        the data plane: takes requests, knows those that live
 request.py      one request: its client, its attempts, its end
+parsed_request.py  the request as the router serves it: parsed, named, with the head that instances get
+api.py          the endpoints whose answers are generated
 retry.py        the instances it may still try, and the pause before the next attempt
 response.py     the response to its client
 keep_alive.py   comments to clients that wait for a stream's first token

@@ -14,15 +14,15 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import orjson
 
 from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
+from router.serving.api import EngineIds
 
-__all__ = ["REDIRECTIONS", "Attempt", "EngineIds", "Leg", "LegFailed"]
+__all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -107,23 +107,6 @@ class Leg:
             if not self.exchange.complete:
                 self.exchange.close()
             self.instance.load.remove_request(self._tokens, self._work)
-
-
-class EngineIds(NamedTuple):
-    """The ids that engines give to the sequences of one request: ``<prefix><request id>_<number>``."""
-
-    prefix: str
-    request_id: str
-    sequences: int
-
-    @property
-    def whole(self) -> str:
-        """The id without the number."""
-        return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
-
-    def list_ids(self) -> list[str]:
-        """The id of each sequence."""
-        return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
 
 class Attempt:

@@ -242,6 +242,20 @@ class ClientResponse:
         """The engine's figures of tokens, in the end of its response."""
         return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
 
+    def count_used_tokens(self, prompt_tokens: int) -> int:
+        """How many tokens the request has used, prompt and answer; none where it failed before its answer began.
+
+        Args:
+            prompt_tokens: an estimate, for where the engine does not say it.
+        """
+        has_failed = self.status >= 400 or (self.error_code and not self.first_byte_at)
+        if has_failed and self.status != CLIENT_LEFT:
+            return 0
+        usage = self.read_usage()
+        # Where the engine does not say how many tokens it made, each piece it sent stands for one.
+        completion = usage.completion_tokens or (self.chunks if self.is_event_stream else 0)
+        return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
+
     def _pass_on(self, data: bytes) -> bool:
         """Send on a piece in the middle of the response as it comes; False where ``relay_pieces`` must look at it."""
         merger, sent = self.merger, data

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from router.fleet import Instance, Registration, Registry, Role, can_decode_for, may_pair
-from router.http import ApiError
-from router.policies import POLICIES, Decision, InstanceLoad, Policy, RequestFeatures
+from router.fleet import EngineKind, Instance, Registration, Registry, Role, can_decode_for, may_pair, pairing_kind
+from router.http import ApiError, Usage
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, RequestFeatures
 from router.settings import RouterSettings
 
 __all__ = ["NoInstance", "Selection", "Selector"]
@@ -107,6 +107,29 @@ class Selector:
                     instance, decision = self._apply_policy(role, features, group, now)
                     return Selection(instance, None, (decision,))
         raise NoInstance(self._explain_missing(self._registry.roles))
+
+    def learn(
+        self,
+        selection: Selection,
+        features: RequestFeatures,
+        usage: Usage,
+        *,
+        queued_before: float,
+        ttft: float | None,
+    ) -> None:
+        """Let the policy that chose the instance which computed the prompt learn from how it went.
+
+        Args:
+            usage: the figures of that instance.
+            queued_before: the work that was queued there.
+            ttft: seconds to the first token, where they are known.
+        """
+        decision = selection.decisions[0]
+        outcome = Outcome(
+            decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+        )
+        role = (selection.prefill or selection.answering).role
+        self.policies[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
         self._choice = self._gather_choice(now, ())
@@ -210,7 +233,7 @@ def _group_partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -
     groups: dict[object, _Group] = {}
     for prefill in prefills:
         asked = prefill.registration
-        kind = (asked.version, asked.tp_size, asked.connected_decodes)
+        kind = (pairing_kind(asked), asked.version, asked.tp_size, asked.connected_decodes)
         if kind not in groups:
             groups[kind] = _Group([decode for decode in decodes if may_pair(asked, decode.registration)])
         if groups[kind].candidates:
@@ -222,6 +245,12 @@ def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
     """Why none of the prefill instances may be paired with any of the decode instances."""
     prefills = [i.registration for i in instances if i.role is Role.PREFILL]
     decodes = [i.registration for i in instances if i.role is Role.DECODE]
+    if not {*map(pairing_kind, prefills)} & {*map(pairing_kind, decodes)}:
+        reason = (
+            "prefill and decode must be of one engine, and of vLLM's of one kv_connector; registered are "
+            f"prefill {_list_engines(prefills)} and decode {_list_engines(decodes)}"
+        )
+        return ApiError(503, reason, "no_pair")
     if not any(can_decode_for(p.tp_size, {d.tp_size for d in decodes}) for p in prefills):
         return ApiError(
             400,
@@ -240,6 +269,14 @@ def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
             "connected to, and none of those can take the request"
         )
     return ApiError(503, reason, "no_pair")
+
+
+def _list_engines(registrations: Sequence[Registration]) -> str:
+    return ", ".join(
+        sorted(
+            {f"{r.engine.value}{f' ({r.kv_connector.value})' * (r.engine is EngineKind.VLLM)}" for r in registrations}
+        )
+    )
 
 
 def _list_versions(registrations: Sequence[Registration]) -> str:

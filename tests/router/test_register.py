@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet import Role
-from router.register import ROLES
+from router.fleet import EngineKind, KvConnector, Role
+from router.register import ENGINES, KV_CONNECTORS, ROLES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
 from tests.support.certificates import make_certificate
@@ -51,6 +51,19 @@ def test_a_server_that_cannot_register_itself_gets_requests(
         assert router.chat().status_code == 200
         (instance,) = router.app.registry
         assert (instance.registration.role.value, instance.registration.connector_port) == ("mixed", "8001")
+
+
+def test_an_operator_may_say_what_engine_it_is(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in(), make_router()
+    flags = ("--engine", "vllm", "--kv-connector", "mooncake", "--bootstrap-port", "9001")
+    with beside(router.url, server.port, *flags):
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+        (instance,) = router.app.registry
+        registered = instance.registration
+        said = (registered.engine.value, registered.kv_connector.value, registered.bootstrap_port)
+        assert said == ("vllm", "mooncake", 9001)
 
 
 def test_the_heartbeat_goes_on_and_ends_with_the_sidecar(
@@ -130,8 +143,10 @@ def test_a_refusal_is_said_once(
         assert "mixed" in sidecar.output
 
 
-def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
+def test_its_names_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
     assert set(ROLES) == {role.value for role in Role}
+    assert set(ENGINES) == {kind.value for kind in EngineKind}
+    assert set(KV_CONNECTORS) == {connector.value for connector in KvConnector}
     code = "import router.register, sys; print({name.split('.')[1] for name in sys.modules if name[:7] == 'router.'})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert ast.literal_eval(loaded) == {"register", "settings", "policies"}
@@ -146,6 +161,8 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
             ["--role", "both"],
             "argument --role: 'both' is no kind of instance; it must be one of mixed, prefill, decode",
         ),
+        (["--engine", "tgi"], "argument --engine: invalid choice: 'tgi'"),
+        (["--kv-connector", "lmcache"], "argument --kv-connector: invalid choice: 'lmcache'"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--ca-file", "/nowhere"], "--ca-file /nowhere: No such file or directory"),
         (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of this program; did you mean --router?"),

@@ -47,9 +47,14 @@ def test_tp_sizes_are_equal_or_decodes_is_one(prefill: int, decode: int, fits: b
         ({"tp_size": 1}, {"tp_size": 4}, False),
         ({"connected_decodes": ["10.0.0.1:52501"]}, {}, True),
         ({"connected_decodes": ["10.0.0.1:52502"]}, {}, False),
+        ({"engine": "sglang"}, {"engine": "sglang"}, True),
+        ({"engine": "sglang", "kv_connector": "mooncake"}, {"engine": "sglang"}, True),
+        ({"engine": "sglang"}, {}, False),
+        ({"engine": "vllm"}, {"engine": "vllm", "kv_connector": "nixl"}, True),
+        ({"engine": "vllm"}, {"engine": "vllm", "kv_connector": "mooncake"}, False),
     ],
 )
-def test_a_pair_is_of_one_version_and_fitting_size_and_connected_if_it_connects_ahead(
+def test_a_pair_is_of_one_engine_and_version_and_fitting_size_and_connected_if_it_connects_ahead(
     prefill: dict[str, Any], decode: dict[str, Any], paired: bool
 ) -> None:
     one, other = registration(role="prefill", **prefill), registration(port=52501, **decode)

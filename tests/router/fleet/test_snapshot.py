@@ -60,13 +60,13 @@ def path(tmp_path: Path) -> Path:
 def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for _ in range(2):
-        before.register(mixed(1, version="v", gpu="H800"), now=0.0)
+        before.register(mixed(1, version="v", gpu="H800", engine="vllm", kv_connector="kvstore"), now=0.0)
     before.register(mixed(2), now=0.0).set_draining(True)
     snapshot(path, before).save()
     snapshot(path, after).restore(now=50.0)
     first, second = after
     assert (first.registration, first.has_heartbeat, first.state) == (
-        mixed(1, version="v", gpu="H800"),
+        mixed(1, version="v", gpu="H800", engine="vllm", kv_connector="kvstore"),
         True,
         "unhealthy",
     )

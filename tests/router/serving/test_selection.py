@@ -97,6 +97,15 @@ def test_versions_that_are_rolled_out_side_by_side_are_never_mixed() -> None:
     assert set(fleet.chosen()) == {"prefill.a:1>decode.a:1", "prefill.b:1>decode.b:1"}
 
 
+def test_engines_side_by_side_are_never_mixed() -> None:
+    fleet = Fleet()
+    for engine in ("fastdeploy", "vllm", "sglang"):
+        for role in ("prefill", "decode"):
+            fleet.add(role, f"{role}.{engine}:1", engine=engine)
+    pairs = {f"prefill.{engine}:1>decode.{engine}:1" for engine in ("fastdeploy", "vllm", "sglang")}
+    assert set(fleet.chosen()) == pairs
+
+
 def test_a_prefill_without_a_partner_is_not_chosen() -> None:
     fleet = Fleet()
     fleet.add("prefill", "p:1", version="new")
@@ -117,6 +126,13 @@ def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
     ("prefill", "decode", "status", "said"),
     [
         ({"tp_size": 1}, {"tp_size": 4}, 400, "registered are prefill [1] and decode [4]"),
+        ({"engine": "sglang"}, {}, 503, "must be of one engine"),
+        ({"engine": "sglang", "tp_size": 1}, {"tp_size": 4}, 503, "prefill sglang and decode fastdeploy"),
+        (
+            {"engine": "vllm"},
+            {"engine": "vllm", "kv_connector": "mooncake"},
+            *(503, "of vLLM's of one kv_connector; registered are prefill vllm (nixl) and decode vllm (mooncake)"),
+        ),
         ({"version": "a"}, {}, 503, "registered are prefill 'a' and decode without a version"),
         ({"connected_decodes": ["d:2"]}, {}, 503, "connected to"),
     ],
