@@ -22,7 +22,6 @@ from router.fleet import (
     EngineKind,
     HealthMonitor,
     Instance,
-    PairInfo,
     Registration,
     RegistrationError,
     Registry,
@@ -49,7 +48,7 @@ from router.http import (
     raw_reply,
     refusal_reply,
 )
-from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
+from router.serving import ABORT_PATH, Aborter, Pairs, Proxy, Selector, Services, list_unknown_ids
 from router.settings import RouterSettings, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
@@ -117,7 +116,7 @@ class RouterApp:
                 auth=self.auth,
                 admission=self.admission,
                 selector=self.selector,
-                pair_info=PairInfo(),
+                pairs=Pairs(),
                 upstream=self.upstream,
                 health=self.health,
                 aborter=self.aborter,

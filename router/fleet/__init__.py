@@ -4,7 +4,7 @@ registration.py   Registration: the fields that an instance sends about itself, 
 instance.py       Instance: one registered instance, its health and its load
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
-pairing.py        which prefill and decode instance may pair, and the addresses that each is given
+pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
 admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
@@ -16,7 +16,7 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
-from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair, pairing_kind
+from router.fleet.pairing import can_decode_for, may_pair, pairing_kind
 from router.fleet.register_file import add_listed_instances
 from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from router.fleet.registry import Registry
@@ -31,7 +31,6 @@ __all__ = [
     "HealthMonitor",
     "Instance",
     "KvConnector",
-    "PairInfo",
     "Registration",
     "RegistrationError",
     "Registry",
@@ -42,7 +41,6 @@ __all__ = [
     "add_listed_instances",
     "can_decode_for",
     "clear_prefix_caches",
-    "disaggregate_info",
     "may_pair",
     "pairing_kind",
 ]

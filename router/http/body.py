@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import orjson
@@ -124,18 +124,19 @@ def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
     return b"".join(splice_parts(body, added))
 
 
-def splice_parts(body: InferenceBody, added: Mapping[str, bytes]) -> tuple[bytes, ...]:
-    """The parts of the body with members set; all other members keep every byte, and their place.
+def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Collection[str] = ()) -> tuple[bytes, ...]:
+    """The parts of the body with members set or dropped; all others keep every byte, and their place.
 
     The new members stand behind them, so that a place in the body that an instance finds fault with is the same in the
     client's. Members of the same name that the client sent are blanked, so that no reader can prefer them.
 
     Args:
         added: by name, each as ``encode_member`` made it.
+        dropped: names of members that are blanked, too.
     """
     data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
-    if not added.keys().isdisjoint(body.members):
-        blanks, has_members = _find_blanks(body, added)
+    if dropped or not added.keys().isdisjoint(body.members):
+        blanks, has_members = _find_blanks(body, {*added, *dropped})
     end = data.rindex(b"}")
     # To copy a large body would hold the router up.
     kept = data if end < UNCHECKED_BYTES else cast(bytes, memoryview(data))
@@ -144,7 +145,8 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes]) -> tuple[bytes
     for first, last in blanks:
         parts += (kept[start:first], data[first:last].translate(_BLANK))
         start = last
-    return (*parts, kept[start:end], b"," if has_members else b"", b",".join(added.values()), data[end:])
+    comma = b"," if has_members and added else b""
+    return (*parts, kept[start:end], comma, b",".join(added.values()), data[end:])
 
 
 def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[tuple[int, int]], bool]:

@@ -12,12 +12,24 @@ class Api(NamedTuple):
     """An endpoint that generates: a pair may work on its requests."""
 
     id_prefix: str
-    """Engines name a request's sequences ``<prefix><request_id>_<number>``."""
+    """FastDeploy's engines name a request's sequences ``<prefix><request_id>_<number>``."""
+    token_limits: tuple[str, ...]
+    """The members that limit the tokens of an answer: the first always, the others where a client sends them."""
+    may_end_early: bool = False
+    """Whether it cannot be told to go on behind an end-of-text token (``ignore_eos``)."""
+    takes_rid: bool = False
+    """Whether SGLang takes an id of the client's (``rid``)."""
+    is_continuable: bool = False
+    """Whether its answer can be continued by another instance, and merged into one."""
 
 
 GENERATING: Mapping[str, Api] = {
-    "/v1/chat/completions": Api("chatcmpl-"),
-    "/v1/completions": Api("cmpl-"),
+    "/v1/chat/completions": Api(
+        "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_continuable=True
+    ),
+    "/v1/completions": Api("cmpl-", ("max_tokens",), takes_rid=True, is_continuable=True),
+    "/v1/responses": Api("resp_", ("max_output_tokens",)),
+    "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
 }
 """By path."""
 

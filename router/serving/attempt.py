@@ -1,9 +1,10 @@
 """One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs watched.
 
 A leg is an exchange with one instance. The answering leg (decode, or mixed) is the one whose bytes the client gets. In
-a pair both legs are sent at once; prefill's response is consumed. Until the first byte of the response is there, a
-failure of either leg is a failure of the attempt: the other leg is aborted and the caller may try another pair.
-Afterwards prefill has done its part, and the end of its connection no longer matters.
+a pair both legs are sent at once, and prefill's response is consumed; or decode is asked once prefill has answered, as
+the pair's dialect has it. Until the first byte of the response is there, a failure of either leg is a failure of the
+attempt: the other leg is aborted and the caller may try another pair. Afterwards prefill has done its part, and the end
+of its connection no longer matters.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ PREFILL_GRACE_SECONDS = 5.0
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
+# Of an answer of one token.
+ANSWER_BYTES = 16 * 1024 * 1024
+# What vLLM's streams begin with before there is a token: chat, responses, messages.
+_PREAMBLE = re.compile(
+    rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
+)
+_ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
@@ -119,14 +127,18 @@ class Attempt:
 
     __slots__ = (
         "_aborter",
+        "_ask_decode",
+        "_awaited",
         "_begun",
         "_grace",
         "_hold_bytes",
+        "_may_err_late",
         "_on_trouble",
         "answering",
         "engine_ids",
         "is_event_stream",
         "prefill",
+        "prefill_answer",
         "prefilled_at",
         "sent_at",
     )
@@ -137,13 +149,18 @@ class Attempt:
         prefill: Leg | None,
         engine_ids: EngineIds | None,
         *,
+        ask_decode: Callable[[bytes], None] | None = None,
+        may_err_late: bool = False,
         hold_bytes: int,
         aborter: Aborter,
         on_trouble: Callable[[Instance, Exception], None],
     ) -> None:
         """
         Args:
-            engine_ids: the names of the request's sequences at engines; None where it cannot be aborted.
+            engine_ids: the names of the request's sequences at engines; None where it cannot be aborted by them.
+            ask_decode: gives the answering leg its request, made of prefill's answer; None where it has one, and both
+                are sent at once.
+            may_err_late: a stream may begin and only then say that decode could not have prefill's KV.
             hold_bytes: so much of a response that is no event stream is held until it is whole, so that a leg dying
                 half-way can still be made good.
         """
@@ -153,7 +170,12 @@ class Attempt:
         self.sent_at = 0.0
         self.prefilled_at = 0.0
         """When the first token was there, on ``time.perf_counter``; 0 until then."""
+        self.prefill_answer = b""
+        """Prefill's response, once it is there: of a long one its beginning and its end."""
         self.is_event_stream = False
+        self._ask_decode = ask_decode
+        self._may_err_late = may_err_late
+        self._awaited = answering if prefill is None or ask_decode is None else prefill
         self._hold_bytes = hold_bytes
         self._aborter = aborter
         self._on_trouble = on_trouble
@@ -161,7 +183,7 @@ class Attempt:
         self._grace: asyncio.TimerHandle | None = None
 
     async def begin(self) -> bytes:
-        """Send all legs at once and wait for the first bytes of the response, or for as many as are to be held.
+        """Send the legs and wait for the first bytes of the response, or for as many as are to be held.
 
         Raises:
             LegFailed: a leg failed.
@@ -169,7 +191,9 @@ class Attempt:
             Exception: the one that ``fail`` was called with.
         """
         self.sent_at = time.perf_counter()
-        if self.prefill is not None:
+        if self._ask_decode is not None:
+            self._ask_decode(await self._await_prefill())
+        elif self.prefill is not None:
             self.prefill.exchange.consume(self._on_prefill_end)
         exchange = self.answering.exchange
         try:
@@ -179,6 +203,8 @@ class Attempt:
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
+            if self._may_err_late and self.is_event_stream:
+                first = await self._read_preamble(first)
         except NoRoom:
             raise
         except UpstreamError as exc:
@@ -193,7 +219,7 @@ class Attempt:
 
     def fail(self, error: Exception) -> None:
         """Give up all legs now, and make the task that waits for bytes of the response get ``error``."""
-        self.answering.exchange.fail(error)
+        self._awaited.exchange.fail(error)
         self.give_up()
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
@@ -203,7 +229,7 @@ class Attempt:
             return
         message = f"{instance.key} stopped answering: {instance.trouble}"
         if not self._begun:
-            self.answering.exchange.fail(LegFailed(instance, message))
+            self._awaited.exchange.fail(LegFailed(instance, message))
         elif leg is self.answering and time.monotonic() - leg.exchange.last_heard > silence:
             leg.exchange.fail(TimedOut(message))
 
@@ -239,12 +265,51 @@ class Attempt:
         if runs and leg.instance is not culprit and self.engine_ids is not None:
             self._aborter.abort_soon(leg.instance, self.engine_ids.list_ids())
 
+    async def _await_prefill(self) -> bytes:
+        """Send prefill's leg, and give its whole answer.
+
+        Raises:
+            LegFailed: it failed, or decode does meanwhile.
+            NoRoom: it could not be sent, to any instance.
+        """
+        leg = self.prefill
+        assert leg is not None
+        try:
+            if not 200 <= await leg.exchange.head() < 300:
+                raise await _read_refusal(leg)
+            self.prefill_answer = await leg.exchange.read(ANSWER_BYTES)
+        except NoRoom:
+            raise
+        except UpstreamError as exc:
+            raise self._make_failure(leg, exc) from exc
+        leg.finish()
+        self.prefilled_at = time.perf_counter()
+        if leg.instance.breaker.failures:
+            leg.instance.record_success(time.monotonic())
+        self._awaited = self.answering
+        return self.prefill_answer
+
+    async def _read_preamble(self, first: bytes) -> bytes:
+        """The beginning of a stream to its first token.
+
+        Raises:
+            LegFailed: there is an error instead.
+        """
+        exchange = self.answering.exchange
+        while (events := _EVENT_DATA.findall(first)) and all(map(_PREAMBLE.search, events)) and not exchange.is_taken:
+            first += await exchange.chunk()
+        if events and _ERROR.search(events[-1]):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {events[-1].decode()[:500]}"
+            raise LegFailed(self.answering.instance, message, in_hand_over=True)
+        return first
+
     def _on_prefill_end(self) -> None:
         """Prefill's response was read to its end, or failed: tell the answering leg if prefill did."""
         leg = self.prefill
         assert leg is not None
         if leg.is_finished:
             return
+        self.prefill_answer = leg.exchange.kept_body
         failure = self._find_prefill_failure(leg)
         leg.finish()
         if self._grace is not None:
@@ -273,7 +338,7 @@ class Attempt:
             return exchange.error
         if isinstance(exchange.error, UpstreamError):
             return self._make_failure(leg, exchange.error)
-        body = exchange.kept_body
+        body = self.prefill_answer
         if not 200 <= exchange.status < 300:
             return _make_refusal(leg, body)
         # FastDeploy's prefill says so to its own client alone, in a response of status 200.

@@ -24,11 +24,12 @@ from router.http import (
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.aborts import names_any
-from router.serving.api import GENERATING, EngineIds
+from router.serving.api import GENERATING, Api, EngineIds
 from router.serving.response import RequestEnded
 
 __all__ = ["ParsedRequest", "guess_ids"]
 
+_NO_API = Api("", ())
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 # The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
 _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
@@ -37,7 +38,7 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class ParsedRequest:
     """A client's request, read. Its attributes are for reading."""
 
-    __slots__ = ("body", "cache_salt", "features", "head", "id_prefix", "request_id", "wants_stream")
+    __slots__ = ("api", "body", "cache_salt", "data", "features", "head", "request_id", "wants_stream")
 
     def __init__(
         self,
@@ -56,12 +57,13 @@ class ParsedRequest:
         Raises:
             RequestEnded: the request cannot be served.
         """
+        self.data = request.body
         self.body: InferenceBody | None = None
         """Of a request whose answer is generated."""
         self.cache_salt = b""
         """The member that keeps the client's cache apart, where there is one."""
-        self.id_prefix = ""
-        """Of the ids of its sequences, as ``EngineIds`` has it."""
+        self.api: Api = _NO_API
+        """Of a request whose answer is generated."""
         self.wants_stream = False
         if request.path not in GENERATING:
             self.request_id = sent_id or _make_request_id()
@@ -71,7 +73,7 @@ class ParsedRequest:
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
-            self.id_prefix = GENERATING[request.path].id_prefix
+            self.api = GENERATING[request.path]
             self.body = body = _parse_body(request, large)
             members: Mapping[str, Any] = body.members
             if derive_salt is not None:
@@ -82,9 +84,27 @@ class ParsedRequest:
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
         self.head = prepare_head(request.method, request.target, headers)
 
+    @property
+    def samples(self) -> int:
+        """How many answers it asks for to each prompt."""
+        assert self.body is not None
+        return self.body.choices // self.num_prompts
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it has a list of prompts, if only of one."""
+        assert self.body is not None
+        prompt = self.body.members.get("prompt")
+        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has."""
+        return len(self.body.members["prompt"]) if self.body is not None and self.is_batch else 1
+
     def name_at_engines(self, request_id: str) -> EngineIds:
-        """The ids of its sequences where its answer is generated under this id."""
-        return EngineIds(self.id_prefix, request_id, self.body.choices if self.body else 1)
+        """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
+        return EngineIds(self.api.id_prefix, request_id, self.body.choices if self.body else 1)
 
     def _salt_cache(self, derive_salt: Callable[[str], str], members: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give the request a salt of its client's; return the body's members with it.

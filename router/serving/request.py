@@ -12,7 +12,7 @@ from typing import NamedTuple
 import orjson
 
 from router.access import Auth, Limits
-from router.fleet import HealthMonitor, Instance, PairInfo, Role
+from router.fleet import HealthMonitor, Instance, Role
 from router.http import (
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
@@ -32,11 +32,12 @@ from router.http import (
     estimate_tokens,
     find_request_id,
     read_usage,
-    splice_parts,
 )
 from router.serving.aborts import Aborter
-from router.serving.api import GENERATING, EngineIds
-from router.serving.attempt import REDIRECTIONS, Attempt, Leg, LegFailed
+from router.serving.api import GENERATING
+from router.serving.asking import LegMaker, ask_instances
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.dialects import NotReady, Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
@@ -67,7 +68,7 @@ class Services(NamedTuple):
     auth: Auth
     admission: Limits
     selector: Selector
-    pair_info: PairInfo
+    pairs: Pairs
     upstream: ConnectionPool
     health: HealthMonitor
     aborter: Aborter
@@ -334,7 +335,7 @@ class ServingRequest:
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._select_instances(parsed)
+            selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
         except NoInstance as none:
             raise RequestEnded(none.error) from None
         attempts = 0
@@ -343,12 +344,19 @@ class ServingRequest:
                 raise self._ended
             if self._is_aborted:
                 raise RequestEnded(_ABORTED)
-            attempt = self._make_attempt(parsed, selection)
             attempts += 1
             try:
+                try:
+                    attempt = self._make_attempt(parsed, selection)
+                except NotReady as unready:
+                    await self._learn_of_prefill(unready, selection)
+                    attempt = self._make_attempt(parsed, selection)
                 return await attempt.begin()
             except LegFailed as failure:
-                attempt.give_up(culprit=failure.instance)
+                if self.attempt is not None:
+                    self.attempt.give_up(culprit=failure.instance)
+                if selection.prefill is not None:
+                    self._services.pairs.forget_pair(selection.prefill, selection.answering)
                 self._end_attempt(str(failure))
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
@@ -356,9 +364,22 @@ class ServingRequest:
                 self._services.metrics.count_retry(failure.instance.key)
                 await self._retries.record_failure_and_back_off(failure, selection)
                 try:
-                    selection = self._select_instances(parsed)
+                    selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
                 except NoInstance:
                     raise failure from None
+
+    async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
+        """Ask prefill what must be known of it.
+
+        Raises:
+            LegFailed: it does not tell.
+        """
+        assert selection.prefill is not None
+        self._selection = selection
+        try:
+            await unready.learn(self._services.upstream)
+        except UpstreamError as exc:
+            raise LegFailed(selection.prefill, str(exc)) from exc
 
     async def _prepare_next_segment(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
@@ -405,61 +426,48 @@ class ServingRequest:
             return None
         return text if isinstance(text, str) else None
 
-    def _select_instances(self, parsed: ParsedRequest) -> Selection:
-        return self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
-
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
-        """Prepare the exchanges with the selected instances; nothing is sent yet."""
-        services, answering, prefill = self._services, selection.answering, selection.prefill
-        pair_info = b""
-        if prefill is not None:
-            pair_info = services.pair_info.encode_pair(prefill, answering)
-            if parsed.body is not None:
-                self._response.expect_segments(parsed.body)
-        data, engine_ids = self._next_body(parsed, pair_info)
-        self._selection = selection
+        """Prepare the exchanges with the selected instances; nothing is sent yet.
+
+        Raises:
+            RequestEnded: they cannot serve it.
+        """
+        services, number = self._services, self._num_attempts
+        self._num_attempts += 1
+        # An engine may still know the id of the attempt before.
+        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
+        asking = ask_instances(services.pairs, selection, parsed, request_id)
+        self._selection, pair = asking.selection, asking.pair
         if services.is_debugging:
-            log_choice(self.request_id, self._num_attempts, selection, parsed.features.prompt_tokens)
+            log_choice(self.request_id, number, asking.selection, parsed.features.prompt_tokens)
+        if pair is not None and pair.merges_segments and parsed.api.is_continuable and parsed.body is not None:
+            self._response.expect_segments(parsed.body)
+        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed), self._retries.stale)
+        answering, prefill = maker.make_legs()
         self.attempt = Attempt(
-            self._make_leg(parsed, answering, data, selection.decisions[-1].work),
-            self._make_leg(parsed, prefill, data, selection.decisions[0].work) if prefill else None,
-            engine_ids,
+            answering,
+            prefill,
+            asking.engine_ids,
+            ask_decode=partial(maker.ask_decode, answering) if pair is not None and pair.is_prefill_first else None,
+            may_err_late=pair is not None and pair.may_err_late,
             hold_bytes=self._response.hold_bytes(parsed.body),
             aborter=services.aborter,
             on_trouble=services.health.on_trouble,
         )
         return self.attempt
 
-    def _make_leg(self, parsed: ParsedRequest, instance: Instance, data: bytes | tuple[bytes, ...], work: float) -> Leg:
-        fresh = instance.key in self._retries.stale
-        exchange = self._services.upstream.prepare_exchange(instance.address, parsed.head, data, fresh)
-        return Leg(instance, exchange, parsed.features.prompt_tokens, work)
-
-    def _next_body(self, parsed: ParsedRequest, pair_info: bytes) -> tuple[bytes | tuple[bytes, ...], EngineIds | None]:
-        """The body to send to instances, and the ids that their engines will give the request's sequences.
-
-        Each attempt has a request id of its own, because an engine may still know the one before. A request whose
-        answer is not generated is sent as it is.
-
-        Args:
-            pair_info: the encoded member ``disaggregate_info``; empty for an instance alone.
-        """
-        body, merger, number = parsed.body, self._response.merger, self._num_attempts
-        self._num_attempts += 1
-        if body is None:
-            return self._request.body, None
-        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
-        added = {"request_id": encode_member("request_id", request_id)}
+    def _list_members(self, parsed: ParsedRequest) -> dict[str, bytes]:
+        """The members that this attempt's bodies get in any dialect."""
+        body, merger = parsed.body, self._response.merger
+        members: dict[str, bytes] = {}
         if parsed.cache_salt:
-            added["cache_salt"] = parsed.cache_salt
-        if pair_info:
-            added["disaggregate_info"] = pair_info
-        if isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
-            added["return_token_ids"] = b'"return_token_ids":true'
+            members["cache_salt"] = parsed.cache_salt
+        if body is not None and isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
+            members["return_token_ids"] = b'"return_token_ids":true'
         if self._preemptions and merger is not None:
             resumption = merger.resumption() or {}
-            added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        return splice_parts(body, added), parsed.name_at_engines(request_id)
+            members |= {name: encode_member(name, value) for name, value in resumption.items()}
+        return members
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""

@@ -1,0 +1,45 @@
+"""Any engine whose instances share a pool of KV: prefill generates one token, and decode finds the blocks there.
+
+Our own connector for vLLM works so: no parameters, only the order.
+"""
+
+from __future__ import annotations
+
+from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, name_in_header
+from router.serving.parsed_request import ParsedRequest
+
+__all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
+
+# Of a stream, and of more tokens than one; a background answer would only be announced.
+_DROPPED = ("stream_options", "min_tokens", "best_of", "background")
+_ONE_ANSWER = {"stream": b'"stream":false'}
+
+
+class InOrderPair(Pair):
+    """Prefill first, for one token; then decode, with what the client asked."""
+
+    is_prefill_first = True
+
+    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+        head = name_in_header(request_id)
+        if parsed.num_prompts > 1:
+            raise NotAsPair("several prompts in one request", decode_serves_alone=True)
+        return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, head=head), None
+
+
+def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
+    """What makes of the client's request one for a single token, in one piece."""
+    assert parsed.body is not None
+    given = parsed.body.members
+    one = dict(_ONE_ANSWER)
+    for name in parsed.api.token_limits:
+        if name == parsed.api.token_limits[0] or given.get(name) is not None:
+            one[name] = b'"%s":1' % name.encode()
+    if given.get("n") is not None:
+        one["n"] = b'"n":1'
+    return LegAsk(one, [name for name in _DROPPED if name in given], head)
+
+
+def ask_by_header(request_id: str) -> LegAsk:
+    """What an instance alone is asked where the id stands in a header."""
+    return LegAsk(NO_MEMBERS, head=name_in_header(request_id))
