@@ -137,7 +137,7 @@ def main() -> None:
         router = cluster.start_router({prefill: "prefill", decode: "decode"}, options.connector)
         pair = Pair(prefill, decode, router, options.connector)
         for seed in range(WARM_UPS):
-            ask(router, "/v1/completions", words(1200, seed=-1 - seed))
+            ask(router, "/v1/completions", words(1200, seed=10**6 + seed))
         for port in (prefill, decode):
             wait_answered(port, WARM_UPS)
         for number, prompts in enumerate(runs, 1):
