@@ -94,19 +94,19 @@ class Selector:
         return Selection(decode, prefill, (first, second))
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Pick one instance for a request that is no completion; in a pair's mode, prefill does such work.
+        """Pick one instance for a request whose answer is not generated; in a pair's mode, decode serves it.
 
         Raises:
             NoInstance: none is left.
         """
         now = self._clock()
+        role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
         for instances in self._rank_instances(now, excluded):
-            for role in self._registry.roles:
-                group = _Group([i for i in instances if i.role is role])
-                if group.candidates:
-                    instance, decision = self._apply_policy(role, features, group, now)
-                    return Selection(instance, None, (decision,))
-        raise NoInstance(self._explain_missing(self._registry.roles))
+            group = _Group([i for i in instances if i.role is role])
+            if group.candidates:
+                instance, decision = self._apply_policy(role, features, group, now)
+                return Selection(instance, None, (decision,))
+        raise NoInstance(self._explain_missing([role]))
 
     def learn(
         self,
