@@ -349,11 +349,12 @@ class ServingRequest:
                 raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                try:
-                    attempt = self._make_attempt(parsed, selection)
-                except NotReady as unready:
-                    await self._learn_of_prefill(unready, selection)
-                    attempt = self._make_attempt(parsed, selection)
+                while True:
+                    try:
+                        attempt = self._make_attempt(parsed, selection)
+                        break
+                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
+                        await self._learn_of_prefill(unready, selection)
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
