@@ -34,7 +34,10 @@ from tests.support.toy_model import PATHS, Asked, answer_text
 from tests.support.waiting import wait_until
 
 DIALECTS = ("nixl", "mooncake", "kvstore", "sglang")
-REQUESTS = 24
+REQUESTS = 16
+# Of the two dialects that differ least from the others, the faults by which one leg leaves the other alone.
+ONE_LEG_FAILS = ("answers 500", "closes before its headers", "breaks off in the middle", "has died")
+FAULTS_OF = {dialect: FAULTS if dialect in ("nixl", "sglang") else ONE_LEG_FAILS for dialect in DIALECTS}
 
 Strict = StrictVllm | StrictSglang
 
@@ -151,7 +154,7 @@ def fleet(
 ) -> Iterator[Callable[..., Fleet]]:
     """Starts a fleet: ``fleet("nixl")``; at the end every leg must have ended, and no rule been broken."""
     if any(fault in request.node.name for fault in UNREACHABLE):  # elsewhere a busy machine may need its time
-        monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 1.0)
+        monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 3.0)
     started: list[Fleet] = []
 
     def start(dialect: str, **settings: Any) -> Fleet:
@@ -188,9 +191,10 @@ def test_every_api_goes_through_a_pair_in_its_dialect(fleet: Callable[..., Fleet
         assert (running.strict.alone, running.strict.stranded) == (alone, 0)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("dialect", "fault"), [(dialect, fault) for dialect in DIALECTS for fault in FAULTS_OF[dialect]]
+)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("dialect", DIALECTS)
 def test_one_of_two_fails(fleet: Callable[..., Fleet], dialect: str, role: str, fault: str) -> None:
     running = fleet(dialect, **(PROBES if "hangs" in fault else PATIENT_PROBES))
     failing = running.of(role)[0]
