@@ -39,6 +39,8 @@ PREFILL_GRACE_SECONDS = 5.0
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
+# FastDeploy's and SGLang's.
+_HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
 # Of an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # What vLLM's streams begin with before there is a token: chat, responses, messages.
@@ -199,7 +201,7 @@ class Attempt:
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                raise await _read_refusal(self.answering)
+                raise await self._read_answer_refusal()
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
@@ -289,6 +291,14 @@ class Attempt:
         self._awaited = self.answering
         return self.prefill_answer
 
+    async def _read_answer_refusal(self) -> LegFailed:
+        failure = await _read_refusal(self.answering)
+        response = failure.response
+        # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+        if self._may_err_late and response is not None and response.status == 500:
+            failure.in_hand_over |= b"InternalServerError" in response.body
+        return failure
+
     async def _read_preamble(self, first: bytes) -> bytes:
         """The beginning of a stream to its first token.
 
@@ -296,10 +306,10 @@ class Attempt:
             LegFailed: there is an error instead.
         """
         exchange = self.answering.exchange
-        while (events := _EVENT_DATA.findall(first)) and all(map(_PREAMBLE.search, events)) and not exchange.is_taken:
+        while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
             first += await exchange.chunk()
-        if events and _ERROR.search(events[-1]):
-            message = f"{self.answering.instance.key} has an error instead of an answer: {events[-1].decode()[:500]}"
+        for event in filter(_ERROR.search, events):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {event.decode()[:500]}"
             raise LegFailed(self.answering.instance, message, in_hand_over=True)
         return first
 
@@ -381,5 +391,5 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     message = f"{leg.instance.key} answered with {response.status}"
     if response.status in REDIRECTIONS:
         message += ", a redirection, which the router neither follows nor passes on"
-    in_hand_over = response.status >= 500 and _PD_ERROR in body
+    in_hand_over = response.status >= 500 and _HAND_OVER_ERROR.search(body) is not None
     return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)

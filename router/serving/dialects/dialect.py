@@ -11,9 +11,11 @@ from router.http import ConnectionPool, encode_request_id
 from router.serving.api import EngineIds
 from router.serving.parsed_request import ParsedRequest
 
-__all__ = ["NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "name_in_header"]
+__all__ = ["NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "list_dropped", "name_in_header"]
 
 NO_MEMBERS: Mapping[str, bytes] = {}
+# By these members of their own, a client could have an instance hand KV over with any other.
+_OF_PAIRS = ("disaggregate_info", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 class LegAsk(NamedTuple):
@@ -71,6 +73,13 @@ class Pair(ABC):
     def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
         """Members that decode is asked because of prefill's answer, where prefill is first."""
         return NO_MEMBERS
+
+
+def list_dropped(parsed: ParsedRequest, *more: str) -> list[str]:
+    """Members that a client sent, and that an instance of a pair does not get: those by which pairs know each other."""
+    assert parsed.body is not None
+    given = parsed.body.members
+    return [name for name in (*_OF_PAIRS, *more) if name in given]
 
 
 def name_in_header(request_id: str) -> bytes:
