@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
-
-import orjson
+from typing import Any, NamedTuple
 
 from router.access import Auth, Limits
-from router.fleet import HealthMonitor, Instance, Role
+from router.fleet import EngineKind, HealthMonitor, Role
 from router.http import (
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
@@ -24,6 +22,7 @@ from router.http import (
     LargeBody,
     NoRoom,
     Refused,
+    TimedOut,
     UpstreamError,
     echo_request_id,
     encode_member,
@@ -36,12 +35,20 @@ from router.http import (
 from router.serving.aborts import Aborter
 from router.serving.api import GENERATING
 from router.serving.asking import LegMaker, ask_instances
-from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed, StreamStalled
 from router.serving.dialects import NotReady, Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
-from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.resume import (
+    CannotContinue,
+    ResponseMerger,
+    Resuming,
+    StreamMerger,
+    continue_stream,
+    find_obstacle,
+    tells_ids,
+)
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
 from router.serving.trace import log_attempt_end, log_choice, log_request_end
@@ -54,9 +61,7 @@ _log = logging.getLogger("router.serving.request")
 
 # A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
 MAX_ATTEMPTS = 6
-DETOKENIZE_SECONDS = 5.0
 
-_JSON = [(b"content-type", b"application/json")]
 _ABORTED = ApiError(409, "the request was aborted", "aborted")
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
@@ -88,11 +93,11 @@ class ServingRequest:
         "_keep_alive",
         "_num_attempts",
         "_parsed",
-        "_preemptions",
         "_queueing",
         "_records",
         "_request",
         "_response",
+        "_resuming",
         "_retries",
         "_selection",
         "_sent_id",
@@ -121,7 +126,8 @@ class ServingRequest:
         self._parsed: ParsedRequest | None = None  # once it was read
         self._selection: Selection | None = None
         self._retries = Retries()
-        self._num_attempts = self._preemptions = 0
+        self._num_attempts = 0
+        self._resuming: Resuming | None = None  # once an instance has put it down
         self._records: list[AttemptRecord] = []
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
         self._ended: RequestEnded | None = None
@@ -298,11 +304,12 @@ class ServingRequest:
                     self._keep_alive.stop()
                 if not attempt.is_event_stream and response.holds_whole(attempt):
                     is_done = response.relay_whole(attempt, first, self._own_headers())
+                    if not is_done:
+                        await self._go_on_after_preemption()
                 else:
-                    is_done = await self._relay_pieces(attempt, first)
+                    is_done = await self._relay_pieces(parsed, attempt, first)
                 if is_done:
                     break
-                await self._prepare_next_segment()
                 if response.merger is not None and response.merger.complete:
                     response.finish_from_segments(self._own_headers())
                     break
@@ -311,20 +318,20 @@ class ServingRequest:
         else:
             self._end_attempt("answered")
 
-    async def _relay_pieces(self, attempt: Attempt, first: bytes) -> bool:
-        """Relay the response as it comes; False if the decode instance preempted the request half-way.
+    async def _relay_pieces(self, parsed: ParsedRequest, attempt: Attempt, first: bytes) -> bool:
+        """Relay the response as it comes; False if another segment is to follow.
 
         Raises:
-            RequestEnded: the answering leg failed, or the request was ended.
+            RequestEnded: the answering leg failed or preempted the request, which cannot go on; or it was ended.
         """
         try:
-            return await self._response.relay_pieces(attempt, first, self._own_headers())
+            if await self._response.relay_pieces(attempt, first, self._own_headers()):
+                return True
         except UpstreamError as exc:
-            attempt.break_off(exc)
-            self._end_attempt(f"broke off: {exc}")
-            role = attempt.answering.instance.role.value
-            message = f"{role} instance failed in the middle of its answer: {exc}"
-            raise RequestEnded(ApiError(502, message, f"{role}_failed")) from exc
+            self._go_on_after_break(parsed, attempt, exc)
+        else:
+            await self._go_on_after_preemption()
+        return False
 
     async def _begin_attempt(self, parsed: ParsedRequest) -> bytes:
         """Make attempts until one has the first bytes of a response.
@@ -337,6 +344,9 @@ class ServingRequest:
         try:
             selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
         except NoInstance as none:
+            resuming = self._resuming
+            if resuming is not None and resuming.is_broken:
+                raise RequestEnded(resuming.explain("no other instance can take it")) from None
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
@@ -381,50 +391,54 @@ class ServingRequest:
         except UpstreamError as exc:
             raise LegFailed(selection.prefill, str(exc)) from exc
 
-    async def _prepare_next_segment(self) -> None:
+    async def _go_on_after_preemption(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
 
         Raises:
             RequestEnded: it cannot be continued.
         """
-        merger, selection, settings = self._response.merger, self._selection, self._services.settings
+        merger, selection, services = self._response.merger, self._selection, self._services
         assert merger is not None
         assert selection is not None
         decode = selection.answering
         self._end_attempt("preempted")
-        self._preemptions += 1
-        self._services.metrics.count_preemption(decode.key)
-        if settings.preempt_retry_exclude_decode:
+        services.metrics.count_preemption(decode.key)
+        if services.settings.preempt_retry_exclude_decode:
             self._retries.avoid(decode.key)
-        if isinstance(merger, ResponseMerger):
-            while (ids := merger.ids_to_detokenize) is not None:
-                merger.take_text(await self._detokenize(decode, ids))
-        if merger.complete:
-            return
-        if self._preemptions > settings.preempt_retry_count:
-            message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
-            raise RequestEnded(ApiError(503, message, "preempted"))
-        if merger.resumption() is None:
-            message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
-            raise RequestEnded(ApiError(503, message, "preempted"))
-        if isinstance(merger, StreamMerger):
-            merger.begin_segment()
+        self._resuming = self._resuming or Resuming(services.settings)
+        error = await self._resuming.prepare_after_preemption(merger, decode, services.upstream)
+        if error is not None:
+            raise RequestEnded(error)
 
-    async def _detokenize(self, instance: Instance, ids: list[int]) -> str | None:
-        """The text of ``ids``, asked of an instance; None where it cannot tell."""
-        try:
-            response = await self._services.upstream.fetch(
-                instance.address,
-                "POST",
-                "/detokenize",
-                headers=_JSON,
-                body=orjson.dumps({"tokens": ids}),
-                timeout=DETOKENIZE_SECONDS,
-            )
-            text = orjson.loads(response.body)["prompt"] if response.status == 200 else None
-        except (UpstreamError, ValueError, KeyError, TypeError):
-            return None
-        return text if isinstance(text, str) else None
+    def _go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+        """Prepare the next segment of a stream whose instance died, broke off or hung.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        response, services, instance = self._response, self._services, attempt.answering.instance
+        if isinstance(exc, StreamStalled):
+            attempt.give_up()
+            error = ApiError(504, str(exc), "stream_stalled")
+        else:
+            attempt.break_off(exc)
+            role = instance.role.value
+            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
+        self._end_attempt(f"broke off: {exc}")
+        merger = response.merger if isinstance(response.merger, StreamMerger) else None
+        if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
+            raise RequestEnded(error) from exc
+        self._resuming = self._resuming or Resuming(services.settings)
+        is_chat = parsed.api.is_chat
+        failed = self._resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
+        if failed is None and merger is None and response.bytes_sent:
+            engine = instance.registration.engine
+            why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
+            failed = self._resuming.explain(why or "its tokens' ids are not known")
+        if failed is not None:
+            raise RequestEnded(failed) from exc
+        services.metrics.count_resumption(instance.key)
+        self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
@@ -440,9 +454,17 @@ class ServingRequest:
         self._selection, pair = asking.selection, asking.pair
         if services.is_debugging:
             log_choice(self.request_id, number, asking.selection, parsed.features.prompt_tokens)
-        if pair is not None and pair.merges_segments and parsed.api.is_continuable and parsed.body is not None:
-            self._response.expect_segments(parsed.body)
-        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed), self._retries.stale)
+        engine = asking.selection.answering.registration.engine
+        if parsed.body is not None and parsed.api.is_continuable:
+            if pair is not None and pair.merges_segments:
+                self._response.expect_segments(parsed.body)
+            elif (
+                parsed.wants_stream
+                and services.settings.stream_resume_count
+                and not find_obstacle(parsed.body, engine, parsed.api.is_chat)
+            ):
+                self._response.expect_segments(parsed.body, engine is not EngineKind.FASTDEPLOY)
+        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed, engine), self._retries.stale)
         answering, prefill = maker.make_legs()
         self.attempt = Attempt(
             answering,
@@ -456,18 +478,41 @@ class ServingRequest:
         )
         return self.attempt
 
-    def _list_members(self, parsed: ParsedRequest) -> dict[str, bytes]:
-        """The members that this attempt's bodies get in any dialect."""
+    def _list_members(self, parsed: ParsedRequest, engine: EngineKind) -> dict[str, bytes]:
+        """The members that this attempt's bodies get in any dialect.
+
+        Raises:
+            RequestEnded: this engine cannot go on with the answer.
+        """
         body, merger = parsed.body, self._response.merger
         members: dict[str, bytes] = {}
         if parsed.cache_salt:
             members["cache_salt"] = parsed.cache_salt
-        if body is not None and isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
+        if merger is None:
+            return members
+        assert body is not None
+        is_stream = isinstance(merger, StreamMerger)
+        if is_stream and not body.members.get("return_token_ids") and tells_ids(engine, parsed.api.is_chat):
             members["return_token_ids"] = b'"return_token_ids":true'
-        if self._preemptions and merger is not None:
-            resumption = merger.resumption() or {}
-            members |= {name: encode_member(name, value) for name, value in resumption.items()}
+        if self._resuming is not None:
+            members |= {name: encode_member(name, value) for name, value in self._continue(parsed, engine).items()}
         return members
+
+    def _continue(self, parsed: ParsedRequest, engine: EngineKind) -> Mapping[str, Any]:
+        """What the next segment's instance is asked beside the client's request.
+
+        Raises:
+            RequestEnded: this engine cannot go on with the answer.
+        """
+        merger, resuming = self._response.merger, self._resuming
+        if isinstance(merger, ResponseMerger):
+            return merger.resumption()
+        assert isinstance(merger, StreamMerger)
+        try:
+            return continue_stream(merger, engine, parsed.api.is_chat)
+        except CannotContinue as exc:
+            assert resuming is not None
+            raise RequestEnded(resuming.explain(str(exc))) from None
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
@@ -485,6 +530,8 @@ class ServingRequest:
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
         response, role = failure.response, failure.instance.role
+        if self._resuming is not None and self._resuming.is_broken:
+            raise RequestEnded(self._resuming.explain(str(failure)))
         if response is not None and response.status in REDIRECTIONS:
             raise RequestEnded(ApiError(502, str(failure), "instance_redirects"))
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
