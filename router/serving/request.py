@@ -337,7 +337,16 @@ class ServingRequest:
         while True:
             attempts += 1
             try:
-                attempt = await self._prepare_attempt(parsed, selection)
+                while True:
+                    if self._ended is not None:
+                        raise self._ended
+                    if self._is_aborted:
+                        raise RequestEnded(_ABORTED)
+                    try:
+                        attempt = self._make_attempt(parsed, selection)
+                        break
+                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
+                        await self._learn_of_prefill(unready, selection)
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
@@ -354,23 +363,6 @@ class ServingRequest:
                     selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
                 except NoInstance:
                     raise failure from None
-
-    async def _prepare_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
-        """An attempt with the selected instances, once all is known of them that must be; nothing is sent yet.
-
-        Raises:
-            LegFailed: an instance does not tell what must be known of it.
-            RequestEnded: it cannot be served, or was ended.
-        """
-        while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
-            try:
-                return self._make_attempt(parsed, selection)
-            except NotReady as unready:
-                await self._learn_of_prefill(unready, selection)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill what must be known of it.
@@ -446,7 +438,9 @@ class ServingRequest:
         asking = ask_instances(services.pairs, selection, parsed, request_id)
         self._num_attempts += 1
         pair = asking.pair
-        self._story.begin_attempt(asking.selection, pair, parsed.features.prompt_tokens)
+        self._story.selection, self._story.pair = asking.selection, pair
+        if services.is_debugging:
+            self._story.log_choice(parsed.features.prompt_tokens)
         engine = asking.selection.answering.registration.engine
         if parsed.body is not None and parsed.api.is_continuable:
             if pair is not None and pair.merges_segments:

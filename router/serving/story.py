@@ -1,7 +1,7 @@
 """Story: what is known of one request, for the headers of its response, its record and the log.
 
-Who asked, which instances were chosen and why, how each attempt ended, and at the end the engine's figures. The log shows
-it at level ``debug`` only.
+Who asked, which instances were chosen and why, how each attempt ended, and at the end the engine's figures. The log
+shows it at level ``debug`` only.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Story:
     """Of one request, from its arrival on."""
 
     __slots__ = (
-        *("_pair", "_records", "_services", "_started_unix"),
-        *("client", "request_id", "selection", "sent_id", "started", "trace_id"),
+        *("_records", "_services", "_started_unix"),
+        *("client", "pair", "request_id", "selection", "sent_id", "started", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -50,10 +50,10 @@ class Story:
         """The id that the client sent in a header."""
         self.trace_id = ""
         self.selection: Selection | None = None
-        """The instances of the last attempt."""
+        self.pair: Pair | None = None
+        """The instances of the last attempt, and how they were asked as a pair."""
         self._services = services
         self._started_unix = time.time()
-        self._pair: Pair | None = None
         self._records: list[AttemptRecord] = []
 
     @property
@@ -61,11 +61,10 @@ class Story:
         """How many attempts have ended."""
         return len(self._records)
 
-    def begin_attempt(self, selection: Selection, pair: Pair | None, prompt_tokens: int) -> None:
-        """These instances are asked now."""
-        self.selection, self._pair = selection, pair
-        if self._services.is_debugging:
-            _log_choice(self.request_id, len(self._records), selection, prompt_tokens)
+    def log_choice(self, prompt_tokens: int) -> None:
+        """Say which instances were chosen for the attempt that begins, and why."""
+        if self.selection is not None:
+            _log_choice(self.request_id, len(self._records) + 1, self.selection, prompt_tokens)
 
     def end_attempt(self, attempt: Attempt | None, how: str) -> None:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
@@ -141,7 +140,7 @@ class Story:
             leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
             record.decode_cached_tokens = said.cached_tokens
             usage = read_usage(attempt.prefill_answer) or said
-            pair = self._pair
+            pair = self.pair
             if pair is not None and not record.error and (pair.is_prefill_first or usage is not said):
                 why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
                 if why:
