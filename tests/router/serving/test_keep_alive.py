@@ -180,7 +180,8 @@ def test_a_stream_that_stalls_is_given_up_and_aborted(make_router: MakeRouter, s
     router = make_router(instance, stream_stall_secs=0.2)
     first, error, done, nothing = router.chat(stream=True, request_id="r").text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"] == {
-        "message": f"{instance.key} has sent nothing of the stream for 0.2 s",
+        "message": f"{instance.key} has sent nothing of the stream for 0.2 s; the stream was not resumed: no other "
+        "instance can take it",
         "type": "timeout",
         "param": None,
         "code": "stream_stalled",
