@@ -340,9 +340,18 @@ class ServingRequest:
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                attempt = await self._prepare_attempt(parsed, selection)
+                try:
+                    attempt = self._make_attempt(parsed, selection)
+                except NotReady as unready:
+                    await self._learn_of_prefill(unready, selection)
+                    attempts -= 1
+                    continue
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
@@ -350,6 +359,8 @@ class ServingRequest:
                 if selection.prefill is not None:
                     self._services.pairs.forget_prefill(selection.prefill)
                 self._end_attempt(str(failure))
+                if self._is_aborted:
+                    raise RequestEnded(_ABORTED) from failure
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
                     raise
@@ -359,23 +370,6 @@ class ServingRequest:
                     selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
                 except NoInstance:
                     raise failure from None
-
-    async def _prepare_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
-        """An attempt with the selected instances, once all is known of them that must be; nothing is sent yet.
-
-        Raises:
-            LegFailed: an instance does not tell what must be known of it.
-            RequestEnded: it cannot be served, or was ended.
-        """
-        while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
-            try:
-                return self._make_attempt(parsed, selection)
-            except NotReady as unready:
-                await self._learn_of_prefill(unready, selection)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill what must be known of it.

@@ -36,6 +36,7 @@ NULLS = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "
 # What a router may add to a request beside the dialect's own parameters, or change.
 ADDED = {"stream_options", "return_token_ids", "kv_transfer_params"}
 CUT = {"stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop", "ignore_eos", "n"}
+CUT |= {"stop_token_ids", "best_of", "background"}
 # Members of other engines' dialects.
 FOREIGN = {"disaggregate_info", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 
@@ -131,7 +132,7 @@ class StrictVllm:
             elif self.connector == "mooncake":
                 self._sent[params["transfer_id"]] = instance
             else:
-                self._pool.update(blocks_of(asked.prompts[0]))
+                self._pool.update(name for prompt in asked.prompts for name in blocks_of(prompt))
             answer_id = f"{_prefix(asked)}{request_id}"
             await _answer(respond, asked.whole(answer_id, cached, asked.generate(), kv_transfer_params=given))
 
@@ -234,7 +235,7 @@ class StrictVllm:
             broken = f"the limit is {asked.limit} ({', '.join(asked.limit_names)}), not 1"
         elif not request_id:
             broken = "no X-Request-Id"
-        elif len(asked.prompts) > 1 or asked.samples > 1:
+        elif asked.samples > 1 or (len(asked.prompts) > 1 and self.connector != "kvstore"):
             broken = "several prompts or samples: only the first one's kv_transfer_params are told"
         elif self.connector == "kvstore":
             broken = "kv_transfer_params, but our connector has none" if params is not None else ""
