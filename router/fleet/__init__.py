@@ -4,6 +4,7 @@ registration.py   Registration: the fields that an instance sends about itself, 
 instance.py       Instance: one registered instance, its health and its load
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
+models.py         which models instances serve, and which of them a request means
 pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
@@ -16,7 +17,8 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
-from router.fleet.pairing import can_decode_for, may_pair, pairing_kind
+from router.fleet.models import UNLISTED, ServedModels, parse_models
+from router.fleet.pairing import can_decode_for, may_pair, pairing_kind, share_model
 from router.fleet.register_file import add_listed_instances
 from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from router.fleet.registry import Registry
@@ -27,6 +29,7 @@ from router.fleet.tasks import Tasks
 __all__ = [
     "ORDERS",
     "STATES",
+    "UNLISTED",
     "EngineKind",
     "HealthMonitor",
     "Instance",
@@ -36,6 +39,7 @@ __all__ = [
     "Registry",
     "Role",
     "Scraper",
+    "ServedModels",
     "Snapshot",
     "Tasks",
     "add_listed_instances",
@@ -43,4 +47,6 @@ __all__ = [
     "clear_prefix_caches",
     "may_pair",
     "pairing_kind",
+    "parse_models",
+    "share_model",
 ]

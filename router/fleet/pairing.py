@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
+from router.fleet.instance import Instance
 from router.fleet.registration import EngineKind, Registration
 
-__all__ = ["can_decode_for", "may_pair", "pairing_kind"]
+__all__ = ["can_decode_for", "may_pair", "pairing_kind", "share_model"]
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
@@ -33,3 +34,8 @@ def pairing_kind(registration: Registration) -> Hashable:
     """Engine, and connector of vLLM's: both instances of a pair are of one kind."""
     is_vllm = registration.engine is EngineKind.VLLM
     return registration.engine, registration.kv_connector if is_vllm else None
+
+
+def share_model(prefill: Instance, decode: Instance) -> bool:
+    """Whether there is a model that both serve, for all they tell."""
+    return not prefill.models or not decode.models or not prefill.models.isdisjoint(decode.models)

@@ -23,7 +23,7 @@ __all__ = ["add_listed_instances", "read_register_file"]
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
     *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
-    *("engine", "bootstrap_port", "kv_connector"),
+    *("engine", "bootstrap_port", "kv_connector", "models"),
 )
 
 
@@ -59,7 +59,7 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
             registry.check_role(registration.role)
         except RegistrationError as exc:
             raise SettingsError(f"manager.register-path {path}: instances[{i}]: {exc}") from exc
-        registry.add_known(registration, now, permanent=True)
+        registry.add_known_instance(registration, now, permanent=True)
 
 
 def _parse_entry(entry: Any, where: str) -> Registration:

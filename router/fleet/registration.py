@@ -52,7 +52,7 @@ _AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
 
 
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted: one sentence, naming the field and what would be right."""
+    """A registration that cannot be accepted: one sentence, naming the field and a right value."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Registration:
     """Where a prefill instance of SGLang's tells decode instances about itself."""
     kv_connector: KvConnector
     """Of an instance of vLLM's."""
+    models: frozenset[str]
+    """The names of the models that it serves, where it should not be asked for them."""
     fields: Mapping[str, Any]
 
     @property
@@ -124,6 +126,7 @@ class Registration:
             engine=_parse_name(fields, "engine", EngineKind.FASTDEPLOY),
             bootstrap_port=int(_parse_optional_port(fields, "bootstrap_port") or _BOOTSTRAP_PORT),
             kv_connector=_parse_name(fields, "kv_connector", KvConnector.NIXL),
+            models=frozenset(_parse_strings(fields, "models")),
             fields=dict(fields),
         )
 

@@ -20,6 +20,15 @@ from router.serving.aborts import ABORT_PATH, Aborter, list_unknown_ids
 from router.serving.dialects import Pairs
 from router.serving.proxy import Proxy
 from router.serving.request import Services
-from router.serving.selection import Selector
+from router.serving.selection import Selector, explain_unknown_model
 
-__all__ = ["ABORT_PATH", "Aborter", "Pairs", "Proxy", "Selector", "Services", "list_unknown_ids"]
+__all__ = [
+    "ABORT_PATH",
+    "Aborter",
+    "Pairs",
+    "Proxy",
+    "Selector",
+    "Services",
+    "explain_unknown_model",
+    "list_unknown_ids",
+]

@@ -47,7 +47,7 @@ def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
         except NotAsPair as exc:
             if not exc.decode_serves_alone:
                 raise RequestEnded(ApiError(400, str(exc), "not_as_pair")) from None
-            selection = Selection(selection.answering, None, selection.decisions[-1:])
+            selection = selection._replace(prefill=None, decisions=selection.decisions[-1:])
         else:
             return Asking(selection, pair, answering, prefill, engine_ids)
     answering, engine_ids = ask_alone(selection.answering, parsed, request_id)

@@ -47,6 +47,8 @@ ANSWER_BYTES = 16 * 1024 * 1024
 _PREAMBLE = re.compile(
     rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
 )
+# What vLLM says in a whole answer where prefill's KV did not come; of other troubles it says more.
+_LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
@@ -162,7 +164,8 @@ class Attempt:
             engine_ids: the names of the request's sequences at engines; None where it cannot be aborted by them.
             ask_decode: gives the answering leg its request, made of prefill's answer; None where it has one, and both
                 are sent at once.
-            may_err_late: a stream may begin and only then say that decode could not have prefill's KV.
+            may_err_late: decode says that it could not have prefill's KV by an error of its own, in a stream only when
+                that has begun.
             hold_bytes: so much of a response that is no event stream is held until it is whole, so that a leg dying
                 half-way can still be made good.
         """
@@ -201,7 +204,10 @@ class Attempt:
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                raise await self._read_answer_refusal()
+                failure = await _read_refusal(self.answering)
+                # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+                failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
+                raise failure
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
@@ -291,14 +297,6 @@ class Attempt:
         self._awaited = self.answering
         return self.prefill_answer
 
-    async def _read_answer_refusal(self) -> LegFailed:
-        failure = await _read_refusal(self.answering)
-        response = failure.response
-        # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
-        if self._may_err_late and response is not None and response.status == 500:
-            failure.in_hand_over |= b"InternalServerError" in response.body
-        return failure
-
     async def _read_preamble(self, first: bytes) -> bytes:
         """The beginning of a stream to its first token.
 
@@ -308,8 +306,9 @@ class Attempt:
         exchange = self.answering.exchange
         while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
             first += await exchange.chunk()
-        for event in filter(_ERROR.search, events):
-            message = f"{self.answering.instance.key} has an error instead of an answer: {event.decode()[:500]}"
+        said = next((event for event in events if not _PREAMBLE.search(event)), b"")
+        if _ERROR.search(said):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
             raise LegFailed(self.answering.instance, message, in_hand_over=True)
         return first
 
@@ -375,6 +374,10 @@ def _tells_pd_error(body: bytes) -> bool:
             if isinstance(value, dict) and PD_ERROR in str(value.get("error")):
                 return True
     return False
+
+
+def _tells_late_error(response: Response | None) -> bool:
+    return response is not None and response.status >= 500 and _LATE_ERROR.search(response.body) is not None
 
 
 async def _read_refusal(leg: Leg) -> LegFailed:

@@ -18,6 +18,7 @@ from router.http import (
     encode_member,
     end_to_end,
     estimate_tokens,
+    find_model,
     find_request_id,
     parse_inference,
     prepare_head,
@@ -38,7 +39,7 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class ParsedRequest:
     """A client's request, read. Its attributes are for reading."""
 
-    __slots__ = ("api", "body", "cache_salt", "data", "features", "head", "request_id", "wants_stream")
+    __slots__ = ("api", "body", "cache_salt", "data", "features", "head", "model", "request_id", "wants_stream")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class ParsedRequest:
         sent_id: str,
         large: LargeBody | None,
         derive_salt: Callable[[str], str] | None,
+        aliases: Mapping[str, str],
     ) -> None:
         """Parse the body if an answer is to be generated, and prepare the head that instances get.
 
@@ -53,6 +55,7 @@ class ParsedRequest:
             sent_id: the id that the client sent in a header.
             large: of a large body that was looked through.
             derive_salt: makes the salt that keeps the client's cache apart of one that the client sends, or of "".
+            aliases: the model that each other name stands for.
 
         Raises:
             RequestEnded: the request cannot be served.
@@ -62,12 +65,14 @@ class ParsedRequest:
         """Of a request whose answer is generated."""
         self.cache_salt = b""
         """The member that keeps the client's cache apart, where there is one."""
+        self.model = b""
+        """The member that names its model, where the client used an alias."""
         self.api: Api = _NO_API
         """Of a request whose answer is generated."""
         self.wants_stream = False
         if request.path not in GENERATING:
             self.request_id = sent_id or _make_request_id()
-            self.features = RequestFeatures(estimate_tokens(request.body))
+            self.features = RequestFeatures(estimate_tokens(request.body), model=find_model(request.body))
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
             message = f"{request.path} takes POST, not {request.method}"
@@ -76,6 +81,8 @@ class ParsedRequest:
             self.api = GENERATING[request.path]
             self.body = body = _parse_body(request, large)
             members: Mapping[str, Any] = body.members
+            if aliases:
+                members = self._resolve_alias(aliases, members)
             if derive_salt is not None:
                 members = self._salt_cache(derive_salt, members)
             self.wants_stream = bool(members.get("stream"))
@@ -105,6 +112,15 @@ class ParsedRequest:
     def name_at_engines(self, request_id: str) -> EngineIds:
         """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
         return EngineIds(self.api.id_prefix, request_id, self.body.choices if self.body else 1)
+
+    def _resolve_alias(self, aliases: Mapping[str, str], members: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Name the model that the client means by an alias; return the body's members with it."""
+        name = members.get("model")
+        model = aliases.get(name) if isinstance(name, str) else None
+        if model is None:
+            return members
+        self.model = encode_member("model", model)
+        return {**members, "model": model}
 
     def _salt_cache(self, derive_salt: Callable[[str], str], members: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give the request a salt of its client's; return the body's members with it.

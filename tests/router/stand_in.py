@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
+from tests.support import plain_http
+
 __all__ = [
     "Behaviour",
     "LoopThread",
@@ -211,6 +213,9 @@ class StandIn:
     running: int = 0
     left: int = 0
     models: tuple[str, ...] = ("m",)
+    models_status: int = 200
+    models_asked: int = 0
+    owner: str = ""  # of the models, by its own account
     abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
     told: dict[str, Any] = field(default_factory=dict)
     """What its registration has beside, or instead of, what FastDeploy's has."""
@@ -264,7 +269,7 @@ class StandIn:
 
     def register(self, router_url: str, **changes: Any) -> httpx.Response:
         """Register at a router."""
-        return httpx.post(f"{router_url}/register", json=self.registration(**changes), trust_env=False)
+        return plain_http.post(f"{router_url}/register", json=self.registration(**changes))
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26, ssl=self.tls)
@@ -318,8 +323,12 @@ class StandIn:
         elif request.target == "/v1/abort_requests":
             self.aborted.append(request.json)
             await responder.answer(200, json.dumps(self.abort_answer).encode())
+        elif request.target == "/v1/models" and self.models_status != 200:
+            await responder.answer(self.models_status, b"{}")
         elif request.target == "/v1/models":
-            data = [{"id": model, "object": "model"} for model in self.models]
+            self.models_asked += 1
+            owned_by = {"owned_by": self.owner} if self.owner else {}
+            data = [{"id": model, "object": "model", **owned_by} for model in self.models]
             await responder.answer(200, json.dumps({"object": "list", "data": data}).encode())
         else:
             await self._behave(request, responder)

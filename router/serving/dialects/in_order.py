@@ -5,7 +5,15 @@ Our own connector for vLLM works so: no parameters, only the order.
 
 from __future__ import annotations
 
-from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, Pair, list_dropped, name_in_header
+from router.http import Usage
+from router.serving.dialects.dialect import (
+    MIN_HANDED_OVER_TOKENS,
+    NO_MEMBERS,
+    LegAsk,
+    Pair,
+    list_dropped,
+    name_in_header,
+)
 from router.serving.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
@@ -23,6 +31,11 @@ class InOrderPair(Pair):
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         head = name_in_header(request_id)
         return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
+
+    def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
+        if decode.cached_tokens == 0 and (decode.prompt_tokens or 0) >= MIN_HANDED_OVER_TOKENS:
+            return f"decode found nothing cached of a prompt of {decode.prompt_tokens} tokens"
+        return ""
 
 
 def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from router.http.api_error import ApiError
 from router.http.server import HEAD_BYTES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
+from tests.support import plain_http
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -362,7 +364,7 @@ def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Con
         client = connect(router)
         client.send(refused)
         client.answer()
-    metrics = httpx.get(f"{router.url}/metrics").text
+    metrics = plain_http.get(f"{router.url}/metrics").text
     assert 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="413"} 1.0' in metrics
     assert 'http_requests_total{endpoint="other",method="",status_code="400"} 1.0' in metrics
 
@@ -664,6 +666,19 @@ def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
     client = connect(make_router(stand_in("mixed", is_slow)))
     client.send(request(b"{}") + b"POST /v1/chat")
     assert client.status() == 200
+
+
+def test_a_connection_without_a_request_is_kept_for_a_while_after_each_answer(
+    router: RouterUnderTest, connect: Connect
+) -> None:
+    router._server.config.timeout_keep_alive = 1
+    client = connect(router)
+    for _ in range(2):
+        client.send(request(b"{}"))
+        assert client.status() == 200
+    began = time.monotonic()
+    assert client.rest() == b""
+    assert time.monotonic() - began > 0.5
 
 
 def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
