@@ -1,7 +1,7 @@
 """What clients see of instances that are killed in the middle of streams: nothing, while another one lives.
 
     python benchmarks/resume.py [--tokens 64] [--step 1]            kill -9 at every token of a greedy stream
-    python benchmarks/resume.py --load [--seconds 60] [--every 10]  200 streams at once, an instance killed every ten seconds
+    python benchmarks/resume.py --load [--seconds 60] [--every 10]  200 streams, an instance killed every ten seconds
 
 Two mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. In the first
 form the instance that answers is killed with SIGKILL once the client has read so many tokens, for each number of them,

@@ -42,7 +42,8 @@ TESTED_IN = {
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/api.py": "tests/router/serving/test_attempt.py",
-    "router/serving/asking.py": "tests/router/serving/test_attempt.py",
+    "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
+    "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",

@@ -335,18 +335,18 @@ class ServingRequest:
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                while True:
-                    if self._ended is not None:
-                        raise self._ended
-                    if self._is_aborted:
-                        raise RequestEnded(_ABORTED)
-                    try:
-                        attempt = self._make_attempt(parsed, selection)
-                        break
-                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
-                        await self._learn_of_prefill(unready, selection)
+                try:
+                    attempt = self._make_attempt(parsed, selection)
+                except NotReady as unready:
+                    await self._learn_of_prefill(unready, selection)
+                    attempts -= 1
+                    continue
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
@@ -354,6 +354,8 @@ class ServingRequest:
                 if selection.prefill is not None:
                     self._services.pairs.forget_prefill(selection.prefill)
                 self._story.end_attempt(self.attempt, str(failure))
+                if self._is_aborted:
+                    raise RequestEnded(_ABORTED) from failure
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
                     raise
