@@ -33,5 +33,7 @@ def table() -> Iterator[str]:
     """A heading and one line a fault."""
     yield f"{'fault':<58}{'requests':>9}{'served':>8}{'lost':>6}{'wrong':>7}{'left running':>14}{'violations':>12}"
     for row in REPORTS:
-        counts = f"{row.requests:>9}{row.served:>8}{row.lost:>6}{row.wrong:>7}{row.left_running:>14}{row.violations:>12}"
+        counts = (
+            f"{row.requests:>9}{row.served:>8}{row.lost:>6}{row.wrong:>7}{row.left_running:>14}{row.violations:>12}"
+        )
         yield f"{row.fault:<58}{counts}"

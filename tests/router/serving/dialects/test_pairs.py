@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.router.serving.dialects.pair_fleet import DIALECTS, Ended, PairFleet, ask_all, make_body, path_of
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.serving.test_fault_table import CUTS_STREAMS, FAULTS, PATIENT_PROBES, PROBES, UNREACHABLE
-from tests.support.toy_model import PATHS, answer_text
-from tests.support.waiting import wait_until
+from tests.support.toy_model import answer_text
 
 StartPairs = Callable[..., PairFleet]
 
