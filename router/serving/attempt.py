@@ -39,6 +39,8 @@ PREFILL_GRACE_SECONDS = 5.0
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
+# FastDeploy's and SGLang's.
+_HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
 # Of an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # What vLLM's streams begin with before there is a token: chat, responses, messages.
@@ -203,6 +205,7 @@ class Attempt:
             status = await exchange.head()
             if not 200 <= status < 300:
                 failure = await _read_refusal(self.answering)
+                # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
                 failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
                 raise failure
             self.is_event_stream = _is_event_stream(exchange.headers)
@@ -301,7 +304,7 @@ class Attempt:
             LegFailed: there is an error instead.
         """
         exchange = self.answering.exchange
-        while (events := _EVENT_DATA.findall(first)) and all(map(_PREAMBLE.search, events)) and not exchange.is_taken:
+        while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
             first += await exchange.chunk()
         said = next((event for event in events if not _PREAMBLE.search(event)), b"")
         if _ERROR.search(said):
@@ -391,5 +394,5 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     message = f"{leg.instance.key} answered with {response.status}"
     if response.status in REDIRECTIONS:
         message += ", a redirection, which the router neither follows nor passes on"
-    in_hand_over = response.status >= 500 and _PD_ERROR in body
+    in_hand_over = response.status >= 500 and _HAND_OVER_ERROR.search(body) is not None
     return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)
