@@ -24,7 +24,7 @@ __all__ = ["Cluster", "Connector", "Master", "Process", "fail", "metric", "names
 
 Connector = Literal["kvstore", "nixl"]
 
-START_S = 400.0
+START_S = 900.0
 STOP_S = 20.0
 MODEL = "m"  # the name that requests use
 
