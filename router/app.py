@@ -10,18 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth, Limits
+from router.access import Admission, Auth, Limits, SharedAdmission
 from router.fleet import (
     ORDERS,
+    EngineKind,
     HealthMonitor,
     Instance,
-    PairInfo,
     Registration,
     RegistrationError,
     Registry,
@@ -31,6 +30,7 @@ from router.fleet import (
     Tasks,
     add_listed_instances,
     clear_prefix_caches,
+    parse_models,
 )
 from router.http import (
     ApiError,
@@ -48,9 +48,18 @@ from router.http import (
     raw_reply,
     refusal_reply,
 )
-from router.serving import ABORT_PATH, Aborter, Proxy, Selector, Services, list_unknown_ids
+from router.serving import (
+    ABORT_PATH,
+    Aborter,
+    Pairs,
+    Proxy,
+    Selector,
+    Services,
+    explain_unknown_model,
+    list_unknown_ids,
+)
 from router.settings import RouterSettings, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -98,7 +107,9 @@ class RouterApp:
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
-        self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
+        self.admission: Limits = admission
+        if admission.is_limited and not link.is_alone:
+            self.admission = SharedAdmission(link.wait_for_entry, link.report_end)
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
@@ -110,25 +121,9 @@ class RouterApp:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
-        self.proxy = Proxy(
-            Services(
-                settings=settings,
-                auth=self.auth,
-                admission=self.admission,
-                selector=self.selector,
-                pair_info=PairInfo(),
-                upstream=self.upstream,
-                health=self.health,
-                aborter=self.aborter,
-                metrics=self.metrics,
-                audit=self.audit,
-                is_debugging=_log.isEnabledFor(logging.DEBUG),
-            )
-        )
+        self.proxy = Proxy(self._gather_services())
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
-        link.answer("figures", lambda _: self.metrics.dump())
-        link.answer("explain", self.audit.explain_request)
-        link.answer("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
+        self._answer_other_processes()
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,6 +154,27 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _gather_services(self) -> Services:
+        """The parts that a request on its way needs."""
+        return Services(
+            settings=self.settings,
+            auth=self.auth,
+            admission=self.admission,
+            selector=self.selector,
+            pairs=Pairs(),
+            upstream=self.upstream,
+            health=self.health,
+            aborter=self.aborter,
+            metrics=self.metrics,
+            audit=self.audit,
+            is_debugging=_log.isEnabledFor(logging.DEBUG),
+        )
+
+    def _answer_other_processes(self) -> None:
+        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
@@ -234,7 +250,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return json_reply(400, {"detail": str(exc)})
-        await router.fleet_sync.announce(instance)
+        await router.fleet_sync.announce_instance(instance)
         return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
@@ -255,7 +271,11 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
     async def list_decode_instances(version: str | None = None) -> Response:
         # FastDeploy's prefill instances ask this to connect to decode instances ahead, and keep its answer.
         decodes = [i.registration for i in router.registry if i.role is Role.DECODE and i.healthy]
-        wanted = [_format_registration(decode) for decode in decodes if version in (None, decode.version)]
+        wanted = [
+            _format_registration(decode)
+            for decode in decodes
+            if version in (None, decode.version) and decode.engine is EngineKind.FASTDEPLOY
+        ]
         return json_reply(200, wanted)
 
 
@@ -278,7 +298,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask("figures")
+        others = await router.link.ask_others("figures")
         return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
 
     @app.get("/docs", include_in_schema=False)
@@ -296,7 +316,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
-            await router.fleet_sync.announce(instance)
+            await router.fleet_sync.announce_instance(instance)
         return json_reply(200, outcome)
 
     for path in ORDERS:
@@ -316,7 +336,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
-            explanation = next(iter(await router.link.ask("explain", request_id, everywhere=True)), None)
+            explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
             return error_reply(ApiError(404, message, "unknown_request"))
@@ -336,9 +356,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
         models = await _gather_models(router, request)
         if model_id in models:
             return json_reply(200, models[model_id])
-        known = ", ".join(models) or "none"
-        message = f"no instance serves a model {model_id!r}; served are: {known}"
-        return error_reply(ApiError(404, message, "model_not_found", "model"))
+        return error_reply(explain_unknown_model(model_id, models))
 
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
@@ -360,26 +378,26 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 
 
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
-    """The models of all instances, each once, by their ids."""
+    """The models of all instances, each once, and their aliases, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
-    async def ask(instance: Instance) -> list[dict[str, Any]]:
+    async def list_models(instance: Instance) -> list[dict[str, Any]]:
         try:
             answer = await router.upstream.fetch(
                 instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
             )
-            listed = orjson.loads(answer.body)["data"]
-        except (UpstreamError, ValueError, KeyError, TypeError) as exc:
+            return parse_models(answer.body)
+        except (UpstreamError, ValueError) as exc:
             _log.warning("instance %s did not list its models: %s", instance.key, exc)
             return []
-        return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
-    for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
+    for listed in await asyncio.gather(*(list_models(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
-    return models
+    aliases = router.settings.model_aliases
+    return models | {alias: {**models[name], "id": alias} for alias, name in aliases.items() if name in models}
 
 
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
@@ -402,13 +420,13 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         router.auth.identify_client(headers)
     if members.get("abort_all"):
         await _abort_here_and_elsewhere(router, None)
-        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        outcome = await router.aborter.abort_everywhere(router.registry, members)
         not_found = outcome.not_found
     else:
         assert isinstance(req_ids, list)
         found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
-        body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
-        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        members = {**members, "req_ids": [*req_ids, *engine_ids]}
+        outcome = await router.aborter.abort_everywhere(router.registry, members)
         unknown = list_unknown_ids(req_ids, outcome.aborted)
         not_found = [each for each in unknown if not (isinstance(each, str) and each in found)]
     return json_reply(
@@ -424,7 +442,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
     """``Proxy.abort`` in all processes."""
     found, engine_ids = router.proxy.abort(asked)
-    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked, everywhere=True):
+    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", asked, everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids
@@ -460,6 +478,10 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "engine_worker_queue_port": _format_text(registration.fields.get("engine_worker_queue_port")) or "",
         "url": instance.address.url,
         "worker_type": registration.role.value,
+        "engine": registration.engine.value,
+        "bootstrap_port": registration.bootstrap_port,
+        "kv_connector": registration.kv_connector.value,
+        "models": None if instance.models is None else sorted(instance.models),
         "state": instance.state,
         "trouble": instance.trouble,
         "breaker": instance.breaker.state,

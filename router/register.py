@@ -1,8 +1,9 @@
-"""Registers a server that does not know our router: ``python -m router.register --router H:P --role mixed --port N``.
+"""Registers a server that does not know our router: ``python -m router.register --router H:P --port N``.
 
 A sidecar, started beside any server with OpenAI's endpoints and a ``/health`` (vLLM, SGLang, MindIE, llama.cpp): as
 FastDeploy's instances do for themselves, it asks that server every five seconds whether it is healthy and, if so,
-registers it. When the server is not healthy, or the sidecar ends, the heartbeat ends and the router forgets it.
+registers it. When the server is not healthy, or the sidecar ends, the heartbeat ends and the router forgets it. Which
+engine it is, it asks the server, too.
 
 It is a program of its own: the router does not load it, so that all that the router itself asks of instances still
 goes through ``router.http``; nor does it load the router's fleet.
@@ -34,8 +35,16 @@ _log = logging.getLogger("router.register")
 HEARTBEAT_SECONDS = 5.0
 ROLES = ("mixed", "prefill", "decode")
 """The values of ``router.fleet.Role``."""
+ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
+"""The values of ``router.fleet.EngineKind``."""
+KV_CONNECTORS = ("nixl", "mooncake", "kvstore")
+"""The values of ``router.fleet.KvConnector``."""
 _TIMEOUT_SECONDS = 4.0
 _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
+
+
+class UntoldError(Exception):
+    """The server does not tell what it is, or is not what the operator says: one sentence, to stand behind "as"."""
 
 
 class Sidecar:
@@ -43,8 +52,10 @@ class Sidecar:
 
     Args:
         router: the router's URL.
-        payload: the registration payload: ``role``, ``port``, and ``host_ip`` and ``connector_port`` where known.
-            Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time.
+        payload: the registration payload: ``port``, and where known ``role``, ``host_ip``, ``connector_port``,
+            ``engine``, ``bootstrap_port`` and ``kv_connector``.
+            Without ``host_ip`` it is this machine's address as the router sees it, found out anew each time; without
+            ``engine`` or ``role``, the server is asked when it is healthy.
         token: the router's registration token or admin token, where it has one.
         tls: decides which certificates are believed, of the router and of the server; None for those of the system's
             authorities.
@@ -58,6 +69,7 @@ class Sidecar:
         self._tls = tls or ssl.create_default_context()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._last_problem: str | None = None
+        self._found: dict[str, Any] | None = None  # by asking the server, until it is not healthy any more
 
     async def keep_registering(self) -> None:
         """Until cancelled: ask the server, register it, log each change."""
@@ -75,11 +87,11 @@ class Sidecar:
         scheme, _, host = payload["host_ip"].rpartition("://")
         server = f"{scheme or 'http'}://{f'[{host}]' if ':' in host else host}:{payload['port']}"
         try:
-            health = await client.get(f"{server}/health")
-        except httpx.HTTPError as exc:
-            return f"not registered, as the server at {server} does not answer /health ({_describe_error(exc)})"
-        if health.status_code != 200:
-            return f"not registered, as the server at {server} answers /health with {health.status_code}"
+            await self._check_server(client, server)
+        except UntoldError as exc:
+            self._found = None
+            return f"not registered, as {exc}"
+        payload = {"role": "mixed", **(self._found or {}), **payload}
         try:
             response = await client.post(f"{self._router}/register", json=payload, headers=self._headers)
         except httpx.HTTPError as exc:
@@ -88,6 +100,30 @@ class Sidecar:
             return f"the router {self._router} refused with {response.status_code}: {response.text[:300]}; trying again"
         return ""
 
+    async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:
+        """See that the server is healthy, and find out what it is unless that is known.
+
+        Raises:
+            UntoldError: it is not healthy, or does not tell.
+        """
+        try:
+            health = await client.get(f"{server}/health")
+        except httpx.HTTPError as exc:
+            raise UntoldError(f"the server at {server} does not answer /health ({_describe_error(exc)})") from None
+        if health.status_code != 200:
+            raise UntoldError(f"the server at {server} answers /health with {health.status_code}")
+        if self._found is not None:
+            return
+        engine, role = self._payload.get("engine"), self._payload.get("role")
+        if engine is None:
+            found = await _ask_engine(client, server)
+        else:
+            found = await _ask_sglang(client, server) if engine == "sglang" else {}
+        told = found.get("role", role)
+        if role not in (None, told):
+            raise UntoldError(f"the server at {server} is a {told} instance by its own account, but --role is {role}")
+        self._found = found
+
     def _log_change(self, problem: str) -> None:
         """Log the problem, or that there is none any more, once when it changes."""
         if problem != self._last_problem:
@@ -95,14 +131,21 @@ class Sidecar:
             if problem:
                 _log.warning("%s", problem)
             else:
-                _log.info("registered at %s: %s at port %s", self._router, self._payload["role"], self._payload["port"])
+                known = {"engine": "", "role": "mixed", **(self._found or {}), **self._payload}
+                what = f"{known['engine']} {known['role']}".strip()
+                _log.info("registered at %s: %s at port %s", self._router, what, known["port"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
     parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
     parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
-    parser.add_argument("--role", type=_parse_role, choices=ROLES, required=True, help="what the server does")
+    parser.add_argument(
+        "--role",
+        type=_parse_role,
+        choices=ROLES,
+        help="what the server does (default: mixed; an SGLang server tells its role)",
+    )
     parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
     parser.add_argument(
         "--host",
@@ -120,6 +163,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--connector-port", type=_parse_port, help="where it takes KV from prefill instances, if it does"
     )
     parser.add_argument(
+        "--engine", choices=ENGINES, help="the server's kind (default: what it tells; openai is any other one)"
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=_parse_port,
+        help="SGLang's --disaggregation-bootstrap-port (default: what the server tells, or 8998)",
+    )
+    parser.add_argument(
+        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
+    )
+    parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
     )
     try:
@@ -129,11 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as exc:
         print(f"router.register: {exc}", file=sys.stderr)
         return 2
-    payload = {"role": arguments.role, "port": arguments.port}
+    payload = {"port": arguments.port}
     if arguments.host:
         payload["host_ip"] = arguments.host
-    if arguments.connector_port:
-        payload["connector_port"] = arguments.connector_port
+    for name in ("role", "connector_port", "engine", "bootstrap_port", "kv_connector"):
+        if value := getattr(arguments, name):
+            payload[name] = value
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))
@@ -146,6 +201,57 @@ async def _run_until_signal(sidecar: Sidecar) -> None:
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
+    """The kind of the server, and what else of a registration it tells.
+
+    Raises:
+        UntoldError: it does not tell.
+    """
+    status, models = await _fetch_object(client, f"{server}/v1/models")
+    listed = models.get("data")
+    first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
+    owner = str(first.get("owned_by") or "").lower()
+    if owner.startswith("fastdeploy"):  # our own engine is "fastdeploy-kvstore"
+        return {"engine": "fastdeploy"}
+    if owner in ("", "vllm") and "version" in (await _fetch_object(client, f"{server}/version"))[1]:
+        return {"engine": "vllm"}
+    if owner in ("", "sglang") and (found := await _ask_sglang(client, server)):
+        return found
+    if status in (401, 403):
+        raise UntoldError(f"the server at {server} wants a key before it tells what it is; say so with --engine")
+    return {"engine": "openai"}
+
+
+async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
+    """What an SGLang server tells of itself; nothing, if it tells nothing or is another one."""
+    _, info = await _fetch_object(client, f"{server}/server_info")
+    if "disaggregation_mode" not in info:
+        _, info = await _fetch_object(client, f"{server}/get_server_info")  # its name before
+    if "disaggregation_mode" not in info:
+        return {}
+    mode, port = info["disaggregation_mode"], info.get("disaggregation_bootstrap_port")
+    found: dict[str, Any] = {"engine": "sglang", "role": mode if mode in ROLES else "mixed"}
+    if mode == "prefill" and isinstance(port, int):
+        found["bootstrap_port"] = port
+    return found
+
+
+async def _fetch_object(client: httpx.AsyncClient, url: str) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON object that ``url`` answers with; an empty one if it is none, or no success.
+
+    Raises:
+        UntoldError: it does not answer.
+    """
+    try:
+        answer = await client.get(url)
+        content = answer.json() if answer.status_code == 200 else {}
+    except httpx.HTTPError as exc:
+        raise UntoldError(f"{url} does not answer ({_describe_error(exc)})") from None
+    except ValueError:
+        content = {}
+    return answer.status_code, content if isinstance(content, dict) else {}
 
 
 def _parse_router_url(text: str) -> str:

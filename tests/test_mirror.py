@@ -41,6 +41,9 @@ TESTED_IN = {
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
+    "router/serving/api.py": "tests/router/serving/test_attempt.py",
+    "router/serving/asking.py": "tests/router/serving/test_attempt.py",
+    "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
@@ -73,6 +76,17 @@ TESTED_IN = {
     "engine/attention/paged.py": "tests/engine/test_models.py",
     "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
     "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
+    # Other APIs, spoken to by their own clients.
+    "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
+    "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
+    "engine/apis/typed_events.py": "tests/engine/apis/test_responses.py",
+    # Pairs of each dialect, asked as their routers ask them.
+    "engine/dialects/base.py": "tests/engine/dialects/test_vllm.py",
+    "engine/dialects/fastdeploy.py": "tests/end_to_end/test_dialects.py",
+    "engine/disaggregation/kept.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/fetching_decode.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/kept_prefill.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/pair_info.py": "tests/engine/dialects/test_sglang.py",
     # The strategies of the three roles, beside each other.
     "engine/generation/base.py": "tests/engine/test_generation.py",
     "engine/generation/decode.py": "tests/engine/test_generation.py",

@@ -4,7 +4,8 @@ registration.py   Registration: the fields that an instance sends about itself, 
 instance.py       Instance: one registered instance, its health and its load
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
-pairing.py        which prefill and decode instance may pair, and the addresses that each is given
+models.py         which models instances serve, and which of them a request means
+pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
 scrape.py         Scraper: asks instances for their own account of their load
 admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
@@ -16,9 +17,10 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
-from router.fleet.pairing import PairInfo, can_decode_for, disaggregate_info, may_pair
+from router.fleet.models import UNLISTED, ServedModels, parse_models
+from router.fleet.pairing import can_decode_for, may_pair, pairing_kind, share_model
 from router.fleet.register_file import add_listed_instances
-from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from router.fleet.registry import Registry
 from router.fleet.scrape import Scraper
 from router.fleet.snapshot import Snapshot
@@ -27,19 +29,24 @@ from router.fleet.tasks import Tasks
 __all__ = [
     "ORDERS",
     "STATES",
+    "UNLISTED",
+    "EngineKind",
     "HealthMonitor",
     "Instance",
-    "PairInfo",
+    "KvConnector",
     "Registration",
     "RegistrationError",
     "Registry",
     "Role",
     "Scraper",
+    "ServedModels",
     "Snapshot",
     "Tasks",
     "add_listed_instances",
     "can_decode_for",
     "clear_prefix_caches",
-    "disaggregate_info",
     "may_pair",
+    "pairing_kind",
+    "parse_models",
+    "share_model",
 ]

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from router.fleet.models import parse_models
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["HealthMonitor"]
 
 _log = logging.getLogger("router.fleet.health")
+
+# Instances are asked so often, with a probe, which models they serve: LoRA adapters come and go.
+MODELS_SECONDS = 60.0
+# A registration waits for the answer.
+ASK_SECONDS = 2.0
 
 
 class HealthMonitor:
@@ -50,12 +56,16 @@ class HealthMonitor:
         """
         self._registry.check_role(registration.role)
         known = self._registry.get(registration.key)
-        if known is None or not known.healthy or known.address != registration.address:
-            try:
-                await self._probe_address(registration.address)
-            except UpstreamError as exc:
-                raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
-        return self._registry.register(registration, time.monotonic())
+        if known is not None and known.healthy and known.registration.identity == registration.identity:
+            return self._registry.register(registration, time.monotonic())
+        try:
+            await self._probe_address(registration.address)
+        except UpstreamError as exc:
+            raise RegistrationError(f"instance {registration.key} is not healthy: {exc}") from exc
+        models = registration.models or await self._ask_models(registration.address)
+        instance = self._registry.register(registration, time.monotonic())
+        instance.set_models(models, time.monotonic())
+        return instance
 
     async def check_all(self) -> None:
         """Probe all instances at once, and note the results."""
@@ -104,7 +114,20 @@ class HealthMonitor:
             threshold = self._settings.health_failure_threshold
             instance.record_failed_probe(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
         else:
+            if self._should_ask_models(instance):
+                models = await self._ask_models(instance.address)
+                # One that came back may be another one; one that never left serves what it did.
+                if models is not None or not instance.healthy:
+                    instance.set_models(models, time.monotonic())
             instance.record_passed_probe(time.monotonic(), self._settings.health_success_threshold)
+
+    def _should_ask_models(self, instance: Instance) -> bool:
+        if instance.registration.models:
+            return False
+        if instance.models is None or not instance.healthy:
+            return True
+        asked_at = instance.models_asked_at
+        return asked_at < self._registry.models_wanted_at or time.monotonic() - asked_at > MODELS_SECONDS
 
     async def _probe_address(self, address: Address) -> None:
         """Ask whether all is well at ``address``.
@@ -117,3 +140,21 @@ class HealthMonitor:
         response = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)
         if response.status != 200:
             raise UpstreamError(f"{address} answered GET {endpoint} with {response.status}")
+
+    async def _ask_models(self, address: Address) -> frozenset[str] | None:
+        """The names of the models that the instance at ``address`` serves; none of them if it does not tell.
+
+        Returns:
+            None if it could not be asked now, and should be asked again.
+        """
+        try:
+            answer = await self._upstream.fetch(address, "GET", "/v1/models", timeout=ASK_SECONDS)
+            if answer.status >= 500:
+                raise UpstreamError(f"{address} answered GET /v1/models with {answer.status}")
+            listed = parse_models(answer.body) if answer.status == 200 else []
+        except UpstreamError as exc:
+            _log.info("%s did not list its models: %s", address, exc)
+            return None
+        except ValueError:
+            listed = []
+        return frozenset(str(model["id"]) for model in listed if model.get("id"))

@@ -18,6 +18,7 @@ All times are seconds of one monotonic clock, ``time.monotonic`` where nobody in
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from router.fleet.breaker import Breaker
@@ -38,6 +39,8 @@ STATES = ("healthy", "paused", "draining", "unhealthy")
 # An instance that came back gets this part of its share at first, and all of it after this long.
 FIRST_WEIGHT = 0.1
 SLOW_START_SECONDS = 10.0
+# An instance may list adapters without end.
+MAX_MODELS_LOGGED = 10
 
 
 class Instance:
@@ -71,6 +74,9 @@ class Instance:
         self.trouble = "" if proven else "it has not answered a probe yet"
         self.draining = self.paused = False
         """Whether the operator lets it take nothing new: for good, or for the time being."""
+        self.models: frozenset[str] | None = registration.models or None
+        """The names of the models that it serves; none of them if it does not tell, None if it was not asked yet."""
+        self.models_asked_at = -math.inf
         self.share = 1.0
         """The part of its share of requests that the operator lets it have."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
@@ -105,6 +111,23 @@ class Instance:
             return self.share
         return self.share * max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
 
+    def serves(self, model: str) -> bool:
+        """Whether it serves ``model``, or may for all it tells; ``""`` is any model."""
+        if not model:
+            return True
+        return self.models is not None and (not self.models or model in self.models)
+
+    def set_models(self, models: frozenset[str] | None, asked_at: float) -> None:
+        """Note the models that it serves: its answer, or None if it has not given one."""
+        self.models_asked_at = asked_at
+        models = self.registration.models or models
+        if self.models != models:
+            if models is not None:
+                told = ", ".join(sorted(models)[:MAX_MODELS_LOGGED]) or "any model, for all it tells"
+                _log.info("%s instance %s serves %s", self.role.value, self.key, told)
+            self.models = models
+            self._registry.on_models_change(self)
+
     def is_silent(self, now: float, expiry: float) -> bool:
         """Whether it is gone: a permanent one never is.
 
@@ -126,6 +149,8 @@ class Instance:
         self.last_registered = now
         if proven and not self.healthy:  # or else it was not probed, and failed probes before this stay counted
             self.mark_healthy(now)
+        if registration.models:
+            self.set_models(registration.models, self.models_asked_at)
         if registration.identity != known.identity:
             self._registry.announce_lost_cache(self)
         if registration != known:

@@ -4,7 +4,8 @@
       - {role: prefill, host_ip: 127.0.0.1, port: 8097, connector_port: 8001, rdma_ports: [7100, "7101"],
          device_ids: [0, "1"], transfer_protocol: [ipc, rdma], metrics_port: 8003}
 
-``role``, ``host_ip`` and ``port`` are needed. Numbers may be text; lists may be text with commas.
+``role``, ``host_ip`` and ``port`` are needed. Instances of other engines say ``engine`` (vllm, sglang, openai), and
+perhaps ``kv_connector`` or ``bootstrap_port``. Numbers may be text; lists may be text with commas.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = ["add_listed_instances", "read_register_file"]
 _FIELDS = (
     *("role", "host_ip", "port", "metrics_port", "connector_port", "engine_worker_queue_port", "transfer_protocol"),
     *("rdma_ports", "device_ids", "tp_size", "version", "is_paused", "connected_decodes"),
+    *("engine", "bootstrap_port", "kv_connector", "models"),
 )
 
 
@@ -57,7 +59,7 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
             registry.check_role(registration.role)
         except RegistrationError as exc:
             raise SettingsError(f"manager.register-path {path}: instances[{i}]: {exc}") from exc
-        registry.add_known(registration, now, permanent=True)
+        registry.add_known_instance(registration, now, permanent=True)
 
 
 def _parse_entry(entry: Any, where: str) -> Registration:

@@ -1,4 +1,4 @@
-"""Registration: the fields that an instance sends about itself, in FastDeploy's form."""
+"""Registration: the fields that an instance sends about itself, in FastDeploy's form, and its engine's kind."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from router.http import Address
 
-__all__ = ["Registration", "RegistrationError", "Role"]
+__all__ = ["EngineKind", "KvConnector", "Registration", "RegistrationError", "Role"]
 
 # A name or an address of either kind, an IPv6 one perhaps with its zone; perhaps behind a scheme.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
 
 _PROTOCOLS = ("ipc", "rdma", "tcp")
+# Of SGLang's --disaggregation-bootstrap-port.
+_BOOTSTRAP_PORT = 8998
 
 
 class Role(str, enum.Enum):
@@ -28,8 +30,29 @@ class Role(str, enum.Enum):
     DECODE = "decode"
 
 
+class EngineKind(str, enum.Enum):
+    """The engine that an instance runs, which decides how it is asked; FastDeploy's is our own engine's kind, too."""
+
+    FASTDEPLOY = "fastdeploy"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OPENAI = "openai"
+    """Any other one with OpenAI's endpoints."""
+
+
+class KvConnector(str, enum.Enum):
+    """The way in which a pair of vLLM's hands KV over: vLLM's NixlConnector, its MooncakeConnector, or our own one."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    KVSTORE = "kvstore"
+
+
+_AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
+
+
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted: one sentence, naming the field and what would be right."""
+    """A registration that cannot be accepted: one sentence, naming the field and a right value."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,13 @@ class Registration:
     connected_decodes: frozenset[str]
     """Keys of the decode instances that a prefill instance has connected to ahead; empty where it does not do that."""
     metrics_port: int
+    engine: EngineKind
+    bootstrap_port: int
+    """Where a prefill instance of SGLang's tells decode instances about itself."""
+    kv_connector: KvConnector
+    """Of an instance of vLLM's."""
+    models: frozenset[str]
+    """The names of the models that it serves, where it should not be asked for them."""
     fields: Mapping[str, Any]
 
     @property
@@ -65,6 +95,7 @@ class Registration:
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),
+            *(self.engine, self.bootstrap_port, self.kv_connector),
         )
 
     @classmethod
@@ -92,6 +123,10 @@ class Registration:
             version=str(fields["version"]) if fields.get("version") is not None else None,
             connected_decodes=_parse_instance_keys(fields, "connected_decodes"),
             metrics_port=int(_parse_optional_port(fields, "metrics_port") or address.port),
+            engine=_parse_name(fields, "engine", EngineKind.FASTDEPLOY),
+            bootstrap_port=int(_parse_optional_port(fields, "bootstrap_port") or _BOOTSTRAP_PORT),
+            kv_connector=_parse_name(fields, "kv_connector", KvConnector.NIXL),
+            models=frozenset(_parse_strings(fields, "models")),
             fields=dict(fields),
         )
 
@@ -112,6 +147,17 @@ def _parse_role(value: Any) -> Role:
     if isinstance(value, str) and value.lower() in names:
         return Role(value.lower())
     raise RegistrationError(f"role is {value!r}; it must be one of 'mixed', 'prefill', 'decode'")
+
+
+def _parse_name(fields: Mapping[str, Any], name: str, default: _AnyEnum) -> _AnyEnum:
+    value = fields.get(name)
+    if value is None:
+        return default
+    for member in type(default):
+        if isinstance(value, str) and value.lower() == member.value:
+            return member
+    names = ", ".join(repr(member.value) for member in type(default))
+    raise RegistrationError(f"{name} is {value!r}; it must be one of {names}")
 
 
 def _parse_address(fields: Mapping[str, Any]) -> Address:

@@ -8,6 +8,7 @@ All times are seconds of one monotonic clock, ``time.monotonic`` where nobody in
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 from router.fleet.instance import Instance
@@ -19,6 +20,10 @@ __all__ = ["Registry"]
 _log = logging.getLogger("router.fleet.registry")
 
 
+# Instances may list adapters without end.
+MAX_GONE_MODELS = 1000
+
+
 class Registry:
     """All instances by ``host_ip:port``."""
 
@@ -26,6 +31,10 @@ class Registry:
         self.splitwise = splitwise
         self.generation = 0
         """Grows whenever other instances may be chosen, or be paired, than before."""
+        self.gone_models: set[str] = set()
+        """The names of models that nobody serves any more, because the instances that did are gone."""
+        self.models_wanted_at = -math.inf
+        """When a request last named a model that nobody knows: instances may have loaded it since they were asked."""
         self.make_load: Callable[[str], InstanceLoad] = InstanceLoad
         """Makes the load of each instance that is added."""
         self._instances: dict[str, Instance] = {}
@@ -70,7 +79,7 @@ class Registry:
         instance.renew_registration(registration, now)
         return instance
 
-    def add_known(
+    def add_known_instance(
         self,
         registration: Registration,
         now: float,
@@ -97,8 +106,17 @@ class Registry:
             del self._instances[instance.key]
             self.bump_generation()
             self.announce_lost_cache(instance)
+            if len(self.gone_models) < MAX_GONE_MODELS:
+                self.gone_models.update(instance.models or ())
             _log.warning("%s instance %s is gone: not heard of for %g s", instance.role.value, instance.key, expiry)
+        for instance in self._instances.values():
+            self.gone_models.difference_update(instance.models or ())
         return gone
+
+    def on_models_change(self, instance: Instance) -> None:
+        """An instance serves other models than before."""
+        self.gone_models.difference_update(instance.models or ())
+        self.bump_generation()
 
     def bump_generation(self) -> None:
         """Void the choices that were prepared: other instances may be chosen, or be paired, than before."""

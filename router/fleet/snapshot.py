@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -117,10 +118,13 @@ class Snapshot:
         if known is None:
             if entry["permanent"]:
                 return  # the register file named it, and names it no longer
-            known = self._registry.add_known(registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"])
+            known = self._registry.add_known_instance(
+                registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
+            )
         known.set_draining(entry["draining"])
         known.set_pause(entry["paused"])
         known.set_share(entry["weight"])
+        known.set_models(entry["models"], -math.inf)
 
     def _restore_policy(self, role: str, state: dict[str, Any]) -> None:
         policy = self._policies.get(Role(role))
@@ -144,6 +148,7 @@ class Snapshot:
                     "draining": instance.draining,
                     "paused": instance.paused,
                     "weight": instance.share,
+                    "models": None if instance.models is None else sorted(instance.models),
                 }
                 for instance in self._registry
             ],
@@ -212,9 +217,11 @@ class Snapshot:
 
 
 def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
-    """The flags and the weight of an instance; files of earlier versions have no pause and no weight."""
+    """The flags and the weight of an instance; files of earlier versions lack some."""
     flags = {name: bool(entry[name]) for name in ("has_heartbeat", "permanent", "draining")}
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
         raise ValueError(f"it is damaged: a weight is {weight}")
-    return {**flags, "paused": bool(entry.get("paused", False)), "weight": weight}
+    models = entry.get("models")
+    served = None if models is None else frozenset(map(str, models))
+    return {**flags, "paused": bool(entry.get("paused", False)), "weight": weight, "models": served}

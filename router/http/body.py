@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import orjson
@@ -16,7 +16,7 @@ import orjson
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, weigh_values
 
 __all__ = [
-    *("InferenceBody", "encode_member", "estimate_tokens", "parse_inference", "parse_object", "splice"),
+    *("InferenceBody", "encode_member", "estimate_tokens", "find_model", "parse_inference", "parse_object", "splice"),
     *("splice_parts", "whole_number"),
 ]
 
@@ -30,6 +30,9 @@ _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
 # Everything to a space, but the ends of lines, which keep the numbers of those that follow.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _COMMA = 0x2C
+# The model in a body of JSON, or of a form, and where in a large one it is looked for.
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")|name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n')
+_MODEL_BYTES = 16_384
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
@@ -85,6 +88,9 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         BadBody: it is not a JSON object, or its ``request_id`` is not a string.
     """
     members = _parse_object(data if large is None else large.shorten())
+    for name, numbers in large.numbers.items() if large is not None else ():
+        if members.get(name) == []:
+            members[name] = numbers
     request_id = members.get("request_id")
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
@@ -95,6 +101,26 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
     return InferenceBody(data, members, request_id or None, prompt_tokens, min(choices, _MOST_CHOICES), large)
+
+
+def find_model(data: bytes) -> str:
+    """The name of the model in a body that is not read otherwise, JSON or a form; ``""`` where none is found.
+
+    Members of a small JSON object are told from those of the objects in it; in others, the first one counts.
+    """
+    if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
+        try:
+            name = orjson.loads(data).get("model")
+        except orjson.JSONDecodeError:
+            return ""
+        return name if isinstance(name, str) else ""
+    found = _MODEL.search(data[:_MODEL_BYTES]) or _MODEL.search(data[-_MODEL_BYTES:])
+    if found is None:
+        return ""
+    try:
+        return str(orjson.loads(found[1])) if found[1] else found[2].decode()
+    except ValueError:
+        return ""
 
 
 def whole_number(value: Any) -> int | None:
@@ -124,18 +150,19 @@ def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
     return b"".join(splice_parts(body, added))
 
 
-def splice_parts(body: InferenceBody, added: Mapping[str, bytes]) -> tuple[bytes, ...]:
-    """The parts of the body with members set; all other members keep every byte, and their place.
+def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Collection[str] = ()) -> tuple[bytes, ...]:
+    """The parts of the body with members set or dropped; all others keep every byte, and their place.
 
     The new members stand behind them, so that a place in the body that an instance finds fault with is the same in the
     client's. Members of the same name that the client sent are blanked, so that no reader can prefer them.
 
     Args:
         added: by name, each as ``encode_member`` made it.
+        dropped: names of members that are blanked, too.
     """
     data, has_members, blanks = body.data, bool(body.members), _NO_BLANKS
-    if not added.keys().isdisjoint(body.members):
-        blanks, has_members = _find_blanks(body, added)
+    if dropped or not added.keys().isdisjoint(body.members):
+        blanks, has_members = _find_blanks(body, {*added, *dropped})
     end = data.rindex(b"}")
     # To copy a large body would hold the router up.
     kept = data if end < UNCHECKED_BYTES else cast(bytes, memoryview(data))
@@ -144,7 +171,8 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes]) -> tuple[bytes
     for first, last in blanks:
         parts += (kept[start:first], data[first:last].translate(_BLANK))
         start = last
-    return (*parts, kept[start:end], b"," if has_members else b"", b",".join(added.values()), data[end:])
+    comma = b"," if has_members and added else b""
+    return (*parts, kept[start:end], comma, b",".join(added.values()), data[end:])
 
 
 def _find_blanks(body: InferenceBody, names: Container[str]) -> tuple[Sequence[tuple[int, int]], bool]:

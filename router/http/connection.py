@@ -52,12 +52,12 @@ class Connection(asyncio.Protocol):
         return not self._is_dropped and not self._transport.is_closing()
 
     def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
-        """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request."""
+        """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request.
+
+        The connection is open.
+        """
         self._exchange = exchange
-        if self._is_dropped or self._transport.is_closing():
-            self._fail_exchange(ConnectionLost(f"{self.address} closed the connection"))
-        else:
-            self._transport.writelines(request)
+        self._transport.writelines(request)
 
     def resume_reading(self) -> None:
         """Go on reading, if the exchange had too much to take."""

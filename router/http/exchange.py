@@ -255,6 +255,9 @@ class Exchange:
         if self.error is not None:
             connection.abort()
             return
+        if not connection.is_open:
+            self.on_lost(ConnectionLost(f"{self.address} closed the connection"))
+            return
         self._connection, self.sent = connection, True
         request, self._request = self._request, ()
         connection.send_request(self, request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -120,7 +121,7 @@ class ConnectionPool:
     def take_idle(self, address: Address) -> Connection | None:
         """The idle connection to ``address`` that was used last, if it is fresh enough."""
         idle = self._idle.get(address)
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         while idle:
             since, connection = idle.pop()
             if now - since < IDLE_SECONDS and connection.is_open:
@@ -130,15 +131,14 @@ class ConnectionPool:
 
     def give_back(self, connection: Connection) -> None:
         """Keep ``connection``, whose response is complete, for another exchange."""
-        loop = asyncio.get_running_loop()
         idle = self._idle.get(connection.address)
         if idle is None:
             idle = self._idle[connection.address] = deque(maxlen=IDLE_CONNECTIONS)
         elif len(idle) == IDLE_CONNECTIONS:
             idle.popleft()[1].abort()
-        idle.append((loop.time(), connection))
+        idle.append((time.monotonic(), connection))
         if self._closing_old is None:
-            self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old)
+            self._closing_old = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._close_old)
 
     async def connect(self, address: Address) -> Connection:
         """A new connection to ``address``.
@@ -183,7 +183,7 @@ class ConnectionPool:
         """Close the connections that are too old to be used, and come back when there may be more."""
         loop = asyncio.get_running_loop()
         for address, idle in list(self._idle.items()):
-            while idle and loop.time() - idle[0][0] >= IDLE_SECONDS:
+            while idle and time.monotonic() - idle[0][0] >= IDLE_SECONDS:
                 idle.popleft()[1].abort()
             if not idle:
                 del self._idle[address]

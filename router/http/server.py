@@ -237,18 +237,18 @@ class RouterProtocol(HttpToolsProtocol):
         # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
-        self._last_read = 0.0
-        self._reading: asyncio.TimerHandle | None = None
+        # When something of a request came last, or the last answer ended.
+        self._active_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; it must send something."""
         super().connection_made(transport)
-        self._last_read = self.loop.time()
-        self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
+        self._active_at = self.loop.time()
+        self._watch_for(READ_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Read the bytes that the client sends."""
-        self._unset_keepalive_if_required()
         self._undigested += len(data)
         try:
             self.parser.feed_data(data)
@@ -264,10 +264,7 @@ class RouterProtocol(HttpToolsProtocol):
         else:
             if self._undigested > HEAD_BYTES:
                 self._refuse_request(self._head_too_large())
-            if self._is_reading:
-                self._last_read = self.loop.time()
-                if self._reading is None:
-                    self._reading = self.loop.call_later(READ_SECONDS, self._check_reading)
+            self._active_at = self.loop.time()
 
     @property
     def _is_reading(self) -> bool:
@@ -289,19 +286,30 @@ class RouterProtocol(HttpToolsProtocol):
         requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return [request for request in requests if request is not None]
 
-    def _check_reading(self) -> None:
-        """Give up a client that sends no more of its request, or nothing at all."""
-        self._reading = None
-        if not self._is_reading:
-            return
-        left = self._last_read + READ_SECONDS - self.loop.time()
+    def _check_activity(self) -> None:
+        """Give up a client that sends no more of its request, or nothing at all; and come back in time.
+
+        One timer is enough for a connection: a request neither sets nor cancels any.
+        """
+        is_reading = self._is_reading
+        patience = READ_SECONDS if is_reading else self.timeout_keep_alive
+        left = self._active_at + patience - self.loop.time()
         if left > 0 or self._is_answering:
-            self._reading = self.loop.call_later(left if left > 0 else READ_SECONDS, self._check_reading)
-        elif cast(object, self.cycle) is None and not self._undigested:
-            self.transport.close()
-        else:
+            self._watch_for(left if left > 0 else patience)
+        elif is_reading and (self._undigested or cast(object, self.cycle) is not None):
             message = f"nothing more of the request came within {READ_SECONDS:g} s"
             self._refuse_request(ApiError(408, message, "request_incomplete"))
+        else:
+            self.transport.close()
+
+    def _watch_for(self, seconds: float) -> None:
+        """Look again after so long, or as soon as anything that begins now could have taken too long."""
+        seconds = min(seconds, READ_SECONDS, self.timeout_keep_alive)
+        self._watch = self.loop.call_later(seconds, self._check_activity)
+
+    def on_message_begin(self) -> None:
+        """Prepare for a request's head; what else uvicorn needs, only the control plane's get."""
+        self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
@@ -315,6 +323,10 @@ class RouterProtocol(HttpToolsProtocol):
         if path[-1] == "/" or "//" in path or "/." in path or "#" in path:
             path = self._normalize_target()
         if not self._data_plane.takes(path):
+            url, headers, expects = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()
+            self.url, self.expect_100_continue = url, expects
+            self.headers += headers
             super().on_headers_complete()
             return
         version = self.parser.get_http_version()
@@ -382,6 +394,15 @@ class RouterProtocol(HttpToolsProtocol):
         if self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)
 
+    def on_response_complete(self) -> None:
+        """An answer has ended: serve the request that waits for that, if there is one."""
+        if self.transport.is_closing():
+            return
+        self._active_at = self.loop.time()
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+
     def hang_up(self, request: ClientRequest) -> None:
         """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
         if request.more_body and not self.transport.is_closing():
@@ -407,8 +428,8 @@ class RouterProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         # They hold us, and only the collector could free both.
         self.cycle = self._served = None  # type: ignore[assignment]
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         for request in requests:
             if isinstance(request, ClientRequest):
                 request.on_client_gone()

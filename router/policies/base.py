@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
 
@@ -34,6 +34,7 @@ class RequestFeatures:
         *,
         tokens_per_chunk: int = 0,
         key: str = "",
+        model: object = "",
     ) -> None:
         """
         Args:
@@ -41,10 +42,12 @@ class RequestFeatures:
             prefix: gives the chained hashes of the prompt's whole chunks, first to last.
             tokens_per_chunk: how many tokens one of those chunks stands for, estimated.
             key: the session or user it belongs to; ``""`` where it names none.
+            model: the name of the model that it asks for, as the client sent it; ``""`` where it names none.
         """
         self.prompt_tokens = prompt_tokens
         self.tokens_per_chunk = tokens_per_chunk
         self.key = key
+        self.model = model
         if prefix is None:
             self.chunks = ()
         else:
@@ -140,6 +143,9 @@ class Policy(Protocol):
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
         """Learn from a request that was placed by ``decision`` and has been answered."""
 
+    def make_sibling(self) -> Policy:
+        """A policy of the same kind for requests of another model: it knows the same caches, and learns for itself."""
+
     def forget_instance(self, key: str) -> None:
         """Drop all that is known of this instance's cache: it has restarted or is gone."""
 
@@ -150,6 +156,9 @@ requests_of = attrgetter("requests")
 """``InstanceLoad.requests``, for ``map``."""
 tokens_of = attrgetter("tokens")
 """``InstanceLoad.tokens``, for ``map``."""
+
+
+_AnyPolicy = TypeVar("_AnyPolicy", bound="PolicyBase")
 
 
 class PolicyBase:
@@ -166,6 +175,10 @@ class PolicyBase:
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
         """See ``Policy.observe_outcome``."""
+
+    def make_sibling(self: _AnyPolicy) -> _AnyPolicy:
+        """See ``Policy.make_sibling``."""
+        return type(self)(self._options, self._clock)
 
     def forget_instance(self, key: str) -> None:
         """See ``Policy.forget_instance``."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from router.policies.base import DEFAULTS, PolicyBase, PolicyOptions
 from router.policies.prefix_index import PrefixIndex
 
 __all__ = ["PrefixPolicy"]
+
+
+_AnyPolicy = TypeVar("_AnyPolicy", bound="PrefixPolicy")
 
 
 class PrefixPolicy(PolicyBase):
@@ -21,6 +25,11 @@ class PrefixPolicy(PolicyBase):
         """Called with the chain of a prompt and the instance that it was placed on, here or by another process."""
         self._add_chain = self.note_chain
 
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks of prompts it remembers."""
+        return len(self._index)
+
     def subscribe_to_chains(self, callback: Callable[[Sequence[int], str], None]) -> None:
         """Call ``callback`` with each prompt's chain that this policy places, and the instance."""
 
@@ -29,6 +38,12 @@ class PrefixPolicy(PolicyBase):
             callback(chunks, key)
 
         self._add_chain = add_and_tell
+
+    def make_sibling(self: _AnyPolicy) -> _AnyPolicy:
+        """See ``Policy.make_sibling``."""
+        sibling = super().make_sibling()
+        sibling._index, sibling.note_chain, sibling._add_chain = self._index, self.note_chain, self._add_chain
+        return sibling
 
     def forget_instance(self, key: str) -> None:
         """See ``Policy.forget_instance``."""

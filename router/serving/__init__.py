@@ -2,9 +2,13 @@
 
 proxy.py        the data plane: takes requests, knows those that live
 request.py      one request: its client, its attempts, its end
+parsed_request.py  the request as the router serves it: parsed, named, with the head that instances get
+api.py          the endpoints whose answers are generated
 retry.py        the instances it may still try, and the pause before the next attempt
 response.py     the response to its client
 keep_alive.py   comments to clients that wait for a stream's first token
+asking.py       the legs of an attempt, as the dialects of their instances have them
+dialects/       how the instances of each engine are asked: alone, or as a pair
 attempt.py      one try at one instance or one pair
 resume.py       segments of a preempted request merged into one response
 trace.py        the way of each request in the log, at level debug
@@ -13,8 +17,18 @@ aborts.py       requests that nobody waits for, stopped at their engines
 """
 
 from router.serving.aborts import ABORT_PATH, Aborter, list_unknown_ids
+from router.serving.dialects import Pairs
 from router.serving.proxy import Proxy
 from router.serving.request import Services
-from router.serving.selection import Selector
+from router.serving.selection import Selector, explain_unknown_model
 
-__all__ = ["ABORT_PATH", "Aborter", "Proxy", "Selector", "Services", "list_unknown_ids"]
+__all__ = [
+    "ABORT_PATH",
+    "Aborter",
+    "Pairs",
+    "Proxy",
+    "Selector",
+    "Services",
+    "explain_unknown_model",
+    "list_unknown_ids",
+]

@@ -1,9 +1,10 @@
 """One attempt at a request: a prefill/decode pair, or a mixed instance alone; all its legs watched.
 
 A leg is an exchange with one instance. The answering leg (decode, or mixed) is the one whose bytes the client gets. In
-a pair both legs are sent at once; prefill's response is consumed. Until the first byte of the response is there, a
-failure of either leg is a failure of the attempt: the other leg is aborted and the caller may try another pair.
-Afterwards prefill has done its part, and the end of its connection no longer matters.
+a pair both legs are sent at once, and prefill's response is consumed; or decode is asked once prefill has answered, as
+the pair's dialect has it. Until the first byte of the response is there, a failure of either leg is a failure of the
+attempt: the other leg is aborted and the caller may try another pair. Afterwards prefill has done its part, and the end
+of its connection no longer matters.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import orjson
 
 from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
+from router.serving.api import EngineIds
 
-__all__ = ["REDIRECTIONS", "Attempt", "EngineIds", "Leg", "LegFailed"]
+__all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -38,6 +39,17 @@ PREFILL_GRACE_SECONDS = 5.0
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
+# FastDeploy's and SGLang's.
+_HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
+# Of an answer of one token.
+ANSWER_BYTES = 16 * 1024 * 1024
+# What vLLM's streams begin with before there is a token: chat, responses, messages.
+_PREAMBLE = re.compile(
+    rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
+)
+# What vLLM says in a whole answer where prefill's KV did not come; of other troubles it says more.
+_LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
+_ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
@@ -109,23 +121,6 @@ class Leg:
             self.instance.load.remove_request(self._tokens, self._work)
 
 
-class EngineIds(NamedTuple):
-    """The ids that engines give to the sequences of one request: ``<prefix><request id>_<number>``."""
-
-    prefix: str
-    request_id: str
-    sequences: int
-
-    @property
-    def whole(self) -> str:
-        """The id without the number."""
-        return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
-
-    def list_ids(self) -> list[str]:
-        """The id of each sequence."""
-        return [f"{self.whole}_{number}" for number in range(self.sequences)]
-
-
 class Attempt:
     """One attempt at a request.
 
@@ -136,14 +131,18 @@ class Attempt:
 
     __slots__ = (
         "_aborter",
+        "_ask_decode",
+        "_awaited",
         "_begun",
         "_grace",
         "_hold_bytes",
+        "_may_err_late",
         "_on_trouble",
         "answering",
         "engine_ids",
         "is_event_stream",
         "prefill",
+        "prefill_answer",
         "prefilled_at",
         "sent_at",
     )
@@ -154,13 +153,19 @@ class Attempt:
         prefill: Leg | None,
         engine_ids: EngineIds | None,
         *,
+        ask_decode: Callable[[bytes], None] | None = None,
+        may_err_late: bool = False,
         hold_bytes: int,
         aborter: Aborter,
         on_trouble: Callable[[Instance, Exception], None],
     ) -> None:
         """
         Args:
-            engine_ids: the names of the request's sequences at engines; None where it cannot be aborted.
+            engine_ids: the names of the request's sequences at engines; None where it cannot be aborted by them.
+            ask_decode: gives the answering leg its request, made of prefill's answer; None where it has one, and both
+                are sent at once.
+            may_err_late: decode says that it could not have prefill's KV by an error of its own, in a stream only when
+                that has begun.
             hold_bytes: so much of a response that is no event stream is held until it is whole, so that a leg dying
                 half-way can still be made good.
         """
@@ -170,7 +175,12 @@ class Attempt:
         self.sent_at = 0.0
         self.prefilled_at = 0.0
         """When the first token was there, on ``time.perf_counter``; 0 until then."""
+        self.prefill_answer = b""
+        """Prefill's response, once it is there: of a long one its beginning and its end."""
         self.is_event_stream = False
+        self._ask_decode = ask_decode
+        self._may_err_late = may_err_late
+        self._awaited = answering if prefill is None or ask_decode is None else prefill
         self._hold_bytes = hold_bytes
         self._aborter = aborter
         self._on_trouble = on_trouble
@@ -178,7 +188,7 @@ class Attempt:
         self._grace: asyncio.TimerHandle | None = None
 
     async def begin(self) -> bytes:
-        """Send all legs at once and wait for the first bytes of the response, or for as many as are to be held.
+        """Send the legs and wait for the first bytes of the response, or for as many as are to be held.
 
         Raises:
             LegFailed: a leg failed.
@@ -186,16 +196,23 @@ class Attempt:
             Exception: the one that ``fail`` was called with.
         """
         self.sent_at = time.perf_counter()
-        if self.prefill is not None:
+        if self._ask_decode is not None:
+            self._ask_decode(await self._await_prefill())
+        elif self.prefill is not None:
             self.prefill.exchange.consume(self._on_prefill_end)
         exchange = self.answering.exchange
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                raise await _read_refusal(self.answering)
+                failure = await _read_refusal(self.answering)
+                # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+                failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
+                raise failure
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
+            if self._may_err_late and self.is_event_stream:
+                first = await self._read_preamble(first)
         except NoRoom:
             raise
         except UpstreamError as exc:
@@ -210,7 +227,7 @@ class Attempt:
 
     def fail(self, error: Exception) -> None:
         """Give up all legs now, and make the task that waits for bytes of the response get ``error``."""
-        self.answering.exchange.fail(error)
+        self._awaited.exchange.fail(error)
         self.give_up()
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
@@ -220,7 +237,7 @@ class Attempt:
             return
         message = f"{instance.key} stopped answering: {instance.trouble}"
         if not self._begun:
-            self.answering.exchange.fail(LegFailed(instance, message))
+            self._awaited.exchange.fail(LegFailed(instance, message))
         elif leg is self.answering and time.monotonic() - leg.exchange.last_heard > silence:
             leg.exchange.fail(TimedOut(message))
 
@@ -256,12 +273,52 @@ class Attempt:
         if runs and leg.instance is not culprit and self.engine_ids is not None:
             self._aborter.abort_soon(leg.instance, self.engine_ids.list_ids())
 
+    async def _await_prefill(self) -> bytes:
+        """Send prefill's leg, and give its whole answer.
+
+        Raises:
+            LegFailed: it failed, or decode does meanwhile.
+            NoRoom: it could not be sent, to any instance.
+        """
+        leg = self.prefill
+        assert leg is not None
+        try:
+            if not 200 <= await leg.exchange.head() < 300:
+                raise await _read_refusal(leg)
+            self.prefill_answer = await leg.exchange.read(ANSWER_BYTES)
+        except NoRoom:
+            raise
+        except UpstreamError as exc:
+            raise self._make_failure(leg, exc) from exc
+        leg.finish()
+        self.prefilled_at = time.perf_counter()
+        if leg.instance.breaker.failures:
+            leg.instance.record_success(time.monotonic())
+        self._awaited = self.answering
+        return self.prefill_answer
+
+    async def _read_preamble(self, first: bytes) -> bytes:
+        """The beginning of a stream to its first token.
+
+        Raises:
+            LegFailed: there is an error instead.
+        """
+        exchange = self.answering.exchange
+        while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
+            first += await exchange.chunk()
+        said = next((event for event in events if not _PREAMBLE.search(event)), b"")
+        if _ERROR.search(said):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
+            raise LegFailed(self.answering.instance, message, in_hand_over=True)
+        return first
+
     def _on_prefill_end(self) -> None:
         """Prefill's response was read to its end, or failed: tell the answering leg if prefill did."""
         leg = self.prefill
         assert leg is not None
         if leg.is_finished:
             return
+        self.prefill_answer = leg.exchange.kept_body
         failure = self._find_prefill_failure(leg)
         leg.finish()
         if self._grace is not None:
@@ -290,7 +347,7 @@ class Attempt:
             return exchange.error
         if isinstance(exchange.error, UpstreamError):
             return self._make_failure(leg, exchange.error)
-        body = exchange.kept_body
+        body = self.prefill_answer
         if not 200 <= exchange.status < 300:
             return _make_refusal(leg, body)
         # FastDeploy's prefill says so to its own client alone, in a response of status 200.
@@ -319,6 +376,10 @@ def _tells_pd_error(body: bytes) -> bool:
     return False
 
 
+def _tells_late_error(response: Response | None) -> bool:
+    return response is not None and response.status >= 500 and _LATE_ERROR.search(response.body) is not None
+
+
 async def _read_refusal(leg: Leg) -> LegFailed:
     late = f"{leg.instance.key} answered with {leg.exchange.status}, and no more within {REFUSAL_SECONDS:g} s"
     timer = asyncio.get_running_loop().call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
@@ -333,5 +394,5 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     message = f"{leg.instance.key} answered with {response.status}"
     if response.status in REDIRECTIONS:
         message += ", a redirection, which the router neither follows nor passes on"
-    in_hand_over = response.status >= 500 and _PD_ERROR in body
+    in_hand_over = response.status >= 500 and _HAND_OVER_ERROR.search(body) is not None
     return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)

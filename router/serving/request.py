@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import random
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import orjson
 
-from router.access import Auth, CacheSalts, Limits
-from router.fleet import HealthMonitor, Instance, PairInfo, Role
+from router.access import Auth, Limits
+from router.fleet import HealthMonitor, Instance, Role
 from router.http import (
-    HOP_BY_HOP,
-    MAX_ID_CHARACTERS,
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
     ApiError,
@@ -24,29 +21,26 @@ from router.http import (
     ClientRequest,
     ConnectionPool,
     Headers,
-    InferenceBody,
     LargeBody,
     NoRoom,
-    PreparedHead,
     Refused,
     UpstreamError,
-    Usage,
     echo_request_id,
     encode_member,
     encode_request_id,
     end_to_end,
     estimate_tokens,
     find_request_id,
-    parse_inference,
-    prepare_head,
     read_usage,
-    splice_parts,
 )
-from router.policies import Decision, Outcome, RequestFeatures, request_features
-from router.serving.aborts import Aborter, names_any
-from router.serving.attempt import REDIRECTIONS, Attempt, EngineIds, Leg, LegFailed
+from router.serving.aborts import Aborter
+from router.serving.api import GENERATING
+from router.serving.asking import LegMaker, ask_instances
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.dialects import NotReady, Pair, Pairs
 from router.serving.keep_alive import KeepAlive
-from router.serving.response import CLIENT_LEFT, ClientResponse, RequestEnded
+from router.serving.parsed_request import ParsedRequest, guess_ids
+from router.serving.response import ClientResponse, RequestEnded
 from router.serving.resume import ResponseMerger, StreamMerger
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
@@ -62,15 +56,8 @@ _log = logging.getLogger("router.serving.request")
 MAX_ATTEMPTS = 6
 DETOKENIZE_SECONDS = 5.0
 
-# Engines name a request's sequences <prefix><request_id>_<number>.
-_ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
-_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 _JSON = [(b"content-type", b"application/json")]
 _ABORTED = ApiError(409, "the request was aborted", "aborted")
-_NO_FEATURES = RequestFeatures(0)
 _INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
@@ -81,7 +68,7 @@ class Services(NamedTuple):
     auth: Auth
     admission: Limits
     selector: Selector
-    pair_info: PairInfo
+    pairs: Pairs
     upstream: ConnectionPool
     health: HealthMonitor
     aborter: Aborter
@@ -95,15 +82,13 @@ class ServingRequest:
     """A request from its arrival to the end of its response. ``fail`` ends it early, from outside."""
 
     __slots__ = (
-        "_cache_salt",
         "_charged",
         "_ended",
-        "_features",
-        "_head",
         "_is_aborted",
-        "_is_read",
         "_keep_alive",
         "_num_attempts",
+        "_pair",
+        "_parsed",
         "_preemptions",
         "_queueing",
         "_records",
@@ -116,21 +101,16 @@ class ServingRequest:
         "_started_unix",
         "_trace_id",
         "attempt",
-        "body",
         "client",
         "request_id",
         "started",
     )
-
-    _head: PreparedHead
 
     def __init__(self, request: ClientRequest, services: Services) -> None:
         self.started = time.perf_counter()
         """When it arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
-        self.body: InferenceBody | None = None
-        """Of a completion."""
         self.request_id = ""
         self.attempt: Attempt | None = None
         """The one that runs, or ran last."""
@@ -139,8 +119,9 @@ class ServingRequest:
         self._response = ClientResponse(request)
         self._services = services
         self._trace_id = self._sent_id = ""
-        self._features = _NO_FEATURES
+        self._parsed: ParsedRequest | None = None  # once it was read
         self._selection: Selection | None = None
+        self._pair: Pair | None = None
         self._retries = Retries()
         self._num_attempts = self._preemptions = 0
         self._records: list[AttemptRecord] = []
@@ -148,8 +129,6 @@ class ServingRequest:
         self._ended: RequestEnded | None = None
         # A client has told its engines to stop it: an attempt that fails now is the last.
         self._is_aborted = False
-        self._is_read = False
-        self._cache_salt = b""  # the member that keeps the client's cache apart, where there is one
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
 
@@ -163,9 +142,9 @@ class ServingRequest:
             else:
                 services.admission.try_enter(client)
             self.client = client
-            if not self._is_read:
-                await self._read_request(client)
-            await self._answer_client()
+            if self._parsed is None:
+                self._parsed = await self._read_request(client)
+            await self._answer_client(self._parsed)
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
         except RequestEnded as ended:
@@ -185,7 +164,10 @@ class ServingRequest:
             if self._keep_alive is not None:
                 self._keep_alive.stop()
             if self.client is not None:
-                uncharged = 0 if self._charged is None else self._count_uncharged_tokens(self._charged)
+                uncharged = 0
+                if self._charged is not None:
+                    prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
+                    uncharged = response.count_used_tokens(prompt_tokens) - self._charged
                 services.admission.leave(self.client, uncharged)
             self._write_record()
 
@@ -205,40 +187,21 @@ class ServingRequest:
         Returns:
             The ids of those asked that mean it, and its engines' ids.
         """
-        if self.attempt is None:
-            return self._abort_unsent(asked), ()
-        if self.body is None:
+        if self._request.path not in GENERATING:
             return (), ()
         meant: Collection[str] = ()
         if asked is not None:
-            meant = self._find_meant(asked, self.body.choices)
+            parsed = self._parsed
+            ids = guess_ids(self._request, asked) if parsed is None else parsed.name_at_engines(self.request_id)
+            meant = ids.find_meant(asked) if ids.request_id else ()
             if not meant:
                 return (), ()
+            self.request_id = ids.request_id
+        if self.attempt is None or self.attempt.engine_ids is None:  # none runs, or by closing its connections
+            self.fail(RequestEnded(_ABORTED))
+            return meant, ()
         self._is_aborted = True
-        return meant, self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
-
-    def _abort_unsent(self, asked: Collection[str] | None) -> Collection[str]:
-        """``abort`` while it waits in line: its body may not have been read yet."""
-        if self._request.path not in _ID_PREFIXES:
-            return ()
-        meant: Collection[str] = ()
-        if asked is not None:
-            body = self.body
-            with contextlib.suppress(BadBody):
-                if body is None and len(self._request.body) <= UNCHECKED_BYTES and names_any(self._request.body, asked):
-                    body = parse_inference(self._request.body)
-                sent_id = find_request_id(self._request.headers)
-                self.request_id = self.request_id or (body and body.request_id) or sent_id
-            meant = self._find_meant(asked, body.choices if body else 1) if self.request_id else ()
-            if not meant:
-                return ()
-        self.fail(RequestEnded(_ABORTED))
-        return meant
-
-    def _find_meant(self, asked: Collection[str], choices: int) -> Collection[str]:
-        """Those of the ids asked that mean this request."""
-        sent = EngineIds(_ID_PREFIXES[self._request.path], self.request_id, choices)
-        return {self.request_id, sent.whole, *sent.list_ids()}.intersection(asked)
+        return meant, self.attempt.engine_ids.list_ids()
 
     async def _pass_limits(self, client: str) -> None:
         """Have the request let in where there are limits.
@@ -254,25 +217,13 @@ class ServingRequest:
             self._watch_client()
             # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
-                await self._read_request(client)
+                self._parsed = await self._read_request(client)
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
             await services.admission.enter(client, priority, tokens)
             self._queueing = None
         self._charged = tokens
-
-    def _count_uncharged_tokens(self, charged: int) -> int:
-        """How many tokens more the request has used than the client was charged for; negative for fewer."""
-        response = self._response
-        has_failed = response.status >= 400 or (response.error_code and not response.first_byte_at)
-        if has_failed and response.status != CLIENT_LEFT:
-            return -charged
-        usage = response.read_usage()
-        # Where the engine does not say how many tokens it made, each piece it sent stands for one.
-        completion = usage.completion_tokens or (response.chunks if response.is_event_stream else 0)
-        prompt = self._features.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return prompt + completion - charged
 
     def _watch_client(self) -> None:
         """End the request when the client leaves.
@@ -287,8 +238,8 @@ class ServingRequest:
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    async def _read_request(self, client: str) -> None:
-        """Parse the body if the request is a completion, and prepare the head that instances get.
+    async def _read_request(self, client: str) -> ParsedRequest:
+        """Read the request, as far as the router needs to.
 
         Raises:
             RequestEnded: it cannot be served, or the client left.
@@ -302,68 +253,38 @@ class ServingRequest:
             self._sent_id = self.request_id = find_request_id(request.headers)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
-        if request.path not in _ID_PREFIXES:
-            self.request_id = self._sent_id or _make_request_id()
-            self._features = RequestFeatures(estimate_tokens(request.body))
-            headers = end_to_end(request.headers, _NOT_FORWARDED)
-        elif request.method != "POST":
-            message = f"{request.path} takes POST, not {request.method}"
-            raise RequestEnded(ApiError(405, message, "method_not_allowed"))
-        else:
-            is_large = len(request.body) > UNCHECKED_BYTES
-            try:
-                large = await self._look_through() if is_large else None
-                self.body = body = parse_inference(request.body, large)
-            except BadBody as exc:
-                raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-            if len(body.request_id or "") > MAX_ID_CHARACTERS:
-                message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
-                raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
-            members: Mapping[str, Any] = body.members
-            if self._services.auth.cache_salts is not None:
-                members = self._salt_cache(self._services.auth.cache_salts, client, members)
-            self._features = request_features(members, body.prompt_tokens, request.headers)
-            self.request_id = body.request_id or self._sent_id or _make_request_id()
-            seconds = self._services.settings.sse_keepalive_secs
-            if seconds and members.get("stream"):
-                self._keep_alive = KeepAlive(self._response, seconds, self._own_headers())
-            headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
-            if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
-                await asyncio.sleep(0)
-                _ = self._features.chunks
-                await asyncio.sleep(0)
-        self._head = prepare_head(request.method, request.target, headers)
-        self._is_read = True
+        is_large = len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
+        large = await self._look_through() if is_large else None
+        salts = self._services.auth.cache_salts
+        derive_salt = partial(salts.derive, client) if salts else None
+        parsed = ParsedRequest(request, self._sent_id, large, derive_salt, self._services.selector.aliases)
+        self.request_id = parsed.request_id
+        seconds = self._services.settings.sse_keepalive_secs
+        if seconds and parsed.wants_stream:
+            self._keep_alive = KeepAlive(self._response, seconds, self._own_headers())
+        if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
+            await asyncio.sleep(0)
+            _ = parsed.features.chunks
+            await asyncio.sleep(0)
+        return parsed
 
     async def _look_through(self) -> LargeBody:
         """Look through a large body, and let other requests go on meanwhile.
 
         Raises:
-            BadBody: it would take too long to parse.
-            RequestEnded: the request was ended meanwhile.
+            RequestEnded: it would take too long to parse, or the request was ended meanwhile.
         """
         large = LargeBody(self._request.body)
-        for _ in large.check_values():
-            await asyncio.sleep(0)
-            if self._ended is not None:
-                raise self._ended
+        try:
+            for _ in large.check_values():
+                await asyncio.sleep(0)
+                if self._ended is not None:
+                    raise self._ended
+        except BadBody as exc:
+            raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
         return large
 
-    def _salt_cache(self, salts: CacheSalts, client: str, members: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give the request a salt of its client's; return the body's members with it.
-
-        Raises:
-            RequestEnded: the salt that the client sent is none.
-        """
-        own = members.get("cache_salt")
-        if not isinstance(own, str | None):
-            message = "cache_salt must be text"
-            raise RequestEnded(ApiError(400, message, "invalid_body", "cache_salt"))
-        salt = salts.derive(client, own or "")
-        self._cache_salt = encode_member("cache_salt", salt)
-        return {**members, "cache_salt": salt}
-
-    async def _answer_client(self) -> None:
+    async def _answer_client(self, parsed: ParsedRequest) -> None:
         """Make attempts, and go on after preemptions, until the client has the whole response.
 
         Raises:
@@ -373,7 +294,7 @@ class ServingRequest:
         response = self._response
         try:
             while True:
-                first = await self._begin_attempt()
+                first = await self._begin_attempt(parsed)
                 attempt = self.attempt
                 assert attempt is not None
                 if self._keep_alive is not None:
@@ -408,7 +329,7 @@ class ServingRequest:
             message = f"{role} instance failed in the middle of its answer: {exc}"
             raise RequestEnded(ApiError(502, message, f"{role}_failed")) from exc
 
-    async def _begin_attempt(self) -> bytes:
+    async def _begin_attempt(self, parsed: ParsedRequest) -> bytes:
         """Make attempts until one has the first bytes of a response.
 
         Raises:
@@ -417,21 +338,20 @@ class ServingRequest:
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._select_instances()
+            selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
         except NoInstance as none:
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
-            attempt = self._make_attempt(selection)
             attempts += 1
             try:
+                attempt = await self._prepare_attempt(parsed, selection)
                 return await attempt.begin()
             except LegFailed as failure:
-                attempt.give_up(culprit=failure.instance)
+                if self.attempt is not None:
+                    self.attempt.give_up(culprit=failure.instance)
+                if selection.prefill is not None:
+                    self._services.pairs.forget_prefill(selection.prefill)
                 self._end_attempt(str(failure))
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
@@ -439,9 +359,39 @@ class ServingRequest:
                 self._services.metrics.count_retry(failure.instance.key)
                 await self._retries.record_failure_and_back_off(failure, selection)
                 try:
-                    selection = self._select_instances()
+                    selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
                 except NoInstance:
                     raise failure from None
+
+    async def _prepare_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
+        """An attempt with the selected instances, once all is known of them that must be; nothing is sent yet.
+
+        Raises:
+            LegFailed: an instance does not tell what must be known of it.
+            RequestEnded: it cannot be served, or was ended.
+        """
+        while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(_ABORTED)
+            try:
+                return self._make_attempt(parsed, selection)
+            except NotReady as unready:
+                await self._learn_of_prefill(unready, selection)
+
+    async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
+        """Ask prefill what must be known of it.
+
+        Raises:
+            LegFailed: it does not tell.
+        """
+        assert selection.prefill is not None
+        self._selection = selection
+        try:
+            await unready.learn(self._services.upstream)
+        except UpstreamError as exc:
+            raise LegFailed(selection.prefill, str(exc)) from exc
 
     async def _prepare_next_segment(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
@@ -488,61 +438,51 @@ class ServingRequest:
             return None
         return text if isinstance(text, str) else None
 
-    def _select_instances(self) -> Selection:
-        return self._retries.select(self._services.selector, self._features, self.body is not None)
+    def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
+        """Prepare the exchanges with the selected instances; nothing is sent yet.
 
-    def _make_attempt(self, selection: Selection) -> Attempt:
-        """Prepare the exchanges with the selected instances; nothing is sent yet."""
-        services, answering, prefill = self._services, selection.answering, selection.prefill
-        pair_info = b""
-        if prefill is not None:
-            pair_info = services.pair_info.encode_pair(prefill, answering)
-            if self.body is not None:
-                self._response.expect_segments(self.body)
-        data, engine_ids = self._next_body(pair_info)
-        self._selection = selection
+        Raises:
+            RequestEnded: they cannot serve it.
+        """
+        services, number = self._services, self._num_attempts
+        # An engine may still know the id of the attempt before.
+        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
+        asking = ask_instances(services.pairs, selection, parsed, request_id)
+        self._num_attempts += 1
+        self._selection, self._pair = asking.selection, asking.pair
+        pair = asking.pair
         if services.is_debugging:
-            log_choice(self.request_id, self._num_attempts, selection, self._features.prompt_tokens)
+            log_choice(self.request_id, number, asking.selection, parsed.features.prompt_tokens)
+        if pair is not None and pair.merges_segments and parsed.api.is_continuable and parsed.body is not None:
+            self._response.expect_segments(parsed.body)
+        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed), self._retries.stale)
+        answering, prefill = maker.make_legs()
         self.attempt = Attempt(
-            self._make_leg(answering, data, selection.decisions[-1].work),
-            self._make_leg(prefill, data, selection.decisions[0].work) if prefill else None,
-            engine_ids,
-            hold_bytes=self._response.hold_bytes(self.body),
+            answering,
+            prefill,
+            asking.engine_ids,
+            ask_decode=partial(maker.ask_decode, answering) if pair is not None and pair.is_prefill_first else None,
+            may_err_late=pair is not None and pair.may_err_late,
+            hold_bytes=self._response.hold_bytes(parsed.body),
             aborter=services.aborter,
             on_trouble=services.health.on_trouble,
         )
         return self.attempt
 
-    def _make_leg(self, instance: Instance, data: bytes | tuple[bytes, ...], work: float) -> Leg:
-        fresh = instance.key in self._retries.stale
-        exchange = self._services.upstream.prepare_exchange(instance.address, self._head, data, fresh)
-        return Leg(instance, exchange, self._features.prompt_tokens, work)
-
-    def _next_body(self, pair_info: bytes) -> tuple[bytes | tuple[bytes, ...], EngineIds | None]:
-        """The body to send to instances, and the ids that their engines will give the request's sequences.
-
-        Each attempt has a request id of its own, because an engine may still know the one before. A request that
-        is no completion is sent as it is.
-
-        Args:
-            pair_info: the encoded member ``disaggregate_info``; empty for an instance alone.
-        """
-        body, merger, number = self.body, self._response.merger, self._num_attempts
-        self._num_attempts += 1
-        if body is None:
-            return self._request.body, None
-        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
-        added = {"request_id": encode_member("request_id", request_id)}
-        if self._cache_salt:
-            added["cache_salt"] = self._cache_salt
-        if pair_info:
-            added["disaggregate_info"] = pair_info
-        if isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
-            added["return_token_ids"] = b'"return_token_ids":true'
+    def _list_members(self, parsed: ParsedRequest) -> dict[str, bytes]:
+        """The members that this attempt's bodies get in any dialect."""
+        body, merger = parsed.body, self._response.merger
+        members: dict[str, bytes] = {}
+        if parsed.cache_salt:
+            members["cache_salt"] = parsed.cache_salt
+        if parsed.model:
+            members["model"] = parsed.model
+        if body is not None and isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
+            members["return_token_ids"] = b'"return_token_ids":true'
         if self._preemptions and merger is not None:
             resumption = merger.resumption() or {}
-            added |= {name: encode_member(name, value) for name, value in resumption.items()}
-        return splice_parts(body, added), EngineIds(_ID_PREFIXES[self._request.path], request_id, body.choices)
+            members |= {name: encode_member(name, value) for name, value in resumption.items()}
+        return members
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
@@ -616,39 +556,39 @@ class ServingRequest:
             chunks=response.chunks,
             attempts=self._records,
         )
-        if self._selection is not None and self.attempt is not None and self.body is not None:
-            self._record_serving(record, self._selection, self.attempt)
+        parsed, selection = self._parsed, self._selection
+        if selection is not None and self.attempt is not None and parsed is not None and parsed.body is not None:
+            self._note_outcome(record, parsed, selection, self.attempt)
         self._services.audit.add_record(record)
         if self._services.is_debugging:
             log_request_end(record)
 
-    def _record_serving(self, record: RequestRecord, selection: Selection, attempt: Attempt) -> None:
-        """Note who served a completion, and the engine's figures of it."""
-        usage = self._response.read_usage()
+    def _note_outcome(
+        self, record: RequestRecord, parsed: ParsedRequest, selection: Selection, attempt: Attempt
+    ) -> None:
+        """Note who generated the answer, and the engine's figures; let the policy learn if all went well."""
+        usage = said = self._response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        prefill, answering, first = selection.prefill, selection.answering, selection.decisions[0]
-        if prefill is None:
-            leg, record.mixed = attempt.answering, answering.key
+        if selection.prefill is None:
+            leg, record.mixed = attempt.answering, selection.answering.key
         else:
             assert attempt.prefill is not None
-            leg, record.prefill, record.decode = attempt.prefill, prefill.key, answering.key
-            if usage.cached_tokens is None:
-                usage = read_usage(leg.exchange.kept_body) or usage
+            leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
+            record.decode_cached_tokens = said.cached_tokens
+            usage = read_usage(attempt.prefill_answer) or said
+            pair = self._pair if not record.error else None
+            if pair is not None and (why := pair.find_lost_hand_over(attempt.prefill_answer, usage, said)):
+                self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens = usage.cached_tokens
-        record.predicted_cached_tokens = first.cached_tokens
+        record.predicted_cached_tokens = selection.decisions[0].cached_tokens
         if not record.error and record.status < 400:
-            self._teach_policy(attempt, leg, first, usage)
+            ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
+            self._services.selector.learn(selection, parsed.features, usage, queued_before=leg.queued_before, ttft=ttft)
 
-    def _teach_policy(self, attempt: Attempt, leg: Leg, decision: Decision, usage: Usage) -> None:
-        """Let the policy that chose the leg's instance learn from how it went."""
-        ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
-        outcome = Outcome(
-            decision.key, leg.queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
-        )
-        self._services.selector.policies[leg.instance.role].observe_outcome(self._features, decision, outcome)
-
-
-def _make_request_id() -> str:
-    """A random UUID of version 4; not from ``uuid``, which asks the kernel for each."""
-    text = f"{random.getrandbits(128):032x}"
-    return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
+    def _report_computed_twice(self, prefill: Instance, decode: Instance, why: str) -> None:
+        count = self._services.metrics.count_computed_twice(decode.key)
+        if count == 1 or count % 1000 == 0:
+            _log.warning(
+                "%s and %s are a pair, but %s; so decode computes prompts again (%d so far)",
+                *(prefill.key, decode.key, why, count),
+            )

@@ -3,6 +3,9 @@
 Who may be chosen changes seldom, requests come often: the choice that a request has is prepared when something
 changed (``_Choice``), and a request only applies the policies to it. It is narrowed for a single request where that
 excludes instances, or while one that came back is given its share little by little.
+
+In a fleet of several models each model has choices of its own, and policies that learn for themselves; a fleet of one
+serves requests for any.
 """
 
 from __future__ import annotations
@@ -10,15 +13,31 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from router.fleet import Instance, Registration, Registry, Role, can_decode_for, may_pair
-from router.http import ApiError
-from router.policies import POLICIES, Decision, InstanceLoad, Policy, RequestFeatures
-from router.settings import RouterSettings
+from router.fleet import (
+    UNLISTED,
+    EngineKind,
+    Instance,
+    Registration,
+    Registry,
+    Role,
+    ServedModels,
+    can_decode_for,
+    may_pair,
+    pairing_kind,
+    share_model,
+)
+from router.http import ApiError, Usage
+from router.policies import POLICIES, Decision, InstanceLoad, Outcome, Policy, RequestFeatures
+from router.settings import RouterSettings, did_you_mean
 
-__all__ = ["NoInstance", "Selection", "Selector"]
+__all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
+
+_PAIR = (Role.PREFILL, Role.DECODE)
+# Clients may send, and instances list, more and longer names than it makes sense to compare.
+MAX_NAME_CHARACTERS, MAX_NAMES_COMPARED = 200, 200
 
 
 class NoInstance(Exception):
@@ -35,6 +54,8 @@ class Selection(NamedTuple):
     answering: Instance
     prefill: Instance | None
     decisions: tuple[Decision, ...]
+    model: str = ""
+    """The model whose policies chose, where models are told apart."""
 
 
 class Selector:
@@ -54,6 +75,8 @@ class Selector:
         """
         self._registry = registry
         self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
+        self.aliases = settings.model_aliases
+        """The model that each other name stands for."""
         self._clock = clock
         self._chance = chance
         names = {
@@ -68,6 +91,10 @@ class Selector:
         for policy in self.policies.values():
             registry.subscribe_to_lost_caches(policy.forget_instance)
         self._choice = _Choice((), registry.splitwise)
+        self._models: ServedModels | None = None
+        """The fleet's models, if they are told apart; then each has a choice, made when it is first asked for."""
+        self._choices: dict[str, _Choice] = {}
+        self._siblings: dict[str, Mapping[Role, Policy]] = {}
         self._generation = -1
         self._good_until = -math.inf
 
@@ -75,40 +102,103 @@ class Selector:
         """Pick an instance, or with --splitwise a pair, none of them in ``excluded``.
 
         Raises:
-            NoInstance: none of a role is left, or no two fit each other.
+            NoInstance: none of a role is left, no two fit each other, or nobody serves the request's model.
         """
         now = self._clock()
+        if self._generation != self._registry.generation or now >= self._good_until:
+            self._prepare_choice(now)
+        model, choice, policies = "", self._choice, self.policies
+        if self._models is not None:
+            model = self._find_model(self._models, features.model, now)
+            choice, policies = self._find_choice(model, now), self.policies_of(model)
         if excluded:
-            choice = self._gather_choice(now, excluded)
-        else:
-            if self._generation != self._registry.generation or now >= self._good_until:
-                self._prepare_choice(now)
-            choice = self._choice
+            choice = self._gather_choice(now, excluded, model)
         if choice.empty:
-            raise NoInstance(self._explain_none(excluded))
+            raise NoInstance(self._explain_none(excluded, model))
         if not self._registry.splitwise:
-            mixed, decision = self._apply_policy(Role.MIXED, features, choice.first, now)
-            return Selection(mixed, None, (decision,))
-        prefill, first = self._apply_policy(Role.PREFILL, features, choice.first, now)
-        decode, second = self._apply_policy(Role.DECODE, features, choice.partners[prefill.key], now)
-        return Selection(decode, prefill, (first, second))
+            mixed, decision = self._apply_policy(policies[Role.MIXED], features, choice.first, now)
+            return Selection(mixed, None, (decision,), model)
+        prefill, first = self._apply_policy(policies[Role.PREFILL], features, choice.first, now)
+        decode, second = self._apply_policy(policies[Role.DECODE], features, choice.partners[prefill.key], now)
+        return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Pick one instance for a request that is no completion; in a pair's mode, prefill does such work.
+        """Pick one instance for a request whose answer is not generated; in a pair's mode, decode serves it.
 
         Raises:
             NoInstance: none is left.
         """
         now = self._clock()
-        for instances in self._rank_instances(now, excluded):
-            for role in self._registry.roles:
-                group = _Group([i for i in instances if i.role is role])
-                if group.candidates:
-                    instance, decision = self._apply_policy(role, features, group, now)
-                    return Selection(instance, None, (decision,))
-        raise NoInstance(self._explain_missing(self._registry.roles))
+        if self._generation != self._registry.generation:
+            self._prepare_choice(now)
+        model = "" if self._models is None else self._find_model(self._models, features.model, now)
+        role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
+        for instances in self._rank_instances(now, excluded, model):
+            group = _Group([i for i in instances if i.role is role])
+            if group.candidates:
+                instance, decision = self._apply_policy(self.policies_of(model)[role], features, group, now)
+                return Selection(instance, None, (decision,), model)
+        raise NoInstance(self._explain_missing([role], model))
+
+    def policies_of(self, model: str) -> Mapping[Role, Policy]:
+        """The policies that choose for a model, and learn from how its requests went; for ``""``, ``policies``."""
+        if not model:
+            return self.policies
+        if model not in self._siblings:
+            self._siblings[model] = {role: policy.make_sibling() for role, policy in self.policies.items()}
+        return self._siblings[model]
+
+    def _find_model(self, models: ServedModels, name: object, now: float) -> str:
+        """The model that a request for ``name`` is for; ``""`` if any will do.
+
+        Raises:
+            NoInstance: nobody serves it.
+        """
+        model = models.find(name)
+        if model is None:
+            self._registry.models_wanted_at = now
+            if name in models.gone:
+                message = f"no instance serves the model {name!r} any more; all that did are gone"
+                raise NoInstance(ApiError(503, message, "no_instance", "model"))
+            raise NoInstance(explain_unknown_model(str(name), {*models.names, *self.aliases}))
+        return model
+
+    def _find_choice(self, model: str, now: float) -> _Choice:
+        if model not in self._choices:
+            self._choices[model] = self._gather_choice(now, (), model)
+        return self._choices[model]
+
+    def learn(
+        self,
+        selection: Selection,
+        features: RequestFeatures,
+        usage: Usage,
+        *,
+        queued_before: float,
+        ttft: float | None,
+    ) -> None:
+        """Let the policy that chose the instance which computed the prompt learn from how it went.
+
+        Args:
+            usage: the figures of that instance.
+            queued_before: the work that was queued there.
+            ttft: seconds to the first token, where they are known.
+        """
+        decision = selection.decisions[0]
+        outcome = Outcome(
+            decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens
+        )
+        role = (selection.prefill or selection.answering).role
+        policies = self.policies_of(selection.model) if selection.model else self.policies
+        policies[role].observe_outcome(features, decision, outcome)
 
     def _prepare_choice(self, now: float) -> None:
+        if self._generation != self._registry.generation:
+            models = ServedModels(self._registry, self._registry.gone_models)
+            self._models = models if models.are_told_apart else None
+            for gone in self._siblings.keys() - models.names - {UNLISTED}:
+                del self._siblings[gone]
+        self._choices.clear()
         self._choice = self._gather_choice(now, ())
         self._generation = self._registry.generation
         available = self._list_available(())
@@ -118,18 +208,18 @@ class Selector:
             retries = [i.breaker.retry_at for i in available if not i.breaker.admits(now)]
             self._good_until = min(retries, default=math.inf)
 
-    def _gather_choice(self, now: float, excluded: Collection[str]) -> _Choice:
+    def _gather_choice(self, now: float, excluded: Collection[str], model: str = "") -> _Choice:
         """The choice among the instances that are preferred most, of those that leave any."""
         choice = _Choice((), self._registry.splitwise)
-        for instances in self._rank_instances(now, excluded):
+        for instances in self._rank_instances(now, excluded, model):
             choice = _Choice(instances, self._registry.splitwise)
             if not choice.empty:
                 break
         return choice
 
-    def _rank_instances(self, now: float, excluded: Collection[str]) -> Iterator[list[Instance]]:
+    def _rank_instances(self, now: float, excluded: Collection[str], model: str) -> Iterator[list[Instance]]:
         """The instances that may be chosen; then the same with those that had better not be, as a last resort."""
-        available = self._list_available(excluded)
+        available = self._list_available(excluded, model)
         admitted = [i for i in available if i.breaker.admits(now)]
         yield self._apply_weights(admitted, now)
         yield admitted
@@ -144,35 +234,36 @@ class Selector:
             chosen += drawn or [i for i, weight in of_role if weight > 0.0] or [i for i, _ in of_role]
         return chosen
 
-    def _list_available(self, excluded: Collection[str]) -> list[Instance]:
-        return [i for i in self._registry if i.is_available and i.key not in excluded]
+    def _list_available(self, excluded: Collection[str], model: str = "") -> list[Instance]:
+        return [i for i in self._registry if i.is_available and i.key not in excluded and i.serves(model)]
 
     def _apply_policy(
-        self, role: Role, features: RequestFeatures, group: _Group, now: float
+        self, policy: Policy, features: RequestFeatures, group: _Group, now: float
     ) -> tuple[Instance, Decision]:
-        decision = self.policies[role].choose_instance(features, group.candidates)
+        decision = policy.choose_instance(features, group.candidates)
         chosen = group.by_key[decision.key]
         if chosen.breaker.state != "closed":
             chosen.begin_half_open_trial(now)
         return chosen, decision
 
-    def _explain_none(self, excluded: Collection[str]) -> ApiError:
-        available = self._list_available(excluded)
+    def _explain_none(self, excluded: Collection[str], model: str) -> ApiError:
+        available = self._list_available(excluded, model)
         present = {instance.role for instance in available}
         missing = [role for role in self._registry.roles if role not in present]
-        return self._explain_missing(missing) if missing else _explain_misfit(available)
+        return self._explain_missing(missing, model) if missing else _explain_misfit(available)
 
-    def _explain_missing(self, roles: Sequence[Role]) -> ApiError:
-        return ApiError(503, "; ".join(self._explain_missing_role(role) for role in roles), "no_instance")
+    def _explain_missing(self, roles: Sequence[Role], model: str) -> ApiError:
+        return ApiError(503, "; ".join(self._explain_missing_role(role, model) for role in roles), "no_instance")
 
-    def _explain_missing_role(self, role: Role) -> str:
-        known = [i for i in self._registry if i.role is role]
+    def _explain_missing_role(self, role: Role, model: str) -> str:
+        known = [i for i in self._registry if i.role is role and i.serves(model)]
         if known:
             states = "; ".join(f"{i.key} is {i.state}{': ' + i.trouble if i.trouble else ''}" for i in known)
             return f"no {role.value} instance can take the request ({states})"
         flag = "" if role is Role.MIXED else f" --splitwise-role {role.value}"
+        whose = "" if model in ("", UNLISTED) else f" that serves {model!r}"
         return (
-            f"no {role.value} instance is registered; start one with{flag} --router {self._router}, "
+            f"no {role.value} instance{whose} is registered; start one with{flag} --router {self._router}, "
             "where HOST is this router's address"
         )
 
@@ -210,18 +301,33 @@ def _group_partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -
     groups: dict[object, _Group] = {}
     for prefill in prefills:
         asked = prefill.registration
-        kind = (asked.version, asked.tp_size, asked.connected_decodes)
+        kind = (pairing_kind(asked), asked.version, asked.tp_size, asked.connected_decodes, prefill.models)
         if kind not in groups:
-            groups[kind] = _Group([decode for decode in decodes if may_pair(asked, decode.registration)])
+            fitting = [d for d in decodes if may_pair(asked, d.registration) and share_model(prefill, d)]
+            groups[kind] = _Group(fitting)
         if groups[kind].candidates:
             partners[prefill.key] = groups[kind]
     return partners
+
+
+def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    """The answer to a request for a model that is none of those ``known``."""
+    compared = sorted(known)[:MAX_NAMES_COMPARED]
+    shown = name[:MAX_NAME_CHARACTERS]
+    hint = did_you_mean(shown, compared) or f"; served are: {', '.join(compared) or 'none'}"
+    return ApiError(404, f"no instance serves a model {shown!r}{hint}", "model_not_found", "model")
 
 
 def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
     """Why none of the prefill instances may be paired with any of the decode instances."""
     prefills = [i.registration for i in instances if i.role is Role.PREFILL]
     decodes = [i.registration for i in instances if i.role is Role.DECODE]
+    if not {*map(pairing_kind, prefills)} & {*map(pairing_kind, decodes)}:
+        reason = (
+            "prefill and decode must be of one engine, and of vLLM's of one kv_connector; registered are "
+            f"prefill {_list_engines(prefills)} and decode {_list_engines(decodes)}"
+        )
+        return ApiError(503, reason, "no_pair")
     if not any(can_decode_for(p.tp_size, {d.tp_size for d in decodes}) for p in prefills):
         return ApiError(
             400,
@@ -234,12 +340,26 @@ def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
             "prefill and decode must be of one version; registered are "
             f"prefill {_list_versions(prefills)} and decode {_list_versions(decodes)}"
         )
+    elif not any(share_model(p, d) for p in instances for d in instances if (p.role, d.role) == _PAIR):
+        served = [ServedModels([i for i in instances if i.role is role]) for role in _PAIR]
+        reason = (
+            "prefill and decode must serve one model, by one name; registered are "
+            f"prefill {served[0].list_names()} and decode {served[1].list_names()}"
+        )
     else:
         reason = (
             "prefill instances are paired with decode instances of their version and tp_size that they have "
             "connected to, and none of those can take the request"
         )
     return ApiError(503, reason, "no_pair")
+
+
+def _list_engines(registrations: Sequence[Registration]) -> str:
+    return ", ".join(
+        sorted(
+            {f"{r.engine.value}{f' ({r.kv_connector.value})' * (r.engine is EngineKind.VLLM)}" for r in registrations}
+        )
+    )
 
 
 def _list_versions(registrations: Sequence[Registration]) -> str:

@@ -16,7 +16,10 @@ from typing import Any
 from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 from router.settings.hints import did_you_mean
 
-__all__ = ["SETTINGS", "RouterSettings", "SettingsError"]
+__all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
+
+ROUTER_GONE_SECONDS = 5.0
+"""With a shared state, a router that was not heard of for so long is gone."""
 
 # More than these wait for the instances, not for a core.
 MAX_AUTO_WORKERS = 4
@@ -37,7 +40,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one sentence, naming where it stands, its value and what would be right."""
+    """A setting that cannot be used: one sentence, naming where it stands, its value and a right one."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:
@@ -205,6 +208,11 @@ class RouterSettings:
         "server.cors-allowed-origins",
         "origins of pages whose scripts may use /v1 from a browser, such as https://chat.example.com, or * for all",
     )
+    model_alias: tuple[str, ...] = _declare(
+        (),
+        "server.model-alias",
+        "names by which clients may ask for models, as NAME=MODEL; in YAML a map of names to models",
+    )
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
@@ -225,11 +233,16 @@ class RouterSettings:
                     f"{field.metadata['key']} is {_format_value(value)}, but there are no keys to tell clients apart; "
                     "name them with server.api-keys-file"
                 )
-
         if self.ssl_keyfile and not self.ssl_certfile:
             raise SettingsError(
                 f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
                 "server.ssl-certfile"
+            )
+        # Heartbeats come to one router: the others must notice that it is gone before they miss them.
+        if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
+            raise SettingsError(
+                f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
+                f"more than {ROUTER_GONE_SECONDS:g}, after which a router that died is noticed"
             )
 
     @property
@@ -237,6 +250,11 @@ class RouterSettings:
         """How many processes serve."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.workers or min(MAX_AUTO_WORKERS, num_cores)
+
+    @property
+    def model_aliases(self) -> dict[str, str]:
+        """The model that each alias stands for."""
+        return dict(entry.split("=", 1) for entry in self.model_alias)
 
     @property
     def policy_options(self) -> PolicyOptions:
@@ -274,5 +292,20 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
                 f"{name} has {origin!r}; an origin is scheme://host or scheme://host:port with nothing behind it, such "
                 "as https://chat.example.com, or * for all"
             )
+    if field.name == "model_alias":
+        _check_aliases(name, value)
     if field.name == "health_check_endpoint" and not value.startswith("/"):
         raise SettingsError(f"{name} is {value!r}; a path begins with '/'")
+
+
+def _check_aliases(name: str, entries: Iterable[str]) -> None:
+    models: dict[str, str] = {}
+    for entry in entries:
+        alias, _, model = entry.partition("=")
+        if not alias or not model:
+            raise SettingsError(f"{name} has {entry!r}; an alias is NAME=MODEL, such as chat=Qwen3-8B")
+        if models.setdefault(alias, model) != model:
+            raise SettingsError(f"{name} has {alias!r} twice, for {models[alias]!r} and for {model!r}")
+    for alias, model in models.items():
+        if model in models:
+            raise SettingsError(f"{name} has {alias!r} for {model!r}, which is an alias itself; name the model")

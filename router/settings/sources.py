@@ -78,7 +78,11 @@ def _make_parser() -> FlagParser:
             parser.add_argument(flag, nargs="?", const=True, metavar="true|false", help=about)
         elif isinstance(field.default, tuple):
             parser.add_argument(
-                flag, nargs="*", metavar=field.name.split("_")[-1].removesuffix("s").upper(), help=about
+                flag,
+                nargs="*",
+                action="extend",
+                metavar=field.name.split("_")[-1].removesuffix("s").upper(),
+                help=about,
             )
         else:
             is_number = type(field.default) is int and field.name != "port"
@@ -153,6 +157,10 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if field.name == "model_alias" and isinstance(value, dict):
+        if all(isinstance(text, str) for pair in value.items() for text in pair):
+            return tuple(f"{alias}={model}" for alias, model in value.items())
+        raise SettingsError(f"{where} is {value!r}; it must be a map of names to models, all of them text")
     if kind is tuple and isinstance(value, (str, list)):
         texts = [value] if isinstance(value, str) else value
         if all(isinstance(text, str) for text in texts):

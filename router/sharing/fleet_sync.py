@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,20 +45,20 @@ class FleetSync:
         self._clock = clock
         self._written_at: dict[str, float] = {}  # of the latest record of each key
         link.subscribe_to_records(self._on_record)
-        link.subscribe_to_departures(self._on_departure)
-        link.subscribe("suspect", self._on_suspect)
-        link.subscribe("lost_cache", self._on_lost_cache)
-        link.answer("heard", lambda _: True)
+        link.subscribe_to_departures(self._distrust_heartbeats)
+        link.subscribe_to_topic("suspect", self._on_suspect)
+        link.subscribe_to_topic("lost_cache", self._on_lost_cache)
+        link.answer_topic("heard", lambda _: True)
         registry.subscribe_to_troubles(self._on_trouble)
 
-    async def announce(self, instance: Instance) -> None:
+    async def announce_instance(self, instance: Instance) -> None:
         """Tell the others of an instance that has registered or got an order, and wait until they know."""
-        self._link.keep(instance.key, self._make_record(instance, is_news=True))
-        await self._link.ask("heard")
+        self._link.keep_record(instance.key, self._make_record(instance, is_news=True))
+        await self._link.ask_others("heard")
 
     def announce_lost_cache(self, key: str) -> None:
         """Tell the others that an instance's own cache is empty."""
-        self._link.publish("lost_cache", key)
+        self._link.publish_event("lost_cache", key)
 
     async def keep_renewing(self) -> None:
         """Renew the records of the instances, until cancelled; return at once if there is nobody to tell."""
@@ -65,7 +66,7 @@ class FleetSync:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
                 if instance.healthy:
-                    self._link.keep(instance.key, self._make_record(instance, is_news=False))
+                    self._link.keep_record(instance.key, self._make_record(instance, is_news=False))
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         written_at = self._clock()
@@ -80,6 +81,8 @@ class FleetSync:
             "draining": instance.draining,
             "paused": instance.paused,
             "share": instance.share,
+            "models": None if instance.models is None else sorted(instance.models),
+            "models_age": time.monotonic() - instance.models_asked_at,
             "is_news": is_news,
             "written_at": written_at,
         }
@@ -87,6 +90,8 @@ class FleetSync:
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""
         known = self._registry.get(key)
+        if known is not None:
+            self._take_models(known, record)
         is_old = self._clock() - record["written_at"] > STALE_SECONDS
         if is_old or (known is not None and not record["is_news"]) or self._is_outdated(key, record):
             return
@@ -98,13 +103,14 @@ class FleetSync:
             return
         now = time.monotonic()
         if known is None:
-            known = self._registry.add_known(
+            known = self._registry.add_known_instance(
                 registration,
                 now,
                 proven=record["healthy"],
                 permanent=record["permanent"],
                 has_heartbeat=record["has_heartbeat"],
             )
+            self._take_models(known, record)
         elif record["has_heartbeat"]:
             known.renew_registration(registration, now, proven=False)
         known.set_draining(record["draining"])
@@ -113,6 +119,13 @@ class FleetSync:
         if not known.healthy:
             self._health.probe_soon(known)
 
+    def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
+        """Note the models that the instance told another process, if that asked it later than this one."""
+        record_age = max(0.0, self._clock() - record["written_at"])
+        asked_at = time.monotonic() - record_age - record.get("models_age", math.inf)
+        if record.get("models") is not None and asked_at > instance.models_asked_at:
+            instance.set_models(frozenset(record["models"]), asked_at)
+
     def _is_outdated(self, key: str, record: dict[str, Any]) -> bool:
         """Whether a later record of this key was heard, or told, before."""
         if record["written_at"] < self._written_at.get(key, 0.0):
@@ -120,14 +133,14 @@ class FleetSync:
         self._written_at[key] = record["written_at"]
         return False
 
-    def _on_departure(self, _: str) -> None:
+    def _distrust_heartbeats(self, _: str) -> None:
         """A process is gone, and with it perhaps the way by which instances' heartbeats came."""
         for instance in self._registry:
             instance.has_heartbeat = False  # it is gone when its probes fail, until it registers here
 
     def _on_trouble(self, instance: Instance) -> None:
         """An instance was found dead here."""
-        self._link.publish("suspect", instance.key)
+        self._link.publish_event("suspect", instance.key)
 
     def _on_suspect(self, sender: str, key: str) -> None:
         instance = self._registry.get(key)

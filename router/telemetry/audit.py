@@ -82,7 +82,9 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of usage, where the engine said so."""
+    """Of usage, where the engine that computed the prompt said so."""
+    decode_cached_tokens: int | None = None
+    """As a pair's decode instance said, to which all is cached that prefill has computed."""
     predicted_cached_tokens: int | None = None
     """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -234,7 +236,8 @@ def _open_log(destination: str) -> _Output | None:
 
 def _format_line(record: RequestRecord) -> bytes:
     fields = {
-        "time": round(record.started_unix, 3),
+        # ``round`` goes by way of text.
+        "time": int(record.started_unix * 1e3 + 0.5) / 1e3,
         "method": record.method,
         "path": record.path[:_PATH_CHARACTERS],
         "status": record.status,
@@ -246,11 +249,12 @@ def _format_line(record: RequestRecord) -> bytes:
         "prefill": record.prefill,
         "decode": record.decode,
         "attempts": len(record.attempts),
-        "first_byte_ms": round(record.first_byte_ms, 2),
-        "total_ms": round(record.total_ms, 2),
+        "first_byte_ms": int(record.first_byte_ms * 1e2 + 0.5) / 1e2,
+        "total_ms": int(record.total_ms * 1e2 + 0.5) / 1e2,
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "cached_tokens": record.cached_tokens,
+        "decode_cached_tokens": record.decode_cached_tokens,
         "predicted_cached_tokens": record.predicted_cached_tokens,
         "bytes_sent": record.bytes_sent,
     }

@@ -652,3 +652,12 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
     instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
     assert started == [("rdma", "mlx5_0,mlx5_1")]
+
+
+def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
+    assert instance.registration_payload()["transfer_protocol"] == ["tcp"]

@@ -213,7 +213,12 @@ class StandIn:
     running: int = 0
     left: int = 0
     models: tuple[str, ...] = ("m",)
+    models_status: int = 200
+    models_asked: int = 0
+    owner: str = ""  # of the models, by its own account
     abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
+    told: dict[str, Any] = field(default_factory=dict)
+    """What its registration has beside, or instead of, what FastDeploy's has."""
     _server: asyncio.AbstractServer | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -238,6 +243,10 @@ class StandIn:
     def key(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def is_listening(self) -> bool:
+        return self._server is not None
+
     def registration(self, **changes: Any) -> dict[str, Any]:
         """What it tells the router, as FastDeploy's instances do."""
         return {
@@ -254,6 +263,7 @@ class StandIn:
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
+            **self.told,
             **changes,
         }
 
@@ -313,8 +323,12 @@ class StandIn:
         elif request.target == "/v1/abort_requests":
             self.aborted.append(request.json)
             await responder.answer(200, json.dumps(self.abort_answer).encode())
+        elif request.target == "/v1/models" and self.models_status != 200:
+            await responder.answer(self.models_status, b"{}")
         elif request.target == "/v1/models":
-            data = [{"id": model, "object": "model"} for model in self.models]
+            self.models_asked += 1
+            owned_by = {"owned_by": self.owner} if self.owner else {}
+            data = [{"id": model, "object": "model", **owned_by} for model in self.models]
             await responder.answer(200, json.dumps({"object": "list", "data": data}).encode())
         else:
             await self._behave(request, responder)

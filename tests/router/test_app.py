@@ -102,6 +102,21 @@ def test_registered_tells_all_that_the_go_router_tells_in_its_form(
     }.items() <= entry.items()
 
 
+def test_registered_tells_the_engine_of_each_instance(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    ours, other = stand_in(), stand_in()
+    router = make_router(ours)
+    other.register(router.url, engine="sglang", bootstrap_port="9001")
+    entries = router.client.get("/registered").json()["mixed"]
+    told = [(entry["engine"], entry["bootstrap_port"], entry["kv_connector"]) for entry in entries]
+    assert told == [("fastdeploy", 8998, "nixl"), ("sglang", 9001, "nixl")]
+
+
+def test_an_engine_that_nobody_knows_is_refused_in_one_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    refused = stand_in().register(make_router().url, engine="tgi")
+    said = "engine is 'tgi'; it must be one of 'fastdeploy', 'vllm', 'sglang', 'openai'"
+    assert (refused.status_code, refused.json()) == (400, {"detail": said})
+
+
 def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
@@ -136,6 +151,11 @@ class TestDecodeInstances:
         for version in ("a", "b", None):
             stand_in("decode").register(router.url, version=version)
         assert len(router.client.get(f"/decode_instances{query}").json()) == listed
+
+    def test_lists_none_of_another_engine(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        router = make_router(splitwise=True)
+        stand_in("decode").register(router.url, engine="vllm")
+        assert router.client.get("/decode_instances").json() == []
 
     def test_its_entries_are_taken_as_connected_decodes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         prefill, connected, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")

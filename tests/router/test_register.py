@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from router.fleet import Role
-from router.register import ROLES
+from router.fleet import EngineKind, KvConnector, Role
+from router.register import ENGINES, KV_CONNECTORS, ROLES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
@@ -31,7 +33,7 @@ def beside(tmp_path: Path) -> Beside:
 
     @contextlib.contextmanager
     def start(router: str, port: int, *flags: str) -> Iterator[Child]:
-        command = [*REGISTER, "--router", router, "--role", "mixed", "--port", str(port), *flags]
+        command = [*REGISTER, "--router", router, "--port", str(port), *flags]
         with child(command, tmp_path / "sidecar.log") as sidecar:
             yield sidecar
 
@@ -51,6 +53,102 @@ def test_a_server_that_cannot_register_itself_gets_requests(
         assert router.chat().status_code == 200
         (instance,) = router.app.registry
         assert (instance.registration.role.value, instance.registration.connector_port) == ("mixed", "8001")
+
+
+VERSION = {"/version": {"version": "0.32.0"}}
+SGLANG = {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998, "version": "0.5.23"}
+
+
+def tells(answers: dict[str, Any]) -> Behaviour:
+    """What a server says of itself, by path; an error's number is its status, and other paths are not there."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        said = answers.get(request.target, 404)
+        status, content = (said, {}) if isinstance(said, int) else (200, said)
+        await respond.answer(status, json.dumps(content).encode())
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("owner", "answers", "engine"),
+    [
+        ("vllm", VERSION, "vllm"),
+        ("", VERSION, "vllm"),  # with --api-key it does not tell its models
+        ("tensorrt_llm", VERSION, "openai"),
+        ("sglang", {"/server_info": SGLANG}, "sglang"),
+        ("", {"/get_server_info": SGLANG}, "sglang"),  # before it was renamed
+        ("", {"/server_info": {"vllm_config": "..."}, **VERSION}, "vllm"),  # for its developers
+        ("FastDeploy", {}, "fastdeploy"),
+        ("fastdeploy-kvstore", {}, "fastdeploy"),
+        ("llamacpp", {}, "openai"),
+        ("", {}, "openai"),
+    ],
+)
+def test_a_server_is_asked_what_engine_it_is(
+    *,
+    stand_in: Callable[..., StandIn],
+    make_router: Callable[..., RouterUnderTest],
+    beside: Beside,
+    owner: str,
+    answers: dict[str, Any],
+    engine: str,
+) -> None:
+    server, router = stand_in("mixed", tells(answers)), make_router()
+    server.owner = owner
+    with beside(router.url, server.port) as sidecar:
+        sidecar.wait_for(lambda: f": {engine} mixed at port {server.port}" in sidecar.output, "the registration")
+    (instance,) = router.app.registry
+    assert instance.registration.engine.value == engine
+
+
+def test_an_sglang_server_tells_its_role_and_its_bootstrap_port(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    info = {**SGLANG, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001}
+    server, router = stand_in("prefill", tells({"/server_info": info})), make_router(splitwise=True)
+    with beside(router.url, server.port):
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+    (instance,) = router.app.registry
+    assert (instance.role, instance.registration.bootstrap_port) == (Role.PREFILL, 9001)
+
+
+def test_a_role_that_an_sglang_server_does_not_have_is_told(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    info = {**SGLANG, "disaggregation_mode": "decode"}
+    server, router = stand_in("decode", tells({"/server_info": info})), make_router(splitwise=True)
+    with beside(router.url, server.port, "--role", "prefill") as sidecar:
+        said = "is a decode instance by its own account, but --role is prefill"
+        sidecar.wait_for(lambda: said in sidecar.output, "saying so")
+    assert list(router.app.registry) == []
+
+
+def test_a_server_that_wants_a_key_before_it_tells_needs_a_flag(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in("mixed", tells({"/server_info": 401, "/get_server_info": 401})), make_router()
+    server.models_status = 401
+    with beside(router.url, server.port) as sidecar:
+        sidecar.wait_for(lambda: "say so with --engine" in sidecar.output, "saying so")
+        assert list(router.app.registry) == []
+    with beside(router.url, server.port, "--engine", "sglang"):
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+
+
+def test_an_operator_may_say_what_engine_it_is(
+    stand_in: Callable[..., StandIn], make_router: Callable[..., RouterUnderTest], beside: Beside
+) -> None:
+    server, router = stand_in("mixed", tells(VERSION)), make_router()
+    server.owner = "sglang"
+    flags = ("--engine", "vllm", "--kv-connector", "mooncake", "--bootstrap-port", "9001")
+    with beside(router.url, server.port, *flags):
+        wait_until(lambda: len(list(router.app.registry)) == 1, "the registration")
+        (instance,) = router.app.registry
+        registered = instance.registration
+        said = (registered.engine.value, registered.kv_connector.value, registered.bootstrap_port)
+        assert said == ("vllm", "mooncake", 9001)
+    assert server.received == []  # nobody asked it
 
 
 def test_the_heartbeat_goes_on_and_ends_with_the_sidecar(
@@ -130,8 +228,10 @@ def test_a_refusal_is_said_once(
         assert "mixed" in sidecar.output
 
 
-def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
+def test_its_names_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
     assert set(ROLES) == {role.value for role in Role}
+    assert set(ENGINES) == {kind.value for kind in EngineKind}
+    assert set(KV_CONNECTORS) == {connector.value for connector in KvConnector}
     code = "import router.register, sys; print({name.split('.')[1] for name in sys.modules if name[:7] == 'router.'})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert ast.literal_eval(loaded) == {"register", "settings", "policies"}
@@ -146,6 +246,8 @@ def test_its_roles_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
             ["--role", "both"],
             "argument --role: 'both' is no kind of instance; it must be one of mixed, prefill, decode",
         ),
+        (["--engine", "tgi"], "argument --engine: invalid choice: 'tgi'"),
+        (["--kv-connector", "lmcache"], "argument --kv-connector: invalid choice: 'lmcache'"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--ca-file", "/nowhere"], "--ca-file /nowhere: No such file or directory"),
         (["--rooter", "127.0.0.1:1"], "--rooter is not a flag of this program; did you mean --router?"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.fleet.register_file import read_register_file
-from router.fleet.registration import Role
+from router.fleet.registration import EngineKind, Role
 from router.settings import SettingsError
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import LoopThread, StandIn
@@ -52,6 +52,12 @@ def test_the_go_routers_example_is_read(tmp_path: Path) -> None:
 
 def test_tp_size_is_the_number_of_devices_as_the_go_router_takes_it(tmp_path: Path) -> None:
     assert [entry.tp_size for entry in read_register_file(write(tmp_path, EXAMPLE))] == [2, 1]
+
+
+def test_an_instance_of_another_engine_says_so(tmp_path: Path) -> None:
+    entry = "{role: prefill, host_ip: a, port: 1, engine: sglang, bootstrap_port: 9001}"
+    (prefill,) = read_register_file(write(tmp_path, f"instances: [{entry}]"))
+    assert (prefill.engine, prefill.bootstrap_port) == (EngineKind.SGLANG, 9001)
 
 
 @pytest.mark.parametrize("text", ["instances:", "instances: []"])

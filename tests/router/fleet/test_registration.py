@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.registration import Registration, RegistrationError, Role
+from router.fleet.registration import EngineKind, KvConnector, Registration, RegistrationError, Role
 from tests.router.fleet.registrations import registration
 
 
@@ -24,6 +24,11 @@ def test_everything_fastdeploy_sends_is_understood() -> None:
 def test_role_host_and_port_are_enough() -> None:
     parsed = Registration.from_fields({"role": "mixed", "host_ip": "10.0.0.1", "port": "8000"})
     assert (parsed.connector_port, parsed.rdma_ports, parsed.tp_size) == (None, (), 1)
+    assert (parsed.engine, parsed.bootstrap_port, parsed.kv_connector) == (
+        EngineKind.FASTDEPLOY,
+        8998,
+        KvConnector.NIXL,
+    )
 
 
 def test_unknown_fields_are_kept() -> None:
@@ -58,6 +63,12 @@ def test_unknown_fields_are_kept() -> None:
         ("connected_decodes", None, frozenset()),
         ("connected_decodes", [{"host_ip": "10.0.0.2", "port": "1"}], frozenset({"10.0.0.2:1"})),
         ("connected_decodes", ["10.0.0.2:1", "[::1]:2"], frozenset({"10.0.0.2:1", "[::1]:2"})),
+        ("engine", None, EngineKind.FASTDEPLOY),
+        ("engine", "sglang", EngineKind.SGLANG),
+        ("engine", "vLLM", EngineKind.VLLM),
+        ("bootstrap_port", "9001", 9001),
+        ("bootstrap_port", None, 8998),
+        ("kv_connector", "mooncake", KvConnector.MOONCAKE),
         ("host_ip", "http://10.0.0.1", "10.0.0.1"),
         ("host_ip", "https://10.0.0.1", "10.0.0.1"),
     ],
@@ -95,6 +106,10 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"tp_size": "1" * 5000}, "it must be a positive integer"),
         ({"port": "1" * 5000}, "it must be a port, 1 to 65535"),
         ({"connected_decodes": ["d:" + "1" * 5000]}, "an entry must be 'host:port'"),
+        ({"engine": "tgi"}, "engine is 'tgi'; it must be one of 'fastdeploy', 'vllm', 'sglang', 'openai'"),
+        ({"engine": 1}, "engine is 1; it must be one of"),
+        ({"bootstrap_port": 70000}, "bootstrap_port is 70000; it must be a port, 1 to 65535"),
+        ({"kv_connector": "lmcache"}, "kv_connector is 'lmcache'; it must be one of 'nixl', 'mooncake', 'kvstore'"),
         ({"version": "\ud800x"}, "'version' cannot be passed on as JSON: str is not valid UTF-8"),
         ({"\ud800": 1}, r"'\ud800' cannot be passed on as JSON"),
         ({"gpu": 2**64}, "'gpu' cannot be passed on as JSON: Integer exceeds 64-bit range"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.body import encode_member, parse_inference, parse_object, splice, whole_number
+from router.http.body import encode_member, find_model, parse_inference, parse_object, splice, whole_number
 from router.http.large_body import BadBody
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
@@ -213,3 +213,31 @@ def test_prompt_tokens_count_the_whole_conversation() -> None:
     short = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     long = json.dumps({"messages": [{"role": "user", "content": "x"}] * 100}).encode()
     assert parse_inference(long).prompt_tokens > 50 * parse_inference(short).prompt_tokens
+
+
+FORM = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--x\r\n'
+LONG = b'"input":"' + b"x" * 20_000 + b'"'
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        (b'{"model":"m"}', "m"),
+        (b'{"nested":{"model":"n"},"model":"m"}', "m"),
+        (b'{"model":"\\u00e4"}', "\u00e4"),
+        (b'{"model":5}', ""),
+        (b'{"input":"\\"model\\":\\"n\\""}', ""),
+        (b'{"model": "m",' + LONG + b"}", "m"),
+        (b"{" + LONG + b', "model" : "m"}', "m"),
+        (b'{"input":"' + b'\\"model\\":\\"n\\"' * 2000 + b'"}', ""),
+        (FORM, "whisper"),
+        (FORM.replace(b"\r\n\r\n", b"\r\ncontent-type: text/plain\r\n\r\n"), "whisper"),
+        (b"--x\r\n" + b"\0" * 50_000 + FORM, "whisper"),
+        (b"{", ""),
+        (b"[1]", ""),
+        (b"", ""),
+        (b"\xff", ""),
+    ],
+)
+def test_the_model_is_found_in_a_body_that_is_not_read_otherwise(data: bytes, model: str) -> None:
+    assert find_model(data) == model

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -665,6 +666,19 @@ def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
     client = connect(make_router(stand_in("mixed", is_slow)))
     client.send(request(b"{}") + b"POST /v1/chat")
     assert client.status() == 200
+
+
+def test_a_connection_without_a_request_is_kept_for_a_while_after_each_answer(
+    router: RouterUnderTest, connect: Connect
+) -> None:
+    router._server.config.timeout_keep_alive = 1
+    client = connect(router)
+    for _ in range(2):
+        client.send(request(b"{}"))
+        assert client.status() == 200
+    began = time.monotonic()
+    assert client.rest() == b""
+    assert time.monotonic() - began > 0.5
 
 
 def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(

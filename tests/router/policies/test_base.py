@@ -62,3 +62,12 @@ def test_a_prefix_is_hashed_once_and_only_if_a_policy_asks() -> None:
     assert hashed == []
     assert (features.chunks, features.chunks, hashed) == ([7], [7], [1])
     assert RequestFeatures(10).chunks == ()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own(name: str) -> None:
+    policy = POLICIES[name]()
+    sibling = policy.make_sibling()
+    assert type(sibling) is type(policy)
+    policy.choose_instance(REQUEST, [InstanceLoad("a")])
+    assert sibling.choose_instance(REQUEST, [InstanceLoad("b")]).key == "b"

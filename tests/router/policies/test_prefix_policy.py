@@ -22,3 +22,15 @@ def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
     restarted.load_dump(policy.prepare_dump()())  # type: ignore[attr-defined]
     decision = restarted.choose_instance(prompt(1, 2, 3), instances(8))
     assert (decision.key, decision.cached_tokens) == (first, 300)
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "pool_aware"])
+def test_a_sibling_knows_the_same_caches_and_tells_of_them(name: str) -> None:
+    policy, told = POLICIES[name](), []
+    policy.subscribe_to_chains(lambda chunks, key: told.append(key))  # type: ignore[attr-defined]
+    sibling = policy.make_sibling()
+    first = sibling.choose_instance(prompt(1, 2, 3), instances(8)).key
+    decision = policy.choose_instance(prompt(1, 2, 3), instances(8))
+    assert (decision.key, decision.cached_tokens, told) == (first, 300, [first, first])
+    policy.forget_instance(first)
+    assert sibling.choose_instance(prompt(1, 2, 3), instances(1)).reasons.get("own_tokens", 0) == 0

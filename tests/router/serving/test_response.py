@@ -140,9 +140,9 @@ def test_other_paths_pass_through_with_method_query_and_body(make_router: MakeRo
 
 
 def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, decode = stand_in("prefill", answers(200, b"from prefill")), stand_in("decode")
+    prefill, decode = stand_in("prefill"), stand_in("decode", answers(200, b"from decode"))
     router = make_router(prefill, decode, splitwise=True)
-    assert router.client.post("/v1/embeddings", json={}).content == b"from prefill"
+    assert router.client.post("/v1/embeddings", json={}).content == b"from decode"
 
 
 def test_head_passes_through(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -266,6 +266,6 @@ def test_the_record_counts_the_tokens_of_all_legs(router: tuple[RouterUnderTest,
     routed, decode = router
     decode.behave = Preempting([3, 2])
     ask(routed, stream)
-    explained = routed.app.audit.explain_request("r")
+    explained = wait_until(lambda: routed.app.audit.explain_request("r"), "the record")  # made behind the last byte
     assert explained is not None
     assert (explained["prompt_tokens"], explained["completion_tokens"]) == (len(PROMPT_IDS), len(PIECES))

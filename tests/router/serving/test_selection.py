@@ -97,6 +97,15 @@ def test_versions_that_are_rolled_out_side_by_side_are_never_mixed() -> None:
     assert set(fleet.chosen()) == {"prefill.a:1>decode.a:1", "prefill.b:1>decode.b:1"}
 
 
+def test_engines_side_by_side_are_never_mixed() -> None:
+    fleet = Fleet()
+    for engine in ("fastdeploy", "vllm", "sglang"):
+        for role in ("prefill", "decode"):
+            fleet.add(role, f"{role}.{engine}:1", engine=engine)
+    pairs = {f"prefill.{engine}:1>decode.{engine}:1" for engine in ("fastdeploy", "vllm", "sglang")}
+    assert set(fleet.chosen()) == pairs
+
+
 def test_a_prefill_without_a_partner_is_not_chosen() -> None:
     fleet = Fleet()
     fleet.add("prefill", "p:1", version="new")
@@ -117,6 +126,13 @@ def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
     ("prefill", "decode", "status", "said"),
     [
         ({"tp_size": 1}, {"tp_size": 4}, 400, "registered are prefill [1] and decode [4]"),
+        ({"engine": "sglang"}, {}, 503, "must be of one engine"),
+        ({"engine": "sglang", "tp_size": 1}, {"tp_size": 4}, 503, "prefill sglang and decode fastdeploy"),
+        (
+            {"engine": "vllm"},
+            {"engine": "vllm", "kv_connector": "mooncake"},
+            *(503, "of vLLM's of one kv_connector; registered are prefill vllm (nixl) and decode vllm (mooncake)"),
+        ),
         ({"version": "a"}, {}, 503, "registered are prefill 'a' and decode without a version"),
         ({"connected_decodes": ["d:2"]}, {}, 503, "connected to"),
     ],
@@ -227,13 +243,13 @@ def test_an_instance_that_registers_for_the_first_time_takes_its_share_at_once()
     assert fleet.chosen() == {"a:1": 12, "b:1": 12}
 
 
-def test_other_requests_go_to_prefill_and_to_decode_if_there_is_none() -> None:
+def test_other_requests_go_to_decode_and_never_to_prefill_which_may_answer_with_one_token() -> None:
     fleet = Fleet()
+    fleet.add("prefill", "p:1", version="b")
+    with pytest.raises(NoInstance, match="no decode instance is registered"):
+        fleet.selector.choose_any(REQUEST)
     fleet.add("decode", "d:1", version="a")
     assert fleet.selector.choose_any(REQUEST).answering.key == "d:1"
-    fleet.add("prefill", "p:1", version="b")
-    assert fleet.selector.choose_any(REQUEST).answering.key == "p:1"
-    assert fleet.selector.choose_any(REQUEST, {"p:1"}).answering.key == "d:1"
 
 
 class TestForgettingCaches:

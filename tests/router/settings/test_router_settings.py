@@ -39,6 +39,10 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ),
         ("cors_allowed_origins", ("https://a.example/",), "is scheme://host or scheme://host:port with nothing behind"),
         ("cors_allowed_origins", ("https://*.example",), "has 'https://*.example'"),
+        ("model_alias", ("chat",), "server.model-alias has 'chat'; an alias is NAME=MODEL, such as chat=Qwen3-8B"),
+        ("model_alias", ("=m",), "server.model-alias has '=m'"),
+        ("model_alias", ("a=m", "a=n"), "server.model-alias has 'a' twice, for 'm' and for 'n'"),
+        ("model_alias", ("a=m", "b=a"), "server.model-alias has 'b' for 'a', which is an alias itself; name the model"),
         ("ssl_keyfile", "key.pem", "server.ssl-keyfile is 'key.pem', but there is no certificate"),
         ("max_concurrent_requests_per_key", 1, "there are no keys to tell clients apart"),
     ],
@@ -53,3 +57,12 @@ def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, 
 @pytest.mark.parametrize("port", [0, 1, 65535])
 def test_every_port_and_none_is_taken(port: int) -> None:
     assert RouterSettings(port=port).port == port
+
+
+@pytest.mark.parametrize("seconds", [5.0, 1.0])
+def test_with_other_routers_heartbeats_may_not_expire_before_a_router_that_died_is_noticed(seconds: float) -> None:
+    message = "manager.heartbeat-expiry-secs is .*; with server.shared-state it must be more than 5, after which"
+    with pytest.raises(SettingsError, match=message):
+        RouterSettings(shared_state="redis://127.0.0.1:6379/0", heartbeat_expiry_secs=seconds)
+    assert RouterSettings(heartbeat_expiry_secs=seconds).heartbeat_expiry_secs == seconds
+    assert RouterSettings(shared_state="redis://127.0.0.1:6379/0", heartbeat_expiry_secs=5.1).heartbeat_expiry_secs

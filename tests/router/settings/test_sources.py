@@ -49,6 +49,19 @@ def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: 
     assert load_settings(["--config_path", file], {}).cors_allowed_origins == ("http://a", "http://b:1")
 
 
+ALIASES = ["chat=Qwen/Qwen3-8B", "small=a=b"]
+
+
+def test_aliases_of_models_are_words_or_a_map(tmp_path: Path) -> None:
+    expected = {"chat": "Qwen/Qwen3-8B", "small": "a=b"}
+    repeated = [part for alias in ALIASES for part in ("--model-alias", alias)]
+    assert load_settings(repeated, {}).model_aliases == expected
+    assert load_settings(["--model-alias", *ALIASES], {}).model_aliases == expected
+    assert load_settings([], {"KVROUTER__MODEL_ALIAS": " ".join(ALIASES)}).model_aliases == expected
+    file = write(tmp_path / "config.yaml", "server: {model-alias: {chat: Qwen/Qwen3-8B, small: a=b}}")
+    assert load_settings(["--config-path", file], {}).model_aliases == expected
+
+
 def test_underscores_in_flags_are_taken_as_fastdeploy_does() -> None:
     assert load_settings(["--request_timeout_secs", "60"], {}).request_timeout_secs == 60.0
 
@@ -221,6 +234,8 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
         ("servre: {port: 1}", "'servre' is not a section of settings; did you mean server?"),
         ("server: 5", "server is 5; it must be a section with settings under it"),
         ("server: {port: [1]}", "server.port is [1]; it must be a whole number"),
+        ("server: {model-alias: {gpt: 4}}", "server.model-alias is {'gpt': 4}; it must be a map of names to models"),
+        ("server: {model-alias: 4}", "server.model-alias is 4; it must be"),
         ("server: {port: true}", "server.port is True; it must be a whole number"),
         ("server: {splitwise: 'maybe'}", "server.splitwise is 'maybe'; it must be true or false"),
         ("manager: {health-check-timeout-secs: soon}", "it must be a number"),

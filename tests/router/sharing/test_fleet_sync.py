@@ -37,6 +37,14 @@ def test_an_instance_that_registered_at_one_is_known_to_the_other_when_it_has_it
     assert second.chat().status_code == 200
 
 
+def test_the_engine_that_an_instance_registered_with_one_is_known_to_the_other(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    first, second = make_router(workers=2).workers
+    stand_in().register(first.url, engine="vllm", kv_connector="mooncake")
+    assert [(one["engine"], one["kv_connector"]) for one in registered(second)] == [("vllm", "mooncake")]
+
+
 @pytest.mark.parametrize(
     ("order", "field", "value"),
     [
@@ -185,7 +193,7 @@ async def leave(worker: RouterUnderTest) -> None:
     """Cut a process's link, as its death does."""
     link = worker.app.link
     assert isinstance(link, WorkerLink)
-    link.close()
+    link.disconnect()
 
 
 def tell(worker: RouterUnderTest, record: dict[str, Any]) -> None:

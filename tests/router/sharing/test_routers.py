@@ -429,6 +429,34 @@ def test_an_instance_outlives_the_router_that_its_heartbeats_came_to(
     assert f"{instance.key} is gone" not in second.process.output
 
 
+def test_a_router_that_starts_sends_a_prompt_where_the_other_did_and_so_does_a_worker_in_the_place_of_its_only_one(
+    start_routers: StartRouters, stand_in: MakeStandIn
+) -> None:
+    (first,) = start_routers(["--policy", "cache_aware"])
+    instances = [stand_in() for _ in range(4)]
+    for instance in instances:
+        instance.register(first.url)
+    wait_for_fleet([first], *instances)
+    prompts = [{"messages": [{"role": "user", "content": f"prompt {number} " * 400}]} for number in range(4)]
+    placed = [place(first, prompt) for prompt in prompts]
+    (second,) = start_routers(["--policy", "cache_aware"])
+    assert [place(second, prompt) for prompt in reversed(prompts)] == placed[::-1]
+    (worker,) = family(second.process.pid)[-1:]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: second.process.output.count("another one takes its place") == 1, "its death to be noticed")
+
+    def places_as_before() -> bool:
+        return [place(second, prompt) for prompt in prompts] == placed
+
+    wait_until(places_as_before, "the prefixes to be there again")
+
+
+def place(router: Router, prompt: dict[str, Any]) -> str:
+    """The instance to which a router sends a prompt."""
+    answer = httpx.post(f"{router.url}/v1/chat/completions", json=prompt, trust_env=False, timeout=30)
+    return answer.headers["x-router-mixed"]
+
+
 def test_a_router_counts_the_requests_that_run_through_another(
     start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate
 ) -> None:

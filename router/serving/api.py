@@ -1,0 +1,55 @@
+"""The endpoints whose answers are generated, and what their bodies have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+__all__ = ["GENERATING", "Api", "EngineIds"]
+
+
+class Api(NamedTuple):
+    """An endpoint that generates: a pair may work on its requests."""
+
+    id_prefix: str
+    """FastDeploy's engines name a request's sequences ``<prefix><request_id>_<number>``."""
+    token_limits: tuple[str, ...]
+    """The members that limit the tokens of an answer: the first always, the others where a client sends them."""
+    may_end_early: bool = False
+    """Whether it cannot be told to go on behind an end-of-text token (``ignore_eos``)."""
+    takes_rid: bool = False
+    """Whether SGLang takes an id of the client's (``rid``)."""
+    is_continuable: bool = False
+    """Whether its answer can be continued by another instance, and merged into one."""
+
+
+GENERATING: Mapping[str, Api] = {
+    "/v1/chat/completions": Api(
+        "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_continuable=True
+    ),
+    "/v1/completions": Api("cmpl-", ("max_tokens",), takes_rid=True, is_continuable=True),
+    "/v1/responses": Api("resp_", ("max_output_tokens",)),
+    "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
+}
+"""By path."""
+
+
+class EngineIds(NamedTuple):
+    """The ids that engines give to the sequences of one request: ``<prefix><request id>_<number>``."""
+
+    prefix: str
+    request_id: str
+    sequences: int
+
+    @property
+    def whole(self) -> str:
+        """The id without the number."""
+        return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
+
+    def list_ids(self) -> list[str]:
+        """The id of each sequence."""
+        return [f"{self.whole}_{number}" for number in range(self.sequences)]
+
+    def find_meant(self, asked: Collection[str]) -> Collection[str]:
+        """Those of the ids ``asked`` that mean this request: its own id, or its sequences'."""
+        return {self.request_id, self.whole, *self.list_ids()}.intersection(asked)

@@ -1,0 +1,117 @@
+"""Asking: the legs of an attempt, each with the client's request as its instance's dialect has it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import NamedTuple, TypeAlias
+
+from router.fleet import Instance
+from router.http import ApiError, ConnectionPool, PreparedHead, splice_parts
+from router.serving.api import EngineIds
+from router.serving.attempt import Leg
+from router.serving.dialects import LegAsk, NotAsPair, Pair, Pairs, ask_alone
+from router.serving.parsed_request import ParsedRequest
+from router.serving.response import RequestEnded
+from router.serving.selection import Selection
+
+__all__ = ["Asking", "LegMaker", "ask_instances"]
+
+_Data: TypeAlias = "bytes | tuple[bytes, ...]"
+
+_NOTHING = LegAsk({})
+
+
+class Asking(NamedTuple):
+    """Who is asked, and what beside the client's own request."""
+
+    selection: Selection
+    pair: Pair | None
+    answering: LegAsk
+    prefill: LegAsk | None
+    engine_ids: EngineIds | None
+    """By which the request is aborted at its engines; None where closing the connections does it."""
+
+
+def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> Asking:
+    """What the selected instances are asked; decode alone where the pair cannot serve the request together.
+
+    Raises:
+        RequestEnded: decode cannot serve it alone, either.
+    """
+    if parsed.body is None:
+        return Asking(selection, None, _NOTHING, None, None)
+    if selection.prefill is not None:
+        pair = pairs.find_pair(selection.prefill, selection.answering)
+        try:
+            prefill, answering, engine_ids = pair.ask(parsed, request_id)
+        except NotAsPair as exc:
+            if not exc.decode_serves_alone:
+                raise RequestEnded(ApiError(400, str(exc), "not_as_pair")) from None
+            selection = selection._replace(prefill=None, decisions=selection.decisions[-1:])
+        else:
+            return Asking(selection, pair, answering, prefill, engine_ids)
+    answering, engine_ids = ask_alone(selection.answering, parsed, request_id)
+    return Asking(selection, None, answering, None, engine_ids)
+
+
+class LegMaker:
+    """Makes the legs of one attempt."""
+
+    __slots__ = ("_asking", "_fresh", "_members", "_parsed", "_upstream")
+
+    def __init__(
+        self,
+        upstream: ConnectionPool,
+        parsed: ParsedRequest,
+        asking: Asking,
+        members: Mapping[str, bytes],
+        fresh: Container[str],
+    ) -> None:
+        """
+        Args:
+            members: those that each leg's body gets, in any dialect.
+            fresh: keys of instances to which a new connection is made.
+        """
+        self._upstream = upstream
+        self._parsed = parsed
+        self._asking = asking
+        self._members = members
+        self._fresh = fresh
+
+    def make_legs(self) -> tuple[Leg, Leg | None]:
+        """The answering leg, and prefill's in a pair; nothing is sent yet.
+
+        Where prefill is first, the answering leg has no request before ``ask_decode``.
+        """
+        asking = self._asking
+        selection, decisions = asking.selection, asking.selection.decisions
+        data: _Data = ()
+        if asking.pair is None or not asking.pair.is_prefill_first:
+            data = self._encode_body(asking.answering, self._members)
+        answering = self._make_leg(selection.answering, asking.answering, data, decisions[-1].work)
+        if selection.prefill is None or asking.prefill is None:
+            return answering, None
+        if asking.prefill is not asking.answering:
+            data = self._encode_body(asking.prefill, self._members)
+        return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
+
+    def ask_decode(self, leg: Leg, answer: bytes) -> None:
+        """Give decode's leg its request, now that prefill has answered."""
+        asking = self._asking
+        assert asking.pair is not None
+        data = self._encode_body(asking.answering, {**self._members, **asking.pair.ask_after(answer)})
+        address, is_fresh = leg.instance.address, leg.instance.key in self._fresh
+        leg.exchange = self._upstream.prepare_exchange(address, self._add_to_head(asking.answering), data, is_fresh)
+
+    def _make_leg(self, instance: Instance, ask: LegAsk, data: _Data, work: float) -> Leg:
+        head = self._add_to_head(ask) if ask.head else self._parsed.head
+        exchange = self._upstream.prepare_exchange(instance.address, head, data, instance.key in self._fresh)
+        return Leg(instance, exchange, self._parsed.features.prompt_tokens, work)
+
+    def _add_to_head(self, ask: LegAsk) -> PreparedHead:
+        head = self._parsed.head
+        return head._replace(start=head.start + ask.head)
+
+    def _encode_body(self, ask: LegAsk, members: Mapping[str, bytes]) -> _Data:
+        body = self._parsed.body
+        return self._parsed.data if body is None else splice_parts(body, {**ask.members, **members}, ask.dropped)

@@ -1,0 +1,73 @@
+"""Pairs: for two instances the ``Pair`` of their dialect, made once; and how an instance alone is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from router.fleet import EngineKind, Instance, KvConnector, Role
+from router.serving.api import EngineIds
+from router.serving.dialects.dialect import LegAsk, Pair
+from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
+from router.serving.dialects.in_order import InOrderPair, ask_by_header
+from router.serving.dialects.sglang import SglangPair, ask_sglang, name_sglang_sequences
+from router.serving.dialects.vllm import MooncakePair, NixlPair
+from router.serving.parsed_request import ParsedRequest
+
+__all__ = ["Pairs", "ask_alone"]
+
+MAX_PAIRS = 10_000
+_VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
+    KvConnector.NIXL: NixlPair,
+    KvConnector.MOONCAKE: MooncakePair,
+    KvConnector.KVSTORE: InOrderPair,
+}
+
+
+class Pairs:
+    """The pairs that were made, by the keys of their instances."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Pair] = {}
+
+    def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
+        """The pair of these two, which ``may_pair`` has allowed."""
+        keys = (prefill.key, decode.key)
+        known = self._known.get(keys)
+        if known is not None:
+            first, second = known.registrations
+            if first is prefill.registration and second is decode.registration:
+                return known
+            if first == prefill.registration and second == decode.registration:  # a heartbeat
+                known.registrations = prefill.registration, decode.registration
+                return known
+        if len(self._known) >= MAX_PAIRS:
+            self._known.clear()
+        pair = self._known[keys] = _make_pair(prefill, decode)
+        return pair
+
+    def forget_prefill(self, prefill: Instance) -> None:
+        """An attempt failed: learn anew what was learnt of this instance, as it may have been started again."""
+        for keys in [keys for keys in self._known if keys[0] == prefill.key]:
+            del self._known[keys]
+
+
+def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
+    """What an instance is asked that has no partner, and the ids by which the request is aborted there, if any."""
+    engine = instance.registration.engine
+    if engine is EngineKind.FASTDEPLOY:
+        return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
+    if engine is EngineKind.SGLANG:
+        return ask_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
+    is_of_pair = instance.role is not Role.MIXED
+    return ask_by_header(parsed, request_id, is_of_pair=is_of_pair), None
+
+
+def _make_pair(prefill: Instance, decode: Instance) -> Pair:
+    registration = prefill.registration
+    if registration.engine is EngineKind.FASTDEPLOY:
+        return FastDeployPair(prefill, decode)
+    if registration.engine is EngineKind.SGLANG:
+        return SglangPair(prefill, decode)
+    if registration.engine is EngineKind.VLLM:
+        return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
+    return InOrderPair(prefill, decode)

@@ -1,0 +1,59 @@
+"""SGLang: both legs at once, one body, and in it a room where they meet.
+
+``bootstrap_room`` is a number that no other request has; a batch of prompts has lists of host, port and room. An
+instance of a pair serves nothing without a room. Read in SGLang 0.5's ``srt/disaggregation`` and its router.
+"""
+
+from __future__ import annotations
+
+import random
+
+from router.fleet import Instance
+from router.http import encode_member
+from router.serving.api import EngineIds
+from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, list_dropped
+from router.serving.parsed_request import ParsedRequest
+
+__all__ = ["SglangPair", "ask_sglang", "name_sglang_sequences"]
+
+_ROOM_BITS = 63
+
+
+class SglangPair(Pair):
+    """Decode asks prefill's bootstrap server for the room, and the two exchange KV under its number."""
+
+    def __init__(self, prefill: Instance, decode: Instance) -> None:
+        super().__init__(prefill, decode)
+        self._place = (prefill.address.host, prefill.registration.bootstrap_port)
+
+    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
+        if parsed.samples > 1:
+            message = "n is more than 1, and a pair of SGLang's serves one answer a request: send as many requests"
+            raise NotAsPair(message, decode_serves_alone=False)
+        host, port = self._place
+        members = dict(ask_sglang(parsed, request_id).members)
+        if parsed.is_batch:
+            count = parsed.num_prompts
+            rooms = [random.getrandbits(_ROOM_BITS) for _ in range(count)]
+            values = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
+        else:
+            room = random.getrandbits(_ROOM_BITS)
+            values = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        members |= {name: encode_member(name, value) for name, value in values.items()}
+        ask = LegAsk(members, list_dropped(parsed, "request_id"))
+        return ask, ask, name_sglang_sequences(parsed, request_id)
+
+
+def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
+    """What an instance alone is asked: to know the request by ``rid``, where the API has that."""
+    assert parsed.body is not None
+    dropped = ("request_id",) if "request_id" in parsed.body.members else ()
+    if not parsed.api.takes_rid:
+        return LegAsk(NO_MEMBERS, dropped)
+    ids = EngineIds("", request_id, parsed.num_prompts).list_ids()
+    return LegAsk({"rid": encode_member("rid", ids if parsed.is_batch else ids[0])}, dropped)
+
+
+def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:
+    """The values of ``rid``; where there is none, SGLang stops what nobody waits for, only later."""
+    return EngineIds("", request_id, parsed.num_prompts) if parsed.api.takes_rid else None

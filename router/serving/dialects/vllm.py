@@ -1,0 +1,145 @@
+"""vLLM: ``kv_transfer_params``, of a form that the connector decides.
+
+NixlConnector: prefill's answer says where its blocks are, and decode is asked with that as it is. Prefill keeps them
+for 30 s unless decode comes. MooncakeConnector: the router makes a ``transfer_id`` for both, and asks prefill's
+bootstrap server for the id of its engine; so both may be asked at once. Read in vLLM 0.32's
+``distributed/kv_transfer/kv_connector/v1`` and its example proxies, and seen in runs of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from router.fleet import Instance
+from router.http import Address, ConnectFailed, ConnectionPool, UpstreamError, Usage, encode_member
+from router.serving.dialects.dialect import (
+    MIN_HANDED_OVER_TOKENS,
+    NO_MEMBERS,
+    LegAsk,
+    NotAsPair,
+    NotReady,
+    Pair,
+    list_dropped,
+    name_in_header,
+)
+from router.serving.dialects.in_order import cut_to_one_token
+from router.serving.parsed_request import ParsedRequest
+
+__all__ = ["MooncakePair", "NixlPair"]
+
+QUERY_SECONDS = 5.0
+
+_TO_REMOTE_DECODE = encode_member(
+    "kv_transfer_params",
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    },
+)
+
+_PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
+
+
+class NixlPair(Pair):
+    """Prefill first; decode fetches the blocks that prefill's answer names."""
+
+    is_prefill_first = True
+    may_err_late = True
+
+    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+        _require_one_sequence(parsed)
+        head = name_in_header(request_id)
+        prefill = cut_to_one_token(parsed, head)
+        members = {**prefill.members, "kv_transfer_params": _TO_REMOTE_DECODE}
+        return prefill._replace(members=members), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
+
+    def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
+        try:
+            params = orjson.loads(answer)["kv_transfer_params"]
+        except (ValueError, KeyError, TypeError):
+            params = None
+        # Without any, as of a prompt shorter than a block, decode computes the prompt.
+        return {"kv_transfer_params": encode_member("kv_transfer_params", params)} if params else NO_MEMBERS
+
+    def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
+        if _PARAMS.search(answer) or (prefill.prompt_tokens or 0) < MIN_HANDED_OVER_TOKENS:
+            return ""
+        return "prefill's answer has no kv_transfer_params (was it started with NixlConnector?)"
+
+
+class MooncakePair(Pair):
+    """Both at once: decode waits for the blocks that prefill sends under one ``transfer_id``."""
+
+    may_err_late = True
+
+    def __init__(self, prefill: Instance, decode: Instance) -> None:
+        super().__init__(prefill, decode)
+        address = prefill.address
+        self._bootstrap = Address(address.host, prefill.registration.bootstrap_port)
+        self._engines: dict[str, str] = {}  # ids of prefill's engines, by data-parallel rank
+        self._learning: asyncio.Task[str] | None = None
+
+    async def _learn_engines(self, upstream: ConnectionPool) -> None:
+        """Ask for them, once for all requests that wait for them."""
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.create_task(self._query_engines(upstream))
+        if trouble := await asyncio.shield(self._learning):
+            raise ConnectFailed(trouble)
+
+    async def _query_engines(self, upstream: ConnectionPool) -> str:
+        """Why the engines' ids are not there; '' if they are."""
+        try:
+            response = await upstream.fetch(self._bootstrap, "GET", "/query", timeout=QUERY_SECONDS)
+            told = orjson.loads(response.body)
+            self._engines = {rank: str(told[rank]["engine_id"]) for rank in told}
+        except UpstreamError as exc:
+            return str(exc)
+        except (ValueError, KeyError, TypeError):
+            pass
+        no_server = f"{self._bootstrap} does not tell an engine's id at /query: it is no bootstrap server"
+        return "" if self._engines else no_server
+
+    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+        _require_one_sequence(parsed)
+        if parsed.api.may_end_early:
+            # Prefill hands nothing over whose one token ends the answer, and here it cannot be told to go on.
+            raise NotAsPair("an API without ignore_eos", decode_serves_alone=True)
+        if not self._engines:
+            raise NotReady(self._learn_engines)
+        rank = random.choice(list(self._engines))
+        head = name_in_header(request_id)
+        transfer = {"transfer_id": f"{random.getrandbits(128):032x}"}
+        sends = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
+        fetches = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            **transfer,
+            "remote_engine_id": self._engines[rank],
+            "remote_bootstrap_addr": self._bootstrap.url,
+        }
+        prefill_head = head if len(self._engines) == 1 else head + b"x-data-parallel-rank: %s\r\n" % rank.encode()
+        prefill = cut_to_one_token(parsed, prefill_head)
+        members = {**prefill.members, "ignore_eos": b'"ignore_eos":true', **_encode_params(sends)}
+        dropped = [*prefill.dropped, "stop_token_ids"]
+        return LegAsk(members, dropped, prefill_head), LegAsk(_encode_params(fetches), list_dropped(parsed), head), None
+
+
+def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
+    return {"kv_transfer_params": encode_member("kv_transfer_params", params)}
+
+
+def _require_one_sequence(parsed: ParsedRequest) -> None:
+    """Prefill tells of the first sequence alone; decode, given that for several, ends (vLLM 0.32)."""
+    assert parsed.body is not None
+    if parsed.body.choices > 1 or parsed.num_prompts > 1:
+        raise NotAsPair("several answers to one request", decode_serves_alone=True)

@@ -1,0 +1,167 @@
+"""A client's request as the router serves it: parsed once, named, and with the head that instances get."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from router.http import (
+    HOP_BY_HOP,
+    MAX_ID_CHARACTERS,
+    UNCHECKED_BYTES,
+    ApiError,
+    BadBody,
+    ClientRequest,
+    InferenceBody,
+    LargeBody,
+    encode_member,
+    end_to_end,
+    estimate_tokens,
+    find_model,
+    find_request_id,
+    parse_inference,
+    prepare_head,
+)
+from router.policies import RequestFeatures, request_features
+from router.serving.aborts import names_any
+from router.serving.api import GENERATING, Api, EngineIds
+from router.serving.response import RequestEnded
+
+__all__ = ["ParsedRequest", "guess_ids"]
+
+_NO_API = Api("", ())
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
+
+
+class ParsedRequest:
+    """A client's request, read. Its attributes are for reading."""
+
+    __slots__ = ("api", "body", "cache_salt", "data", "features", "head", "model", "request_id", "wants_stream")
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        sent_id: str,
+        large: LargeBody | None,
+        derive_salt: Callable[[str], str] | None,
+        aliases: Mapping[str, str],
+    ) -> None:
+        """Parse the body if an answer is to be generated, and prepare the head that instances get.
+
+        Args:
+            sent_id: the id that the client sent in a header.
+            large: of a large body that was looked through.
+            derive_salt: makes the salt that keeps the client's cache apart of one that the client sends, or of "".
+            aliases: the model that each other name stands for.
+
+        Raises:
+            RequestEnded: the request cannot be served.
+        """
+        self.data = request.body
+        self.body: InferenceBody | None = None
+        """Of a request whose answer is generated."""
+        self.cache_salt = b""
+        """The member that keeps the client's cache apart, where there is one."""
+        self.model = b""
+        """The member that names its model, where the client used an alias."""
+        self.api: Api = _NO_API
+        """Of a request whose answer is generated."""
+        self.wants_stream = False
+        if request.path not in GENERATING:
+            self.request_id = sent_id or _make_request_id()
+            self.features = RequestFeatures(estimate_tokens(request.body), model=find_model(request.body))
+            headers = end_to_end(request.headers, _NOT_FORWARDED)
+        elif request.method != "POST":
+            message = f"{request.path} takes POST, not {request.method}"
+            raise RequestEnded(ApiError(405, message, "method_not_allowed"))
+        else:
+            self.api = GENERATING[request.path]
+            self.body = body = _parse_body(request, large)
+            members: Mapping[str, Any] = body.members
+            if aliases:
+                members = self._resolve_alias(aliases, members)
+            if derive_salt is not None:
+                members = self._salt_cache(derive_salt, members)
+            self.wants_stream = bool(members.get("stream"))
+            self.features = request_features(members, body.prompt_tokens, request.headers)
+            self.request_id = body.request_id or sent_id or _make_request_id()
+            headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
+        self.head = prepare_head(request.method, request.target, headers)
+
+    @property
+    def samples(self) -> int:
+        """How many answers it asks for to each prompt."""
+        assert self.body is not None
+        return self.body.choices // self.num_prompts
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it has a list of prompts, if only of one."""
+        assert self.body is not None
+        prompt = self.body.members.get("prompt")
+        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has."""
+        return len(self.body.members["prompt"]) if self.body is not None and self.is_batch else 1
+
+    def name_at_engines(self, request_id: str) -> EngineIds:
+        """The ids of its sequences at FastDeploy's engines, where its answer is generated under this id."""
+        return EngineIds(self.api.id_prefix, request_id, self.body.choices if self.body else 1)
+
+    def _resolve_alias(self, aliases: Mapping[str, str], members: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Name the model that the client means by an alias; return the body's members with it."""
+        name = members.get("model")
+        model = aliases.get(name) if isinstance(name, str) else None
+        if model is None:
+            return members
+        self.model = encode_member("model", model)
+        return {**members, "model": model}
+
+    def _salt_cache(self, derive_salt: Callable[[str], str], members: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give the request a salt of its client's; return the body's members with it.
+
+        Raises:
+            RequestEnded: the salt that the client sent is none.
+        """
+        own = members.get("cache_salt")
+        if not isinstance(own, str | None):
+            message = "cache_salt must be text"
+            raise RequestEnded(ApiError(400, message, "invalid_body", "cache_salt"))
+        salt = derive_salt(own or "")
+        self.cache_salt = encode_member("cache_salt", salt)
+        return {**members, "cache_salt": salt}
+
+
+def guess_ids(request: ClientRequest, asked: Collection[str]) -> EngineIds:
+    """The ids of a request that waits in line, and whose body is read only if it may have one of those ``asked``."""
+    body, request_id = None, ""
+    try:
+        if len(request.body) <= UNCHECKED_BYTES and names_any(request.body, asked):
+            body = parse_inference(request.body)
+            request_id = body.request_id or ""
+        request_id = request_id or find_request_id(request.headers)
+    except BadBody:
+        pass  # it is told so in its turn
+    return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
+
+
+def _parse_body(request: ClientRequest, large: LargeBody | None) -> InferenceBody:
+    try:
+        body = parse_inference(request.body, large)
+    except BadBody as exc:
+        raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+    if len(body.request_id or "") > MAX_ID_CHARACTERS:
+        message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
+        raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
+    return body
+
+
+def _make_request_id() -> str:
+    """A random UUID of version 4; not from ``uuid``, which asks the kernel for each."""
+    text = f"{random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"

@@ -1,0 +1,430 @@
+"""Several models behind one router: each request goes to instances that serve its model, and to no others."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from router.fleet import health
+from router.fleet.models import UNLISTED, ServedModels, parse_models
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Received, Responder, StandIn, answers, streams
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+SOON = {"health_check_interval_secs": 0.05}
+
+
+class Told(NamedTuple):
+    """An instance, as far as its models go."""
+
+    models: frozenset[str] | None
+
+
+def served(*models: str | None, gone: tuple[str, ...] = ()) -> ServedModels:
+    """Of instances that serve these, with blanks between; ``""`` does not tell, None was not asked yet."""
+    told = [Told(None if each is None else frozenset(each.split())) for each in models]
+    return ServedModels(told, gone)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "meant"),
+    [
+        (served("a", "b"), "a", "a"),
+        (served("a", "b"), "c", None),
+        (served("a", "b"), "", ""),
+        (served("a", "b"), "any", ""),
+        (served("a", "b"), "default", ""),
+        (served("a", "default"), "default", "default"),
+        (served("a", "b"), ["a"], ""),
+        (served("a", "b"), None, ""),
+        (served("a lora"), "lora", "lora"),
+        (served("a lora"), "loar", None),
+        (served("a", "b", ""), "c", UNLISTED),
+        (served("a", "b", None), "c", None),
+        (served("a"), "whatever", ""),
+        (served(), "whatever", ""),
+        (served("a", gone=("b",)), "b", None),
+        (served("a", gone=("b",)), "whatever", ""),
+        (served("a", "", gone=("b",)), "b", UNLISTED),
+        (served("a", "b", gone=("b",)), "b", "b"),
+        (served(gone=("b",)), "b", ""),
+    ],
+)
+def test_a_name_means_a_model_where_there_are_several(models: ServedModels, name: object, meant: str | None) -> None:
+    assert models.find(name) == meant
+
+
+@pytest.mark.parametrize(
+    ("models", "told_apart"),
+    [
+        (served(), False),
+        (served("a", "a", "", None), False),
+        (served("a", "b"), True),
+        (served("a b"), True),
+        (served("a", gone=("b",)), True),
+        (served("a", gone=("a",)), False),
+    ],
+)
+def test_names_are_told_apart_only_where_there_are_or_were_several(models: ServedModels, told_apart: bool) -> None:
+    assert models.are_told_apart is told_apart
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"data": 5}', b"null", b"<html>"])
+def test_what_is_no_list_of_models_is_told(data: bytes) -> None:
+    with pytest.raises(ValueError, match="it is no list of models: "):
+        parse_models(data)
+
+
+def names_served(router: RouterUnderTest) -> list[list[str] | None]:
+    listed: list[dict[str, Any]] = router.client.get("/registered").json()["mixed"]
+    return [each["models"] for each in listed]
+
+
+def start_mixed(stand_in: MakeStandIn, *models: tuple[str, ...] | None) -> list[StandIn]:
+    instances = [stand_in() for _ in models]
+    for instance, each in zip(instances, models, strict=True):
+        instance.models, instance.models_status = each or (), 404 if each is None else 200
+    return instances
+
+
+def count_models(instance: StandIn) -> Counter[str]:
+    """How many requests for each model the instance has got."""
+    return Counter(str(request.json.get("model")) for request in instance.received)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("splitwise", [False, True])
+def test_under_load_no_request_reaches_an_instance_of_another_model(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, workers: int
+) -> None:
+    """Of each model two instances or pairs, one of which comes and goes."""
+    roles = ("prefill", "decode") if splitwise else ("mixed",)
+    instances = {model: [stand_in(role) for role in roles * 2] for model in ("a", "b")}
+    for model, of_model in instances.items():
+        for instance in of_model:
+            instance.models = (model,)
+    router = make_router(*instances["a"], *instances["b"], splitwise=splitwise, workers=workers)
+
+    def ask(number: int) -> int:
+        model, worker = "ab"[number % 2], router.workers[number // 2 % workers]
+        if number in (50, 150):
+            instances[model][-1].stop()
+        if number in (100, 200):
+            instances[model][-1].start()
+        if number % 3:
+            return worker.chat(model=model).status_code
+        with worker.stream(model=model) as response:
+            response.read()
+            return int(response.status_code)
+
+    for of_model in instances.values():
+        for instance in of_model:
+            instance.behave = answer_either_way
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert Counter(pool.map(ask, range(240))) == {200: 240}
+    for model, of_model in instances.items():
+        for instance in of_model:
+            assert set(count_models(instance)) <= {model}
+    assert sum(len(each.answered) > 0 for of_model in instances.values() for each in of_model) >= 2 * len(roles)
+
+
+async def answer_either_way(request: Received, respond: Responder) -> None:
+    behave = streams("1", "2") if request.json.get("stream") else answers()
+    await behave(request, respond)
+
+
+def test_a_misspelt_model_gets_a_sentence_with_the_nearest_name(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(*start_mixed(stand_in, ("qwen3-8b",), ("ernie-4.5",)))
+    response = router.chat(model="qwen38b")
+    assert response.status_code == 404
+    assert response.json()["error"] == {
+        "message": "no instance serves a model 'qwen38b'; did you mean qwen3-8b?",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    assert "served are: ernie-4.5, qwen3-8b" in router.chat(model="x").json()["error"]["message"]
+
+
+def test_a_misspelt_model_costs_no_instance_anything(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instances = start_mixed(stand_in, ("a",), ("b",))
+    router = make_router(*instances)
+    assert router.chat(model="c" * 100_000).status_code == 404
+    assert [each.received for each in instances] == [[], []]
+
+
+def test_a_single_model_is_served_by_any_name_and_passed_on_untouched(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    first, second = start_mixed(stand_in, ("m",), ("m",))
+    router = make_router(first, second)
+    for name in ("m", "misspelt", "default", "any", ""):
+        assert router.chat(model=name).status_code == 200
+    assert router.chat().status_code == 200
+    got = count_models(first) + count_models(second)
+    assert got == {"m": 1, "misspelt": 1, "default": 1, "any": 1, "": 1, "None": 1}
+
+
+@pytest.mark.parametrize("name", ["any", "default", "", None])
+def test_a_request_that_names_no_model_may_go_anywhere(
+    make_router: MakeRouter, stand_in: MakeStandIn, name: str | None
+) -> None:
+    instances = start_mixed(stand_in, ("a",), ("b",))
+    router = make_router(*instances)
+    assert [router.chat(model=name).status_code for _ in range(4)] == [200] * 4
+    assert sum(len(each.received) for each in instances) == 4
+
+
+def test_a_pair_for_a_request_that_names_no_model_is_of_one_model(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    pairs = {model: (stand_in("prefill"), stand_in("decode")) for model in ("a", "b")}
+    for model, pair in pairs.items():
+        for instance in pair:
+            instance.models = (model,)
+    router = make_router(*pairs["a"], *pairs["b"], splitwise=True)
+    assert [router.chat().status_code for _ in range(8)] == [200] * 8
+    for prefill, decode in pairs.values():
+        assert len(prefill.received) == len(decode.received)
+
+
+def test_prefill_and_decode_of_two_models_are_no_pair(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    prefill.models, decode.models = ("a",), ("b",)
+    router = make_router(prefill, decode, splitwise=True)
+    response = router.chat()
+    said = "prefill and decode must serve one model, by one name; registered are prefill 'a' and decode 'b'"
+    assert (response.status_code, response.json()["error"]["message"]) == (503, said)
+    response = router.chat(model="a")
+    assert response.status_code == 503
+    assert "no decode instance that serves 'a' is registered" in response.json()["error"]["message"]
+
+
+def test_an_instance_without_a_list_of_models_serves_any(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first, second, old = start_mixed(stand_in, ("a",), ("b",), None)
+    router = make_router(first, second, old)
+    assert router.chat(model="c").status_code == 200
+    assert count_models(old) == {"c": 1}
+    assert names_served(router) == [["a"], ["b"], []]
+
+
+def test_an_instance_that_cannot_be_asked_now_gets_no_request_for_a_model(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "ASK_SECONDS", 0.2)
+    first, second, busy = start_mixed(stand_in, ("a",), ("b",), ("a",))
+    hang = [True]
+    respond = busy._respond
+
+    async def hang_up(request: Received, responder: Responder) -> None:
+        if request.target == "/v1/models" and hang[0]:
+            await responder.peer_left.wait()
+            responder.keep_alive = False
+        else:
+            await respond(request, responder)
+
+    busy._respond = hang_up  # type: ignore[method-assign]
+    router = make_router(first, second, busy, **SOON)
+    assert [router.chat(model="a").status_code for _ in range(4)] == [200] * 4
+    assert (len(first.received), len(busy.received)) == (4, 0)
+    hang[0] = False
+    wait_until(lambda: names_served(router)[2] == ["a"], "its answer")
+    assert [router.chat(model="a").status_code for _ in range(4)] == [200] * 4
+    assert busy.received
+
+
+def test_an_adapter_that_was_loaded_is_found_after_a_request_for_it(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    with_adapter, without = start_mixed(stand_in, ("m",), ("m", "other"))
+    router = make_router(with_adapter, without, **SOON)
+    assert router.chat(model="lora").status_code == 404
+    with_adapter.models = ("m", "lora")
+    wait_until(lambda: router.chat(model="lora").status_code == 200, "the adapter")
+    assert [router.chat(model="lora").status_code for _ in range(4)] == [200] * 4
+    assert (set(count_models(with_adapter)), set(count_models(without))) == ({"lora"}, set())
+
+
+def test_models_are_asked_again_now_and_then(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (instance,) = start_mixed(stand_in, ("m",))
+    router = make_router(instance, **SOON)
+    asked, probes = instance.models_asked, instance.probes
+    wait_until(lambda: instance.probes > probes + 2, "some probes")
+    assert instance.models_asked == asked == 1
+    monkeypatch.setattr(health, "MODELS_SECONDS", 0.0)
+    instance.models = ("m", "lora")
+    wait_until(lambda: names_served(router) == [["lora", "m"]], "the adapter")
+
+
+def test_one_that_comes_back_is_asked_before_it_is_chosen(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first, second = start_mixed(stand_in, ("a",), ("b",))
+    router = make_router(first, second, **SOON)
+    second.stop()
+    assert router.chat(model="b").status_code == 502
+    second.models = ("c",)
+    second.start()
+    wait_until(lambda: router.chat(model="c").status_code == 200, "the other model")
+    assert router.chat(model="b").status_code == 404
+
+
+def test_what_only_instances_that_are_gone_served_goes_to_no_other(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    first, second = start_mixed(stand_in, ("a",), ("b",))
+    router = make_router(first, **SOON, heartbeat_expiry_secs=1.0)
+    second.register(router.url)
+    second.stop()
+    for instance in router.app.registry:
+        instance.permanent = instance.key == first.key
+    wait_until(lambda: len(names_served(router)) == 1, "it to be forgotten")
+    error = router.chat(model="b").json()["error"]
+    assert (error["message"], error["code"]) == (
+        "no instance serves the model 'b' any more; all that did are gone",
+        "no_instance",
+    )
+    assert router.chat(model="misspelt").status_code == 200
+    assert set(count_models(first)) == {"misspelt"}
+    second.start()
+    second.register(router.url)
+    assert router.chat(model="b").status_code == 200
+
+
+def test_a_registration_may_name_the_models_itself(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    (silent, other) = start_mixed(stand_in, None, ("b",))
+    router = make_router(other)
+    silent.register(router.url, models=["a"])
+    assert [router.chat(model="a").status_code for _ in range(2)] == [200] * 2
+    assert (len(silent.received), len(other.received)) == (2, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions"])
+def test_other_requests_go_by_their_model_too(make_router: MakeRouter, stand_in: MakeStandIn, path: str) -> None:
+    first, second = start_mixed(stand_in, ("a",), ("b",))
+    router = make_router(first, second)
+    for _ in range(3):
+        if path == "/v1/embeddings":
+            sent = router.client.post(path, json={"input": "x" * 100_000, "model": "b"})
+        else:
+            sent = router.client.post(path, data={"model": "b"}, files={"file": ("a.wav", b"\0" * 100_000)})
+        assert sent.status_code == 200
+    assert (len(first.received), len(second.received)) == (0, 3)
+
+
+class TestAliases:
+    """``--model-alias NAME=MODEL``."""
+
+    def test_the_instance_gets_the_models_own_name(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        first, second = start_mixed(stand_in, ("Qwen/Qwen3-8B",), ("b",))
+        router = make_router(first, second, model_alias=("chat=Qwen/Qwen3-8B",))
+        assert router.chat(model="chat", seed=1).status_code == 200
+        assert (first.received[0].json["model"], first.received[0].json["seed"]) == ("Qwen/Qwen3-8B", 1)
+        assert second.received == []
+
+    def test_it_holds_for_a_single_model_too(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        (instance,) = start_mixed(stand_in, ("m",))
+        router = make_router(instance, model_alias=("chat=m",))
+        assert [router.chat(model=name).status_code for name in ("chat", "other")] == [200, 200]
+        assert count_models(instance) == {"m": 1, "other": 1}
+
+    def test_a_prompt_has_one_prefix_by_either_name(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        (instance,) = start_mixed(stand_in, ("m",))
+        router = make_router(instance, model_alias=("chat=m",))
+        messages = [{"role": "user", "content": "again and again " * 200}]
+        cached = [router.chat(model=name, messages=messages).headers["x-router-decision"] for name in ("m", "chat")]
+        assert cached[0] == "pool_aware; cached=0"
+        assert cached[1] != "pool_aware; cached=0"
+
+    def test_a_misspelt_one_is_told(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        router = make_router(*start_mixed(stand_in, ("a",), ("b",)), model_alias=("assistant=a",))
+        assert "did you mean assistant?" in router.chat(model="asistant").json()["error"]["message"]
+
+    def test_it_is_listed_beside_its_model(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        router = make_router(*start_mixed(stand_in, ("a",)), model_alias=("chat=a", "nothing=b"))
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as client:
+            assert [model.id for model in client.models.list()] == ["a", "chat"]
+            assert client.models.retrieve("chat").id == "chat"
+
+
+def test_openais_client_lists_all_models_and_is_told_of_a_misspelt_one(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(*start_mixed(stand_in, ("a", "lora"), ("b",)))
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["a", "lora", "b"]
+        with pytest.raises(openai.NotFoundError, match="did you mean lora") as refused:
+            client.chat.completions.create(model="loora", messages=[{"role": "user", "content": "hi"}])
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+
+
+def test_equal_prompts_of_two_models_share_no_prefix(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(*start_mixed(stand_in, ("a",), ("b",)))
+    messages = [{"role": "user", "content": "again and again " * 200}]
+    told = [router.chat(model=name, messages=messages).headers["x-router-decision"] for name in ("a", "b", "a")]
+    assert told[:2] == ["pool_aware; cached=0"] * 2
+    assert told[2] != "pool_aware; cached=0"
+
+
+def test_models_take_turns_of_their_own(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    """Requests that alternate would otherwise always find the same of two instances next."""
+    instances = start_mixed(stand_in, ("a",), ("a",), ("b",), ("b",))
+    router = make_router(*instances, policy="round_robin")
+    for number in range(16):
+        assert router.chat(model="ab"[number % 2]).status_code == 200
+    assert [len(each.received) for each in instances] == [4] * 4
+
+
+def test_a_failed_request_is_tried_again_at_its_model_only(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    broken, good, other = start_mixed(stand_in, ("a",), ("a",), ("b",))
+    broken.behave = answers(500)
+    router = make_router(broken, good, other)
+    assert [router.chat(model="a").status_code for _ in range(4)] == [200] * 4
+    good.behave = answers(500)
+    assert router.chat(model="a").status_code == 500
+    assert other.received == []
+
+
+class TestWorkers:
+    """Two processes of one router."""
+
+    def test_what_one_has_asked_the_other_knows(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        instances = start_mixed(stand_in, ("a",), ("b",))
+        _, second = make_router(*instances, workers=2).workers
+        assert names_served(second) == [["a"], ["b"]]
+        assert [each.models_asked for each in instances] == [1, 1]
+        assert second.chat(model="c").status_code == 404
+        assert second.chat(model="b").status_code == 200
+        assert count_models(instances[1]) == {"b": 1}
+
+    def test_another_model_at_a_known_address_is_known_to_both(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
+        instances = start_mixed(stand_in, ("a",), ("b",))
+        first, second = make_router(*instances, workers=2).workers
+        instances[1].models = ("c",)
+        instances[1].register(first.url, connector_port=9)  # a process of its own
+        for worker in (first, second):
+            assert worker.chat(model="c").status_code == 200
+            assert worker.chat(model="b").status_code == 404
+
+
+def test_a_restarted_router_knows_the_models_before_it_has_asked(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Any
+) -> None:
+    instances = start_mixed(stand_in, ("a",), ("b",))
+    settings = {"snapshot_path": str(tmp_path / "snapshot")}
+    make_router(*instances, **settings).app.snapshot.save()  # type: ignore[union-attr]
+    instances[1].health = 503
+    after = make_router(**settings)
+    wait_until(lambda: after.chat(model="a").status_code == 200, "the probes")
+    assert after.chat(model="b").status_code == 503
+    assert count_models(instances[0]) == {"a": 1}

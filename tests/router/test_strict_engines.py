@@ -1,0 +1,280 @@
+"""The strict stand-ins for vLLM and SGLang, asked as a good router asks, and in each way that breaks a rule."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.router.stand_in import LoopThread, StandIn
+from tests.support.strict_sglang import StrictSglang
+from tests.support.strict_vllm import Connector, StrictVllm
+from tests.support.toy_model import PATHS, Asked, answer_text, decode
+
+MakeStandIn = Callable[..., StandIn]
+
+TEXT = " ".join(f"word{number}" for number in range(40))
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 5},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 5},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 5},
+    "/v1/messages": {"system": "s", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 5},
+}
+CHAT = ASKED["/v1/chat/completions"]
+SEND = {"do_remote_decode": True, "do_remote_prefill": False}
+NIXL = {**SEND, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+ID = {"X-Request-Id": "r1"}
+
+
+def ask(instance: StandIn, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.post(instance.url + path, json=body, headers=headers or ID, trust_env=False, timeout=20, verify=False)
+
+
+def limited(path: str) -> dict[str, Any]:
+    """A client's body, cut to prefill's one token."""
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    return {**ASKED[path], limit: 1, "stream": False}
+
+
+def texts(path: str, stream: str) -> str:
+    """The text of a stream of any of the four APIs."""
+    said = []
+    for line in stream.split("\n"):
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if path in ("/v1/messages", "/v1/responses"):
+            delta = event.get("delta", "")
+            said.append(delta.get("text", "") if isinstance(delta, dict) else delta)
+        for choice in event.get("choices", ()):
+            said.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+    return "".join(said)
+
+
+@pytest.fixture
+def vllm(stand_in: MakeStandIn) -> Callable[..., tuple[StrictVllm, StandIn, StandIn]]:
+    def start(connector: Connector = "nixl", **settings: Any) -> tuple[StrictVllm, StandIn, StandIn]:
+        strict, prefill, decode_ = StrictVllm(connector, **settings), stand_in("prefill"), stand_in("decode")
+        strict.serve(prefill, stand_in("mixed") if connector == "mooncake" else None)
+        strict.serve(decode_)
+        return strict, prefill, decode_
+
+    return start
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_nixl_pair_asked_rightly_answers_as_one_alone(vllm: Any, path: str, stream: bool) -> None:
+    strict, prefill, decode_ = vllm()
+    for turn, cached in enumerate((0, 32)):
+        headers = {"X-Request-Id": f"r{turn}"}
+        body = {**ASKED[path], "stream": stream, "stream_options": {"include_usage": True}} if stream else ASKED[path]
+        given = ask(prefill, path, {**limited(path), "kv_transfer_params": NIXL}, headers).json()["kv_transfer_params"]
+        assert given["remote_prefill_cached_tokens"] == cached
+        answered = ask(decode_, path, {**body, "kv_transfer_params": given}, headers)
+        if stream:
+            assert texts(path, answered.text) == answer_text(path, ASKED[path])
+        else:
+            assert answer_text(path, ASKED[path]) in answered.text
+    assert (strict.violations, strict.alone, strict.transfers, strict.stranded) == ([], 0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stream": True}, "stream is true"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "stream is true"),
+        ({"stream_options": {"include_usage": True}}, "Stream options"),
+        ({"min_tokens": 0}, "min_tokens"),
+        ({"min_tokens": 4}, "min_tokens must be"),
+        ({"max_tokens": 5}, "the limit is 5"),
+        ({"max_completion_tokens": 5}, "the limit is 5"),
+        ({"max_tokens": 5, "max_completion_tokens": 1}, "the limit is 1"),
+        ({"kv_transfer_params": None}, "kv_transfer_params is None"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "do not say"),
+        ({"kv_transfer_params": {**NIXL, "remote_host": "h"}}, "remote_host"),
+        ({"kv_transfer_params": {**SEND, "transfer_id": "t"}}, "transfer_id"),
+        ({"n": 2}, "several"),
+        ({"disaggregate_info": {}}, "disaggregate_info"),
+    ],
+)
+def test_what_vllm_prefill_may_not_be_sent(vllm: Any, change: dict[str, Any], sentence: str) -> None:
+    strict, prefill, _ = vllm()
+    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), "kv_transfer_params": NIXL, **change})
+    assert sentence in "".join(strict.violations)
+
+
+def test_what_nixl_decode_may_not_be_sent(vllm: Any) -> None:
+    strict, prefill, decode_ = vllm(lease_s=0.0)
+
+    def given(request_id: str) -> Any:
+        body = {**limited("/v1/chat/completions"), "kv_transfer_params": NIXL}
+        answered = ask(prefill, "/v1/chat/completions", body, {"X-Request-Id": request_id})
+        return answered.json()["kv_transfer_params"]
+
+    def refuses(params: Any, request_id: str, sentence: str) -> None:
+        strict.violations.clear()
+        headers = {"X-Request-Id": request_id}
+        assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, headers).status_code == 500
+        streamed = ask(decode_, "/v1/chat/completions", {**CHAT, "stream": True, "kv_transfer_params": params}, headers)
+        assert (streamed.status_code, "Internal server error" in streamed.text) == (200, True)
+        assert len(strict.violations) == 2
+        assert all(sentence in violation for violation in strict.violations)
+
+    refuses(given("a"), "a", "lease")
+    strict.lease_s = 30.0
+    refuses(given("b"), "other", "X-Request-Id")
+    refuses({**given("c"), "tp_size": 2}, "c", "changed")
+    refuses({"remote_request_id": "x"}, "d", "no prefill gave out")
+    params = given("e")
+    ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, {"X-Request-Id": "e"})
+    refuses(params, "e", "twice")
+    params = given("f")
+    strict.violations.clear()
+    strict.restart(prefill)
+    headers = {"X-Request-Id": "f"}
+    assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, headers).status_code == 500
+    assert strict.violations == []
+
+
+def test_legs_must_have_what_the_client_asked(vllm: Any) -> None:
+    strict, prefill, decode_ = vllm("kvstore")
+    strict.asked["1"] = {**CHAT, "number": "1", "temperature": 0.5}
+    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), "number": "1"})
+    ask(decode_, "/v1/chat/completions", {**strict.asked["1"], "max_tokens": 4})
+    assert strict.violations == ["temperature was 0.5, and came as None", "max_tokens was 5, and came as 4"]
+
+
+def test_mooncake_legs_may_run_at_once(vllm: Any, thread: LoopThread) -> None:
+    strict, prefill, decode_ = vllm("mooncake")
+    address = f"http://127.0.0.1:{prefill.told['bootstrap_port']}"
+    engine = httpx.get(f"{address}/query", trust_env=False, verify=False).json()["0"]["engine_id"]
+    fetch = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": "t1"}
+    fetch |= {"remote_engine_id": engine, "remote_bootstrap_addr": address}
+
+    async def both() -> Any:
+        async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:
+
+            def post(instance: StandIn, body: dict[str, Any]) -> Any:
+                return client.post(instance.url + "/v1/chat/completions", json=body, headers=ID)
+
+            waiting = asyncio.ensure_future(post(decode_, {**CHAT, "kv_transfer_params": fetch}))
+            while not strict.waiting:
+                await asyncio.sleep(0.01)
+            send = {**SEND, "transfer_id": "t1"}
+            await post(prefill, {**limited("/v1/chat/completions"), "kv_transfer_params": send})
+            return (await waiting).json()
+
+    answered = thread.run(both())
+    assert answered["choices"][0]["message"]["content"] == answer_text("/v1/chat/completions", CHAT)
+    assert strict.violations == []
+    ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": fetch})
+    ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": {**fetch, "transfer_id": "t2", "tp_size": 1}})
+    unknown = {**fetch, "transfer_id": "t3", "remote_engine_id": "old"}
+    assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": unknown}).status_code == 500
+    assert [violation.split()[1] for violation in strict.violations] == ["transfer_id", "kv_transfer_params"]
+
+
+@pytest.fixture
+def sglang(stand_in: MakeStandIn) -> tuple[StrictSglang, StandIn, StandIn]:
+    strict, prefill, decode_ = StrictSglang(), stand_in("prefill"), stand_in("decode")
+    strict.serve(prefill, 9001)
+    strict.serve(decode_)
+    return strict, prefill, decode_
+
+
+def ask_both(thread: LoopThread, pair: tuple[StandIn, StandIn], path: str, *bodies: dict[str, Any]) -> list[Any]:
+    async def both() -> list[Any]:
+        async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:
+            posts = (client.post(one.url + path, json=body) for one, body in zip(pair, bodies, strict=True))
+            return list(await asyncio.gather(*posts))
+
+    return thread.run(both())
+
+
+ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 2**63 - 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_sglang_legs_meet_in_their_room(sglang: Any, thread: LoopThread, path: str, stream: bool) -> None:
+    strict, prefill, decode_ = sglang
+    body = {**ASKED[path], "stream": stream, **ROOM}
+    _, answered = ask_both(thread, (prefill, decode_), path, body, body)
+    said = texts(path, answered.text) if stream else answered.text
+    assert answer_text(path, ASKED[path]) in said
+    assert (strict.violations, strict.transfers, strict.waiting) == ([], 1, 0)
+
+
+def test_sglang_batches_have_a_room_a_prompt(sglang: Any, thread: LoopThread) -> None:
+    strict, prefill, decode_ = sglang
+    rooms = {"bootstrap_host": ["127.0.0.1"] * 2, "bootstrap_port": [9001] * 2, "bootstrap_room": [1, 2]}
+    body = {"prompt": ["a b", [1, 2, 3]], "max_tokens": 2, **rooms}
+    _, answered = ask_both(thread, (prefill, decode_), "/v1/completions", body, body)
+    expected = [decode(choice) for choice in Asked.read("/v1/completions", body).generate()]
+    assert [choice["text"] for choice in answered.json()["choices"]] == expected
+    assert strict.violations == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"bootstrap_room": None}, "without bootstrap_room"),
+        ({"bootstrap_room": 2**63}, "no number of 63 bits"),
+        ({"bootstrap_room": -1}, "no number of 63 bits"),
+        ({"bootstrap_room": True}, "no number of 63 bits"),
+        ({"bootstrap_room": [1]}, "1 prompts"),
+        ({"bootstrap_port": 8998}, "no prefill instance"),
+        ({"n": 2}, "one room"),
+        ({"kv_transfer_params": {}, "bootstrap_room": None}, "another engine's"),
+    ],
+)
+def test_what_sglang_may_not_be_sent(sglang: Any, change: dict[str, Any], sentence: str) -> None:
+    strict, prefill, _ = sglang
+    assert ask(prefill, "/v1/chat/completions", {**CHAT, **ROOM, **change}).status_code == 400
+    assert sentence in "".join(strict.violations)
+
+
+def test_a_sglang_leg_without_its_partner_waits_until_it_is_aborted(sglang: Any, thread: LoopThread) -> None:
+    strict, prefill, decode_ = sglang
+
+    async def leave(instance: StandIn, **body: Any) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:
+            url = instance.url + "/v1/chat/completions"
+            waiting = asyncio.ensure_future(client.post(url, json={**CHAT, **ROOM, **body}))
+            while not strict.waiting:
+                await asyncio.sleep(0.01)
+            if "rid" in body:
+                await client.post(instance.url + "/abort_request", json={"rid": body["rid"]})
+            else:
+                waiting.cancel()
+            while strict.waiting:
+                await asyncio.sleep(0.01)
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    thread.run(leave(prefill, bootstrap_room=1))
+    thread.run(leave(decode_, bootstrap_room=2, rid="x"))
+    assert ask(prefill, "/v1/chat/completions", {**CHAT, **ROOM, "bootstrap_room": 1}).status_code == 400
+    assert strict.violations == ["prefill: bootstrap_room 1 used twice"]
+
+
+def test_sglang_legs_must_be_alike(sglang: Any, thread: LoopThread) -> None:
+    strict, prefill, decode_ = sglang
+    bodies = {**CHAT, **ROOM}, {**CHAT, **ROOM, "temperature": 1}
+
+    async def one_then_the_other() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:
+            path = "/v1/chat/completions"
+            waiting = asyncio.ensure_future(client.post(prefill.url + path, json=bodies[0]))
+            while not strict.waiting:
+                await asyncio.sleep(0.01)
+            assert (await client.post(decode_.url + path, json=bodies[1])).status_code == 400
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    thread.run(one_then_the_other())
+    assert strict.violations == [f"decode: the legs of bootstrap_room {2**63 - 1} differ in temperature"]

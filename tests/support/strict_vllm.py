@@ -1,0 +1,405 @@
+"""vLLM pairs that are stood in for, and check all that a router asks of them, by the rules of vLLM 0.32's sources.
+
+A ``StrictVllm`` is a set of instances with one connector; what breaks a rule is answered as vLLM would, and noted in
+``violations``, which a test of a router wants empty at its end.
+
+- NixlConnector: prefill's answer has ``kv_transfer_params``, a lease. Decode takes only such as were given out,
+  unchanged, once each, with prefill's own ``X-Request-Id``, before the lease ends and while that prefill lives.
+- MooncakeConnector: both legs have the same ``transfer_id``, never used before, and may run at once; decode names
+  prefill's engine id and its bootstrap server, and waits for a prefill leg that does not come.
+- ``kvstore``, our own: no parameters; decode after prefill's answer finds the blocks in the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn
+from tests.support.toy_model import PATHS, Asked, PrefixCache, blocks_of
+
+__all__ = ["Connector", "StrictVllm"]
+
+Connector = Literal["nixl", "mooncake", "kvstore"]
+
+PREFILL_PARAMS: dict[Connector, dict[str, Any]] = {
+    "nixl": {"do_remote_decode": True, "do_remote_prefill": False},
+    "mooncake": {"do_remote_decode": True, "do_remote_prefill": False},
+}
+NULLS = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id"}
+# What a router may add to a request beside the dialect's own parameters, or change.
+ADDED = {"stream_options", "return_token_ids", "kv_transfer_params"}
+CUT = {"stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop", "ignore_eos", "n"}
+# Members of other engines' dialects.
+FOREIGN = {"disaggregate_info", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+
+
+@dataclass
+class _Given:
+    """``kv_transfer_params`` as prefill gave them out."""
+
+    params: dict[str, Any]
+    request_id: str
+    instance: StandIn
+    ends_at: float
+    is_taken: bool = False
+    is_gone: bool = False
+
+
+@dataclass
+class StrictVllm:
+    """Instances of vLLM around one connector.
+
+    Attributes:
+        lease_s: how long prefill keeps what decode does not fetch.
+        tells_prefill_cache: whether decode reports what prefill had cached, as 0.32 does, or what it was given.
+        asked: what clients asked, by the member ``number`` of their bodies; both legs must have all of it.
+        token_s: how long a token takes.
+        violations: rules that were broken, one sentence each.
+        alone: requests that decode computed by itself, as they had no parameters.
+        transfers: requests whose KV went from prefill to decode.
+        prefill_cached: by ``X-Request-Id``, the cached tokens that prefill reported.
+    """
+
+    connector: Connector = "nixl"
+    lease_s: float = 30.0
+    tells_prefill_cache: bool = True
+    token_s: float = 0.0
+    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    alone: int = 0
+    transfers: int = 0
+    prefill_cached: dict[str, int] = field(default_factory=dict)
+    waiting: int = 0
+    _given: dict[str, _Given] = field(default_factory=dict)
+    _engines: dict[str, tuple[StandIn, str]] = field(default_factory=dict)
+    _bootstraps: dict[str, StandIn] = field(default_factory=dict)
+    _sent: dict[str, StandIn] = field(default_factory=dict)
+    _received: Counter[str] = field(default_factory=Counter)
+    _request_ids: dict[str, str] = field(default_factory=dict)
+    _pool: set[int] = field(default_factory=set)
+    _caches: dict[str, PrefixCache] = field(default_factory=dict)
+
+    def serve(self, instance: StandIn, bootstrap: StandIn | None = None) -> Behaviour:
+        """Have ``instance`` answer by its role; for MooncakeConnector's prefill, ``bootstrap`` is its other port."""
+        behave = {"prefill": self._prefills, "decode": self._decodes, "mixed": self._computes}[instance.role](instance)
+        self._caches[instance.key] = PrefixCache()
+        instance.told = {"engine": "vllm", "kv_connector": self.connector}
+        self.restart(instance)
+        if bootstrap is not None:
+            instance.told["bootstrap_port"] = bootstrap.port
+            self._bootstraps[instance.key] = bootstrap
+            bootstrap.behave = self._tells_engine(instance)
+        instance.behave = behave
+        return behave
+
+    def restart(self, instance: StandIn) -> None:
+        """From now on ``instance`` is another engine: nothing that was given out is there any more."""
+        self._engines[instance.key] = (instance, str(uuid.uuid4()))
+        for given in self._given.values():
+            given.is_gone |= given.instance is instance
+        self._caches[instance.key] = PrefixCache()
+
+    @property
+    def stranded(self) -> int:
+        """Leases that nobody took yet, and legs of MooncakeConnector that have no partner."""
+        leases = sum(not (given.is_taken or given.is_gone) for given in self._given.values())
+        return leases + len(self._sent.keys() - set(self._received))
+
+    def _prefills(self, instance: StandIn) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            if (asked := await self._read(request, respond)) is None:
+                return
+            refusal = self._check_prefill(asked, request)
+            if refusal:
+                await _refuse(respond, refusal)
+                return
+            request_id = request.header("x-request-id") or ""
+            params = asked.body.get("kv_transfer_params") or {}
+            await self._compute(asked, 1)
+            cached = self._caches[instance.key].take(asked.prompts[0])
+            self.prefill_cached[request_id] = cached
+            given = None
+            if self.connector == "nixl":
+                given = self._lease(asked, request_id, instance, cached)
+            elif self.connector == "mooncake":
+                self._sent[params["transfer_id"]] = instance
+            else:
+                self._pool.update(*map(blocks_of, asked.prompts))
+            answer_id = f"{_prefix(asked)}{request_id}"
+            await _answer(respond, asked.whole(answer_id, cached, asked.generate(), kv_transfer_params=given))
+
+        return behave
+
+    def _decodes(self, instance: StandIn) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            if (asked := await self._read(request, respond)) is None:
+                return
+            self._check_unchanged(asked, ADDED)
+            params = asked.body.get("kv_transfer_params")
+            own = self._caches[instance.key].take(asked.prompts[0])
+            cached = own
+            if self.connector == "kvstore":
+                if params is not None:
+                    self.violations.append("decode: kv_transfer_params, but our connector has none")
+                names = blocks_of(asked.prompts[0])
+                found = next((at for at, name in enumerate(names) if name not in self._pool), len(names))
+                self.transfers += bool(found)
+                self.alone += not found
+            elif params is None:
+                self.alone += 1
+            elif _is_several(asked):
+                # The real one's engine dies of several prompts; of several samples only one may read the lease.
+                self.violations.append("decode: kv_transfer_params with several prompts or samples")
+                respond.cut()
+                return
+            else:
+                failed = await (
+                    self._fetch(params, request, respond)
+                    if self.connector == "nixl"
+                    else self._pull(params, request, respond)
+                )
+                if respond.peer_left.is_set():
+                    respond.keep_alive = False
+                    return
+                if failed:
+                    self.violations += [failed] * (not failed.startswith("gone: "))
+                    await _fail_load(asked, respond)
+                    return
+                self.transfers += 1
+                told = params.get("remote_prefill_cached_tokens")
+                cached = told if self.tells_prefill_cache and isinstance(told, int) else asked.prompt_tokens - 1
+            await self._say(asked, request, respond, cached)
+
+        return behave
+
+    def _computes(self, instance: StandIn) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            if (asked := await self._read(request, respond)) is None:
+                return
+            self._check_unchanged(asked, ADDED - {"kv_transfer_params"})
+            cached = self._caches[instance.key].take(asked.prompts[0])
+            await self._say(asked, request, respond, cached)
+
+        return behave
+
+    def _tells_engine(self, instance: StandIn) -> Behaviour:
+        async def behave(request: Received, respond: Responder) -> None:
+            if (request.method, request.target) != ("GET", "/query"):
+                self.violations.append(f"bootstrap server: {request.method} {request.target}, not GET /query")
+                await respond.answer(404, b"{}")
+                return
+            workers = {"0": {"0": f"tcp://127.0.0.1:{instance.port}"}}
+            told = {"0": {"engine_id": self._engines[instance.key][1], "worker_addr": workers}}
+            await _answer(respond, json.dumps(told).encode())
+
+        return behave
+
+    async def _read(self, request: Received, respond: Responder) -> Asked | None:
+        """What was asked; None if it was answered here, as it is not generation."""
+        if request.target == "/version":
+            await _answer(respond, b'{"version": "0.32.0"}')
+            return None
+        if request.target not in PATHS or request.method != "POST":
+            self.violations.append(f"{request.method} {request.target}: vLLM has no such path for a router")
+            await respond.answer(404, b'{"detail": "Not Found"}')
+            return None
+        body = request.json
+        for name in FOREIGN & body.keys():
+            self.violations.append(f"{name}: a member of another engine's dialect")
+        refusal = ""
+        if body.get("stream_options") and not body.get("stream"):
+            refusal = "Stream options can only be defined when `stream=True`."
+        elif (limit := Asked.read(request.target, body).limit) is not None and limit < 1:
+            refusal = f"max_tokens must be at least 1, got {limit}."
+        elif limit is not None and body.get("min_tokens", 0) > limit:
+            refusal = f"min_tokens must be less than or equal to max_tokens={limit}, got {body['min_tokens']}."
+        if refusal:
+            self.violations.append(refusal)
+            await _refuse(respond, refusal)
+            return None
+        return Asked.read(request.target, body)
+
+    def _check_prefill(self, asked: Asked, request: Received) -> str:
+        """Which rule the request breaks; '' if none."""
+        body, request_id = asked.body, request.header("x-request-id")
+        params = body.get("kv_transfer_params")
+        broken = ""
+        if asked.is_stream:
+            broken = "stream is true: kv_transfer_params are told in whole answers only"
+        elif "stream_options" in body or "min_tokens" in body:
+            broken = "stream_options or min_tokens reached prefill"
+        elif asked.limit != 1 or any(body[name] != 1 for name in asked.limit_names):
+            broken = f"the limit is {asked.limit} ({', '.join(asked.limit_names)}), not 1"
+        elif not request_id:
+            broken = "no X-Request-Id"
+        elif self.connector == "kvstore":
+            broken = "kv_transfer_params, but our connector has none" if params is not None else ""
+        elif _is_several(asked):
+            broken = "several prompts or samples: only the first one's kv_transfer_params are told"
+        elif not isinstance(params, dict):
+            broken = f"kv_transfer_params is {params!r}"
+        else:
+            broken = self._check_prefill_params(params)
+        if request_id in self._request_ids and request_id in self.prefill_cached:
+            broken = f"X-Request-Id {request_id} used twice"
+        self._request_ids[str(request_id)] = asked.path
+        if broken:
+            self.violations.append(f"prefill: {broken}")
+        else:
+            self._check_unchanged(asked, ADDED | CUT)
+        return broken
+
+    def _check_prefill_params(self, params: dict[str, Any]) -> str:
+        rest = {name: value for name, value in params.items() if name not in PREFILL_PARAMS[self.connector]}
+        if any(params.get(name) is not value for name, value in PREFILL_PARAMS[self.connector].items()):
+            return f"kv_transfer_params do not say do_remote_decode: {params}"
+        if self.connector == "nixl":
+            return "" if rest.keys() <= NULLS and not any(rest.values()) else f"kv_transfer_params with {rest}"
+        transfer_id = rest.pop("transfer_id", None)
+        if not isinstance(transfer_id, str) or not transfer_id or rest:
+            return f"kv_transfer_params are {params}, not a transfer_id and the two flags"
+        if transfer_id in self._sent:
+            return f"transfer_id {transfer_id} used twice"
+        return ""
+
+    def _check_unchanged(self, asked: Asked, free: set[str]) -> None:
+        """Note what a leg has other than its client said."""
+        client = self.asked.get(str(asked.body.get("number")))
+        if client is None:
+            return
+        for name in (client.keys() | asked.body.keys()) - free:
+            if client.get(name) != asked.body.get(name):
+                self.violations.append(f"{name} was {client.get(name)!r}, and came as {asked.body.get(name)!r}")
+
+    def _lease(self, asked: Asked, request_id: str, instance: StandIn, cached: int) -> dict[str, Any]:
+        engine_request = f"{_prefix(asked)}{request_id}-{uuid.uuid4().hex[:8]}"
+        count = -(-asked.prompt_tokens // 16)
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, count + 1))],
+            "remote_engine_id": self._engines[instance.key][1],
+            "remote_request_id": engine_request,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": asked.prompt_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": cached,
+        }
+        self._given[engine_request] = _Given(
+            copy.deepcopy(params), request_id, instance, time.monotonic() + self.lease_s
+        )
+        return params
+
+    async def _fetch(self, params: Any, request: Received, respond: Responder) -> str:
+        """Why decode cannot have what prefill gave out; '' if it has it now; ``gone: ...`` where no rule was broken."""
+        given = self._given.get(params.get("remote_request_id", "")) if isinstance(params, dict) else None
+        if given is None:
+            return f"decode: kv_transfer_params that no prefill gave out: {params}"
+        if params != given.params:
+            return f"decode: kv_transfer_params were changed: {params}, given out as {given.params}"
+        if given.is_taken:
+            return f"decode: kv_transfer_params of {given.request_id} came twice"
+        if request.header("x-request-id") != given.request_id:
+            return f"decode: X-Request-Id {request.header('x-request-id')}, prefill's was {given.request_id}"
+        if time.monotonic() > given.ends_at:
+            return f"decode: came after the lease of {given.request_id} had ended"
+        if given.is_gone or not given.instance.is_listening:
+            return "gone: prefill died"
+        given.is_taken = True
+        return ""
+
+    async def _pull(self, params: Any, request: Received, respond: Responder) -> str:
+        """As ``_fetch``, for MooncakeConnector; waits for prefill."""
+        names = {"do_remote_decode", "do_remote_prefill", "transfer_id", "remote_engine_id", "remote_bootstrap_addr"}
+        if not isinstance(params, dict) or params.keys() != names:
+            return f"decode: kv_transfer_params are {params}, not {sorted(names)}"
+        if params["do_remote_prefill"] is not True or params["do_remote_decode"] is not False:
+            return f"decode: kv_transfer_params do not say do_remote_prefill: {params}"
+        transfer_id = params["transfer_id"]
+        self._received[transfer_id] += 1
+        if self._received[transfer_id] > 1:
+            return f"decode: transfer_id {transfer_id} used twice"
+        addresses = {
+            f"http://127.0.0.1:{bootstrap.port}": self._engines[key] for key, bootstrap in self._bootstraps.items()
+        }
+        if params["remote_bootstrap_addr"] not in addresses:
+            return f"decode: nobody's bootstrap server is at {params['remote_bootstrap_addr']}"
+        instance, engine = addresses[params["remote_bootstrap_addr"]]
+        if engine != params["remote_engine_id"]:
+            return f"gone: {params['remote_engine_id']} is no engine there now"
+        self.waiting += 1
+        try:
+            while transfer_id not in self._sent:
+                if respond.peer_left.is_set():
+                    return "left"
+                await asyncio.sleep(0.01)
+        finally:
+            self.waiting -= 1
+        return "" if self._sent[transfer_id] is instance else f"decode: {transfer_id} was sent to another prefill"
+
+    async def _compute(self, asked: Asked, tokens: int) -> None:
+        await asyncio.sleep(self.token_s * tokens)
+
+    async def _say(self, asked: Asked, request: Received, respond: Responder, cached: int) -> None:
+        """The answer, a token at a time; stopped when the client leaves, as vLLM is."""
+        answer_id = f"{_prefix(asked)}{request.header('x-request-id') or uuid.uuid4().hex}"
+        choices = asked.generate()
+        if not asked.is_stream:
+            await self._compute(asked, max(map(len, choices)))
+            if respond.peer_left.is_set():
+                respond.keep_alive = False
+                return
+            await _answer(respond, asked.whole(answer_id, cached, choices))
+            return
+        await respond.start_stream("text/event-stream; charset=utf-8")
+        for event in asked.events(answer_id, cached, choices):
+            if respond.peer_left.is_set():
+                respond.keep_alive = False
+                return
+            await respond.chunk(event.encode())
+            await self._compute(asked, 1)
+        await respond.end_stream()
+        respond.succeeded = True
+
+
+async def _fail_load(asked: Asked, respond: Responder) -> None:
+    """What vLLM says where KV does not come (``kv_load_failure_policy`` fail): in a stream after its 200."""
+    error = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+    if not asked.is_stream:
+        await respond.answer(500, json.dumps({"error": error}).encode(), ("content-type", "application/json"))
+        return
+    await respond.start_stream("text/event-stream; charset=utf-8")
+    if asked.path == "/v1/chat/completions":
+        await respond.chunk(next(asked.events("chatcmpl-failed", 0, [[]])).encode())
+    await respond.event(json.dumps({"error": error}))
+    await respond.event("[DONE]")
+    await respond.end_stream()
+
+
+async def _refuse(respond: Responder, sentence: str) -> None:
+    error = {"message": sentence, "type": "BadRequestError", "param": None, "code": 400}
+    await respond.answer(400, json.dumps({"error": error}).encode(), ("content-type", "application/json"))
+
+
+async def _answer(respond: Responder, body: bytes) -> None:
+    await respond.answer(200, body, ("content-type", "application/json"))
+
+
+def _is_several(asked: Asked) -> bool:
+    return len(asked.prompts) > 1 or asked.samples > 1
+
+
+def _prefix(asked: Asked) -> str:
+    return {"/v1/completions": "cmpl-", "/v1/responses": "resp_"}.get(asked.path, "chatcmpl-")
