@@ -203,11 +203,18 @@ def fleet(
 
 
 def impatient_with_hanging(instances: list[StandIn], fetch: Callable[..., Any]) -> Callable[..., Any]:
-    """A pool's ``fetch`` that waits long only for instances that do answer probes."""
+    """A pool's ``fetch`` that gives up those that do not answer probes soon after all requests have come to their role.
+
+    Before, it would be too early: requests are to meet them. The others may take their time.
+    """
 
     async def fetch_soon(address: Address, method: str, target: str, *, timeout: float, **options: Any) -> Any:
-        hanging = {instance.port for instance in instances if not instance.answers_probes}
-        timeout = HUNG_SECONDS if address.port in hanging else timeout
+        asked = next(instance for instance in instances if instance.port == address.port)
+        if not asked.answers_probes:
+            mates = [instance for instance in instances if instance.role == asked.role]
+            while sum(len(mate.received) for mate in mates) < REQUESTS:
+                await asyncio.sleep(0.01)
+            timeout = HUNG_SECONDS
         return await fetch(address, method, target, timeout=timeout, **options)
 
     return fetch_soon
