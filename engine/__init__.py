@@ -3,10 +3,12 @@
 A request goes from top to bottom, and its tokens come back up:
 
 api_server.py        python -m engine.api_server: an instance's start, stop and HTTP endpoints
-http_server.py       HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape
+http_server.py       HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape
 args.py              the command line and the environment, in FastDeploy's names
-protocol.py          OpenAI's request bodies, checked; the shape of responses and errors
+protocol.py          OpenAI's request bodies, checked; the shapes of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
+apis/                OpenAI's Responses and Anthropic's Messages, translated onto chat
+dialects/            how a pair is asked: FastDeploy's way, and those of vLLM and SGLang for tests of routers
 generation/          one request's way through the instance, by its role: mixed, prefill or decode
 detokenizer.py       token ids -> text, piece by piece
 token_bytes.py       token id -> the bytes it stands for

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 import prometheus_client
@@ -22,12 +22,24 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from engine import logs
+from engine.apis.messages import Messages, MessagesBody
+from engine.apis.response_store import ResponseStore
+from engine.apis.responses import Responses
+from engine.apis.responses_body import ResponsesBody
 from engine.args import EngineArgs, parse_args
 from engine.background import in_background
 from engine.block_manager import BlockManager
-from engine.completions import CompletionResponse, Completions
+from engine.completions import Completions
 from engine.core import EngineCore
-from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer, TransferUnavailable, choose_protocol
+from engine.dialects import FastDeployDialect, PairDialect, SglangDialect, VllmDialect
+from engine.disaggregation import (
+    BlockMemory,
+    HandoverReceiver,
+    Transfer,
+    TransferUnavailable,
+    choose_protocol,
+    list_protocols,
+)
 from engine.generation import Generations, list_unknown_ids
 from engine.http_server import (
     CLIENT_LEFT,
@@ -58,6 +70,7 @@ from engine.protocol import (
     parse_body,
 )
 from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
+from engine.request import Request as EngineRequest
 from engine.scheduler import Scheduler
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
@@ -72,7 +85,21 @@ _GRACE_SECONDS = 3
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
-_BodyT = TypeVar("_BodyT", ChatBody, CompletionBody)
+_BodyT = TypeVar("_BodyT", ChatBody, CompletionBody, MessagesBody, ResponsesBody)
+
+
+class _ClientResponse(Protocol):
+    """A response in its API's form."""
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    async def collect_whole(self) -> dict[str, Any]: ...
+
+    def stream_events(self) -> AsyncIterator[bytes]: ...
 
 
 class Instance:
@@ -122,10 +149,13 @@ class Instance:
             save_outputs=args.enable_output_caching,
         )
         tokenizer = load_tokenizer(folder)
+        self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
+        self._dialect = self._choose_dialect()
+        host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host
         )
         self.completions = Completions(
             self.generations,
@@ -135,7 +165,11 @@ class Instance:
             runner.vocab_size,
             runner.repetition_penalty,
             runner.default_max_tokens,
+            self._dialect,
         )
+        store = None if args.splitwise_role == "prefill" else ResponseStore()
+        self.responses = Responses(self.completions, store)
+        self.messages = Messages(self.completions)
         self.summary = (
             f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "
             f"{runner.namespace.kv_dtype}, {num_blocks} KV blocks of {args.block_size} tokens, "
@@ -151,11 +185,20 @@ class Instance:
                 raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
             memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
             protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
+            self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
             transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
             return BlockMemory(self.core, runner, transfer)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None
+
+    def _choose_dialect(self) -> PairDialect:
+        port: int = self._connector.getsockname()[1]
+        if self.args.pd_dialect == "vllm":
+            return VllmDialect(self._own_address(), port)
+        if self.args.pd_dialect == "sglang":
+            return SglangDialect(self.args.splitwise_role, port)
+        return FastDeployDialect()
 
     def _own_address(self) -> str:
         """This machine's address as the other side of a hand-over reaches it."""
@@ -194,11 +237,12 @@ class Instance:
             "engine_worker_queue_port": args.engine_worker_queue_port or None,
             "rdma_ports": rdma_ports,
             "device_ids": ["0"],
-            "transfer_protocol": list(args.cache_transfer_protocol),
+            "transfer_protocol": self._transfer_protocols,
             "tp_size": args.tensor_parallel_size,
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
+            **self._dialect.registration,
         }
 
 
@@ -232,6 +276,22 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await _complete(request, CompletionBody, instance.completions.begin_completion)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        return await _complete(request, ResponsesBody, instance.responses.begin)
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str) -> Response:
+        return JSONResponse(instance.responses.retrieve(response_id))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        return JSONResponse(instance.responses.delete(response_id))
+
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await _complete(request, MessagesBody, instance.messages.begin)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -292,7 +352,7 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 
 
 async def _complete(
-    request: Request, kind: type[_BodyT], begin: Callable[[_BodyT], Awaitable[CompletionResponse]]
+    request: Request, kind: type[_BodyT], begin: Callable[[_BodyT], Awaitable[_ClientResponse]]
 ) -> Response:
     """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
     body = parse_body(kind, await read_body(request))
@@ -304,7 +364,7 @@ async def _complete(
     return answer
 
 
-async def _respond_unless_left(request: Request, response: CompletionResponse) -> Response:
+async def _respond_unless_left(request: Request, response: _ClientResponse) -> Response:
     """Stream the response, or collect it and stop early when the client leaves."""
     if response.is_stream:
         return StreamingResponse(response.stream_events(), media_type="text/event-stream")

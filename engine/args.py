@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _ROLES = ("mixed", "prefill", "decode")
 _STORES = ("mooncake", "file", "memory")
+_DIALECTS = ("fastdeploy", "vllm", "sglang")
 _TRANSFERS = ("ipc", "rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 
@@ -56,6 +57,7 @@ class EngineArgs:
     splitwise_role: str
     cache_transfer_protocol: tuple[str, ...]
     pd_comm_port: int
+    pd_dialect: str
     router: str | None
     router_token_file: Path | None
     metrics_port: int | None
@@ -156,6 +158,12 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
     add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
+    add(
+        "--pd-dialect",
+        choices=_DIALECTS,
+        default="fastdeploy",
+        help="whose way of asking a pair this instance understands; others than fastdeploy are for tests of routers",
+    )
     add("--router", help="router to register with: host:port")
     add(
         "--router-token-file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import uuid
 from collections.abc import AsyncIterator
@@ -11,7 +12,8 @@ from typing import Any
 
 import orjson
 
-from engine.generation import Generation, Generations, Piece
+from engine.dialects import FastDeployDialect, PairDialect
+from engine.generation import Choices, Generations, Piece
 from engine.protocol import (
     ApiError,
     ChatBody,
@@ -31,7 +33,7 @@ __all__ = ["CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
-_ENGINE_FAILED = "the engine failed while computing this request; its log says why"
+ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 
 
 class Completions:
@@ -45,6 +47,7 @@ class Completions:
         vocab_size: token ids of a client must lie below it.
         repetition_penalty: the engine applies it to everybody; a client may ask for no other.
         default_max_tokens: of answers to clients that give no limit; None: as far as the context goes.
+        dialect: how routers ask this instance as one of a pair; None: FastDeploy's.
     """
 
     def __init__(
@@ -56,14 +59,16 @@ class Completions:
         vocab_size: int,
         repetition_penalty: float = 1.0,
         default_max_tokens: int | None = None,
+        dialect: PairDialect | None = None,
     ) -> None:
         self._generations = generations
-        self._tokenizer = tokenizer
-        self._model = model
+        self.tokenizer = tokenizer
+        self.model = model
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._repetition_penalty = repetition_penalty
         self._default_max_tokens = default_max_tokens
+        self._dialect = dialect or FastDeployDialect()
         self._created = now()
         self._token_bytes = TokenBytes(tokenizer)
         # In characters. A piece of the vocabulary has one for each of its text's, or for each byte of it.
@@ -74,7 +79,7 @@ class Completions:
     def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
         model = {
-            "id": self._model,
+            "id": self.model,
             "object": "model",
             "created": self._created,
             "owned_by": "fastdeploy-kvstore",
@@ -89,8 +94,8 @@ class Completions:
             ApiError: 404, the model is another one.
         """
         model: dict[str, Any] = self.list_models()["data"][0]
-        if model_id != self._model:
-            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self._model)}"
+        if model_id != self.model:
+            message = f"this instance serves no model {quote_short(model_id)}; it serves {quote_short(self.model)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
@@ -100,9 +105,11 @@ class Completions:
         Raises:
             ApiError: the messages cannot be rendered, or do not fit.
         """
-        tokens = body.prompt_token_ids or await self._encode_text(self._render_chat(body), "messages")
-        generation = self._begin_generation(body, tokens, "prompt_token_ids")
-        return ChatResponse(generation, body, self._model, self._token_bytes)
+        return ChatResponse(await self.begin_chat_choices(body), body, self.model, self._token_bytes)
+
+    async def begin_chat_choices(self, body: ChatBody) -> Choices:
+        """As ``begin_chat``, without the form of the response."""
+        return self._begin_choices(body, body.prompt_token_ids or await self._encode_chat(body), "prompt_token_ids")
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
@@ -120,7 +127,7 @@ class Completions:
         if isinstance(prompt, str):
             # Special tokens, such as Llama's first one: a chat template writes them itself.
             prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        return TextResponse(self._begin_generation(body, prompt, "prompt"), body, self._model, self._token_bytes)
+        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -132,7 +139,7 @@ class Completions:
             raise ApiError(400, "prompt: give either prompt, a text, or messages", param="prompt")
         text, param = body.prompt or "", "prompt"
         if body.messages:
-            text, param = self._render_chat(ChatBody(messages=body.messages)), "messages"
+            text, param = self._render_chat(ChatBody(messages=body.messages), body.messages), "messages"
         tokens = await self._encode_text(text, param, add_special_tokens=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len}
 
@@ -143,10 +150,10 @@ class Completions:
             ApiError: a token that the model does not have.
         """
         self._check_tokens(body.tokens, "tokens")
-        text = self._tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
-    def _begin_generation(self, body: GenerationBody, prompt: list[int], param: str) -> Generation:
+    def _begin_choices(self, body: GenerationBody, prompt: list[int], param: str) -> Choices:
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
@@ -160,16 +167,21 @@ class Completions:
                 f"checkpoint, but it is {body.repetition_penalty:g}",
                 param="repetition_penalty",
             )
+        if body.n > 1 and body.completion_token_ids:
+            message = f"completion_token_ids: they are one answer's beginning, but n is {body.n}; give 1"
+            raise ApiError(400, message, param="completion_token_ids")
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
+        request_id = body.request_id or str(uuid.uuid4())
         request = Request(
-            request_id=body.request_id or str(uuid.uuid4()),
+            request_id=request_id,
             prompt_token_ids=tuple(tokens),
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
+            num_begun=len(body.completion_token_ids or []),
         )
-        return self._generations.begin(request, body.disaggregate_info)
+        return self._generations.begin_choices(request, self._dialect.read_pair(body, request_id), body.n)
 
     def _check_tokens(self, tokens: list[int], param: str) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
@@ -180,7 +192,7 @@ class Completions:
         at_least = -(-len(text) // self._longest_token)
         if at_least >= self._max_model_len:
             raise self._too_long(f"at least {at_least}", param)
-        encode = partial(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer, text, add_special_tokens=add_special_tokens)
         tokens: list[int] = (await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode())["input_ids"]
         return tokens
 
@@ -193,9 +205,39 @@ class Completions:
             code="context_length_exceeded",
         )
 
-    def _render_chat(self, body: ChatBody) -> str:
-        messages = [_plain_message(i, message) for i, message in enumerate(body.messages)]
-        if not getattr(self._tokenizer, "chat_template", None):
+    async def _encode_chat(self, body: ChatBody) -> list[int]:
+        """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
+
+        Its tokens are then those that its text has after the others', as if it had been generated up to there.
+        """
+        if (
+            body.continue_final_message
+            and body.add_generation_prompt
+            and "add_generation_prompt" in body.model_fields_set
+        ):
+            message = "continue_final_message: it is true, and so is add_generation_prompt; give false for one of them"
+            raise ApiError(400, message, param="continue_final_message")
+        if not body.continue_final_message:
+            return await self._encode_text(self._render_chat(body, body.messages), "messages")
+        *before, final = body.messages
+        prompt = self._render_chat(body, before, lets_assistant_speak=True) if before else ""
+        final = _plain_message(len(before), final)
+        if final["role"] != "assistant" or not isinstance(final.get("content"), str) or not before:
+            message = "continue_final_message: the last of several messages must be the assistant's, with a text"
+            raise ApiError(400, message, param="messages")
+        tokens = await self._encode_text(prompt, "messages")
+        whole = await self._encode_text(prompt + final["content"], "messages")
+        if whole[: len(tokens)] == tokens:
+            return whole
+        # The text would be another token's with the end of the prompt.
+        return tokens + await self._encode_text(final["content"], "messages")
+
+    def _render_chat(
+        self, body: ChatBody, messages: list[dict[str, Any]], *, lets_assistant_speak: bool | None = None
+    ) -> str:
+        """The messages as the checkpoint's template has them; the assistant speaks next, unless ``body`` says no."""
+        messages = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
         variables = body.chat_template_kwargs or {}
         if refused := next((name for name in variables if name in self._rendering), None):
@@ -207,7 +249,14 @@ class Completions:
         # The model answers with a call or without; its call is text, as in FastDeploy without a parser of calls. Where
         # there is to be none, it does not hear of tools.
         tools = body.tools if body.tools and body.tool_choice == "auto" else None
-        render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False, **variables)
+        if lets_assistant_speak is None:
+            lets_assistant_speak = body.add_generation_prompt
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            add_generation_prompt=lets_assistant_speak,
+            tokenize=False,
+            **variables,
+        )
         try:
             text: str = render(messages, tools=tools)
             is_ignorant_of_tools = tools is not None and text == render(messages, tools=None)
@@ -247,12 +296,12 @@ class CompletionResponse:
     object_whole: str
     object_chunk: str
 
-    def __init__(self, generation: Generation, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
-        self._generation = generation
+    def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
+        self._choices = choices
         self._body = body
         self._token_bytes = token_bytes
         self._head = {
-            "id": f"{self.prefix}{generation.request.request_id}",
+            "id": f"{self.prefix}{choices.request.request_id}",
             "created": now(),
             "model": model,
         }
@@ -260,7 +309,7 @@ class CompletionResponse:
     @property
     def request(self) -> Request:
         """The request as the engine gets it."""
-        return self._generation.request
+        return self._choices.request
 
     @property
     def is_stream(self) -> bool:
@@ -273,37 +322,44 @@ class CompletionResponse:
         Raises:
             ApiError: 500, the engine failed.
         """
-        pieces = [piece async for piece in self._generation.pieces()]
-        reason = pieces[-1].finish_reason
-        if reason == "error":
-            raise ApiError(500, _ENGINE_FAILED)
-        choice = self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
-        choice |= {"index": 0, "finish_reason": reason}
-        usage = self._generation.usage()
-        return {**self._head, "object": self.object_whole, "choices": [choice], "usage": usage}
+        by_choice: list[list[Piece]] = [[] for _ in range(len(self._choices))]
+        async with contextlib.aclosing(self._choices.pieces()) as pieces:
+            async for index, piece in pieces:
+                if piece.finish_reason == "error":
+                    raise ApiError(500, ENGINE_FAILED)
+                by_choice[index].append(piece)
+        choices = [
+            self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
+            | {"index": index, "finish_reason": pieces[-1].finish_reason}
+            for index, pieces in enumerate(by_choice)
+        ]
+        whole = {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
+        return whole | self._choices.describe_transfer()
 
     async def stream_events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, the last one ``[DONE]``."""
         options = self._body.stream_options
-        first = True
-        pending: list[Piece] = []
-        async for piece in self._generation.pieces():
-            if piece.finish_reason == "error":
-                yield _encode_event(error_body(500, _ENGINE_FAILED))
-                break
-            pending.append(piece)
-            if not (piece.text or piece.finish_reason or piece.logprobs or first):
-                continue  # the token completed no character yet
-            ids = self._token_ids(pending, with_prompt=first)
-            choice = self._chunk_choice(piece, ids, first=first)
-            choice |= {"index": 0, "finish_reason": piece.finish_reason}
-            first, pending = False, []
-            chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
-            if options and options.continuous_usage_stats:
-                chunk["usage"] = self._generation.usage()
-            yield _encode_event(chunk)
+        pending: dict[int, list[Piece]] = {}
+        async with contextlib.aclosing(self._choices.pieces()) as pieces:
+            async for index, piece in pieces:
+                if piece.finish_reason == "error":
+                    yield _encode_event(error_body(500, ENGINE_FAILED))
+                    break
+                first = index not in pending
+                untold = pending.setdefault(index, [])
+                untold.append(piece)
+                if not (piece.text or piece.finish_reason or piece.logprobs or first):
+                    continue  # the token completed no character yet
+                ids = self._token_ids(untold, with_prompt=first)
+                choice = self._chunk_choice(piece, ids, first=first)
+                choice |= {"index": index, "finish_reason": piece.finish_reason}
+                untold.clear()
+                chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
+                if options and options.continuous_usage_stats:
+                    chunk["usage"] = self._choices.usage()
+                yield _encode_event(chunk)
         if options and options.include_usage:
-            usage = self._generation.usage()
+            usage = self._choices.usage()
             yield _encode_event({**self._head, "object": self.object_chunk, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
@@ -317,7 +373,7 @@ class CompletionResponse:
         """The fields of ``return_token_ids``: the ids of the pieces, and of the prompt once."""
         if not self._body.return_token_ids:
             return {}
-        prompt = {"prompt_token_ids": list(self._generation.request.prompt_token_ids)} if with_prompt else {}
+        prompt = {"prompt_token_ids": list(self._choices.request.prompt_token_ids)} if with_prompt else {}
         completion = [piece.token_id for piece in pieces if piece.token_id is not None]
         return prompt | {"completion_token_ids": completion}
 

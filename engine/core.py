@@ -50,10 +50,13 @@ class Listener:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that another instance computed: its KV, in reserved blocks, and the first token of the answer."""
+    """A prompt that another instance computed: its KV, in reserved blocks, and the first token of the answer.
+
+    With ``token`` None that is chosen here, for which the prompt's last token is computed again.
+    """
 
     reservation: Reservation
-    token: int
+    token: int | None
     logprobs: TokenLogprobs | None
 
 
@@ -162,12 +165,23 @@ class EngineCore:
                 self.scheduler.add_sequence(sequence)
                 return
             with self._ending_on_error(sequence):
-                self.scheduler.adopt_reservation(sequence, prefilled.reservation)
-                if self._connector:
-                    self._connector.skip_prompt(sequence)
-                self._append_token(sequence, prefilled.token, prefilled.logprobs)
+                self._adopt_prompt(sequence, prefilled)
 
         self._commands.put(add)
+
+    def _adopt_prompt(self, sequence: Sequence, prefilled: Prefilled) -> None:
+        """Let a sequence go on from its prompt's KV."""
+        token, reservation = prefilled.token, prefilled.reservation
+        if token is None and reservation.num_cached == len(reservation.blocks):
+            # All of it is here and shared, where nothing may be written.
+            self.scheduler.cancel_reservation(reservation)
+            self.scheduler.add_sequence(sequence)
+            return
+        self.scheduler.adopt_reservation(sequence, reservation, recomputes_last=token is None)
+        if self._connector:
+            self._connector.skip_prompt(sequence)
+        if token is not None:
+            self._append_token(sequence, token, prefilled.logprobs)
 
     def reserve_blocks(
         self, hashes: SequenceOf[bytes], num_tokens: int, answer: Callable[[Reservation | None], None]

@@ -24,22 +24,41 @@ class Detokenizer:
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its end is context for the first piece.
+        prompt_token_ids: the prompt; its end is context for the first piece. A character of which it has the first
+            tokens only is given out with the token that completes it.
         stop: strings that end the text; neither they nor the text after them is given out.
+        begun_token_ids: tokens that came before, whose text somebody else has given out as far as it was certain.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        begun_token_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
         self._window = list(prompt_token_ids[-_CONTEXT:])
+        num_unfinished = self._count_unfinished_tokens()
+        unfinished = self._window[len(self._window) - num_unfinished :]
+        del self._window[len(self._window) - num_unfinished :]
         while self._decode_tokens(self._window).startswith(_INCOMPLETE):  # it begins within a character
             del self._window[0]
         self._context, self._num_context = "", 0  # text and number of the window's tokens that are context only
         self._given = 0  # characters of the window's text
         self._set_context()
+        self._window += unfinished
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was met; no text follows."""
+        self.met_stop: str | None = None
+        """The stop string that was met, after which no text follows."""
+        for token_id in begun_token_ids:
+            self.add_token(token_id)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met."""
+        return self.met_stop is not None
 
     def add_token(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often the token's own, sometimes none, sometimes more."""
@@ -49,6 +68,18 @@ class Detokenizer:
     def flush_text(self) -> str:
         """The text that was held back, now that no token follows."""
         return self._release_text(self._decode_new(final=True), final=True)
+
+    def _count_unfinished_tokens(self) -> int:
+        """How many tokens at the window's end are the beginning of a character that is not complete."""
+        if not self._decode_tokens(self._window).endswith(_INCOMPLETE):
+            return 0
+        written: list[int] = self._tokenizer(_INCOMPLETE, add_special_tokens=False)["input_ids"][-_MAX_INCOMPLETE:]
+        if self._window[-len(written) :] == written:  # the character that stands for incomplete ones, itself
+            return 0
+        for count in range(1, min(_MAX_INCOMPLETE, len(self._window)) + 1):
+            if not self._decode_tokens(self._window[:-count]).endswith(_INCOMPLETE):
+                return count
+        return 0
 
     def _decode_new(self, *, final: bool) -> str:
         text = self._decode_tokens(self._window)
@@ -84,10 +115,11 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._held + new
-        met = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        met = [(at, stop) for at, stop in ((text.find(stop), stop) for stop in self._stop) if at >= 0]
         if met:
-            self.stopped, self._held = True, ""
-            return text[: min(met)]
+            at, self.met_stop = min(met)
+            self._held = ""
+            return text[:at]
         keep = 0 if final else max((_stop_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

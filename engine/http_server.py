@@ -1,4 +1,4 @@
-"""HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape."""
+"""HTTP around the endpoints: HEAD, ids of requests, limits, and errors in OpenAI's shape, or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from engine.protocol import ApiError, error_body
+from engine.protocol import ApiError, anthropic_error_body
 
 __all__ = [
     "CLIENT_LEFT",
@@ -40,6 +40,7 @@ MAX_ID_CHARACTERS = 256
 READ_SECONDS = 60.0
 
 _REQUEST_ID = b"x-request-id"
+_ANTHROPIC_PATH = "/v1/messages"
 
 
 class InstanceProtocol(HttpToolsProtocol):
@@ -179,13 +180,13 @@ def _echo_request_id(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, byt
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every failure OpenAI's error object."""
+    """Give every failure its API's error object."""
 
     @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> Response:
+    async def on_api_error(request: Request, error: ApiError) -> Response:
         # The rest of a body that did not come must not be taken for another request.
         headers = {"Connection": "close"} if error.status == 408 else None
-        return JSONResponse(error.body, error.status, headers=headers)
+        return JSONResponse(_shape_error(request, error), error.status, headers=headers)
 
     @app.exception_handler(ClientDisconnect)
     async def on_client_disconnect(_: Request, __: ClientDisconnect) -> Response:
@@ -203,12 +204,20 @@ def add_error_handlers(app: FastAPI) -> None:
             nearest = difflib.get_close_matches(path, known, 1, 0.8)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             message, code = f"this instance has no path {path!r}{hint}", "unknown_path"
-        return JSONResponse(error_body(error.status_code, message, code=code), error.status_code, headers=error.headers)
+        told = ApiError(error.status_code, message, code=code)
+        return JSONResponse(_shape_error(request, told), told.status, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         message = f"this instance failed ({type(error).__name__}); its log says why"
-        response = JSONResponse(error_body(500, message), 500)
+        response = JSONResponse(_shape_error(request, ApiError(500, message)), 500)
         if echo := _echo_request_id(request.headers.raw):  # the middleware is not on this response's way
             response.raw_headers.append(echo)
         return response
+
+
+def _shape_error(request: Request, error: ApiError) -> dict[str, Any]:
+    """The body that clients of the request's API read."""
+    path = request.url.path
+    is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+    return anthropic_error_body(error.status, str(error)) if is_anthropic else error.body

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, checked, and the shape of its responses and errors.
+"""OpenAI's request bodies, checked, and the shape of its responses and errors, and of Anthropic's errors.
 
 Fields that we do not know are let through unread: clients send many that need no support to be harmless. Fields
 that would change the answer and that we cannot honour are refused, unless their value changes nothing. ``null`` is as
@@ -11,10 +11,11 @@ import contextlib
 import json
 import secrets
 import time
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.request import SamplingParams
@@ -22,12 +23,17 @@ from engine.request import SamplingParams
 __all__ = [
     "AbortBody",
     "ApiError",
+    "Body",
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
     "GenerationBody",
+    "RequestId",
     "TokenizeBody",
+    "Unsupported",
+    "anthropic_error_body",
     "build_usage",
+    "check_body",
     "error_body",
     "parse_body",
     "quote_short",
@@ -35,13 +41,17 @@ __all__ = [
 ]
 
 
+MAX_CHOICES = 128  # as OpenAI
 _MAX_STOPS = 16
 # An id goes into the log and back in a header. A router takes 256, and numbers its retries behind them.
 _MAX_ID_CHARACTERS = 300
 
+Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Fields, each with the values that change nothing, and what to do instead of giving another one."""
+
 # Fields that would change the answer in a way that this engine does not know: the values that change nothing, what the
 # engine lacks, and what to do. ``GenerationBody`` has more of them, whose types say which value may stand there.
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+_UNSUPPORTED: Unsupported = {
     "allowed_token_ids": (([],), "this engine chooses among all tokens; leave it out"),
     "bad_words": (([],), "this engine forbids no words; leave it out"),
     "bad_words_token_ids": (([],), "this engine forbids no words; leave it out"),
@@ -59,14 +69,9 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "this engine does not shorten prompts; send what fits"),
     "use_beam_search": ((False,), "this engine does not search by beams; give false"),
 }
-_UNSUPPORTED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "add_generation_prompt": ((True,), "this engine always lets the assistant speak next; give true"),
+_UNSUPPORTED_IN_CHAT: Unsupported = {
     "audio": ((), "this engine answers in text only; leave it out"),
     "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
-    "continue_final_message": (
-        (False,),
-        "this engine begins a message of its own; use /v1/completions to continue a text",
-    ),
     "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
     "documents": (([],), "this engine gives templates no documents; put them into the messages"),
     "enable_thinking": ((), "it is a variable of chat templates; give it in chat_template_kwargs"),
@@ -102,8 +107,30 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _Body(BaseModel):
+_ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large"}
+
+
+def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
+    """Anthropic's error object for an HTTP status."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
+    return {"type": "error", "error": {"type": _ANTHROPIC_KINDS.get(status, kind), "message": message}}
+
+
+class Body(BaseModel):
+    """A request's body; fields that it does not name are let through unread."""
+
     model_config = ConfigDict(extra="ignore", strict=False)
+
+    unsupported: ClassVar[Unsupported] = {}
+    """Fields that are refused, unless their value changes nothing."""
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any]) -> None:
+        """Raise ``ApiError`` where a field asks for an answer that this engine would not give."""
+        for name, value in fields.items():
+            harmless, explanation = cls.unsupported.get(name, ((value,), ""))
+            if value is not None and value not in harmless:
+                raise ApiError(400, f"{name}: it is {quote_short(value)}, but {explanation}", param=name)
 
     @model_validator(mode="before")
     @classmethod
@@ -112,14 +139,24 @@ class _Body(BaseModel):
         return {name: v for name, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
-class StreamOptions(_Body):
+def _check_printable(request_id: str) -> str:
+    """It stands in the log."""
+    if not request_id.isprintable():
+        raise PydanticCustomError("not_printable", "Input should be printable characters")
+    return request_id
+
+
+RequestId: TypeAlias = Annotated[str, Field(max_length=_MAX_ID_CHARACTERS), AfterValidator(_check_printable)]
+
+
+class StreamOptions(Body):
     """Usage in a stream: at its end, or with each event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class DisaggregateInfo(_Body):
+class DisaggregateInfo(Body):
     """The prefill/decode pair that the router chose; the fields we need of it (FastDeploy's contract)."""
 
     prefill_ip: str | None = None
@@ -127,14 +164,16 @@ class DisaggregateInfo(_Body):
     decode_connector_port: int | None = Field(default=None, ge=1, le=65535)
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form of the text: any."""
 
     type: Literal["text"] = "text"
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """Fields that chat and plain completions share."""
+
+    unsupported: ClassVar[Unsupported] = _UNSUPPORTED
 
     model: str | None = None
     stream: bool = False
@@ -148,7 +187,7 @@ class GenerationBody(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    n: Literal[1] = 1
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
@@ -162,16 +201,13 @@ class GenerationBody(_Body):
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
     cache_salt: str | None = None
-    request_id: str | None = Field(default=None, max_length=_MAX_ID_CHARACTERS)
+    request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
-
-    @field_validator("request_id")
-    @classmethod
-    def _in_one_line(cls, request_id: str) -> str:
-        """It stands in the log."""
-        if not request_id.isprintable():
-            raise PydanticCustomError("not_printable", "Input should be printable characters")
-        return request_id
+    kv_transfer_params: dict[str, Any] | None = None
+    """vLLM's dialect of pairs; the others are SGLang's."""
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
 
     @field_validator("stop")
     @classmethod
@@ -189,7 +225,11 @@ class GenerationBody(_Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
+    unsupported: ClassVar[Unsupported] = {**_UNSUPPORTED, **_UNSUPPORTED_IN_CHAT}
+
     messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] = "auto"
@@ -213,7 +253,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize: a text, or messages to be rendered first (vLLM's form)."""
 
     prompt: str | None = None
@@ -221,20 +261,20 @@ class TokenizeBody(_Body):
     add_special_tokens: bool = False
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize (vLLM's form)."""
 
     tokens: list[int]
 
 
-class AbortBody(_Body):
+class AbortBody(Body):
     """POST /v1/abort_requests."""
 
     req_ids: list[str] = []
     abort_all: bool = False
 
 
-_BodyT = TypeVar("_BodyT", bound=_Body)
+_BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
@@ -249,10 +289,16 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
         raise ApiError(400, f"the body is not valid JSON: {_find_json_fault(raw, exc)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, but it is {quote_short(value)}")
-    if issubclass(kind, GenerationBody):
-        _check_supported(value, _UNSUPPORTED)
-    if issubclass(kind, ChatBody):
-        _check_supported(value, _UNSUPPORTED_IN_CHAT)
+    return check_body(kind, value)
+
+
+def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
+    """Check the fields of a body.
+
+    Raises:
+        ApiError: as of ``parse_body``.
+    """
+    kind.check_fields(value)
     try:
         return kind.model_validate(value)
     except ValidationError as exc:
@@ -278,14 +324,6 @@ def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
     except (ValueError, RecursionError):
         pass
     return str(error)  # such as NaN, which Python takes
-
-
-def _check_supported(fields: dict[str, Any], unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raise ``ApiError`` where a field asks for an answer that this engine would not give."""
-    for name, value in fields.items():
-        harmless, explanation = unsupported.get(name, ((value,), ""))
-        if value is not None and value not in harmless:
-            raise ApiError(400, f"{name}: it is {quote_short(value)}, but {explanation}", param=name)
 
 
 def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:

@@ -37,12 +37,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued. ``cache_salt``: blocks are shared only among requests of the same salt."""
+    """One prompt to be continued.
+
+    Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
+    is a further choice of; "" where it is none. The last ``num_begun`` tokens of the prompt are the answer's beginning,
+    whose text the client has.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str = ""
+    choice_of: str = ""
+    num_begun: int = 0
 
 
 class State(enum.Enum):

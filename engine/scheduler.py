@@ -149,11 +149,14 @@ class Scheduler:
         self.reservations.add(reservation)
         return reservation
 
-    def adopt_reservation(self, sequence: Sequence, reservation: Reservation) -> None:
-        """Let a new sequence go on from its prompt's KV, all of which lies in the blocks of ``reservation`` now."""
+    def adopt_reservation(self, sequence: Sequence, reservation: Reservation, *, recomputes_last: bool = False) -> None:
+        """Let a new sequence go on from its prompt's KV, all of which lies in the blocks of ``reservation`` now.
+
+        ``recomputes_last``: the prompt's last token is computed again, for its logits; its block is not shared.
+        """
         self.reservations.remove(reservation)
         sequence.block_table = reservation.blocks
-        sequence.num_computed = sequence.num_prompt_tokens
+        sequence.num_computed = sequence.num_prompt_tokens - recomputes_last
         sequence.num_published = reservation.num_cached
         sequence.own_cached_tokens = min(reservation.num_cached * self.block_size, sequence.num_prompt_tokens)
         rest = sequence.num_prompt_tokens - sequence.own_cached_tokens

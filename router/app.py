@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth, Limits
+from router.access import Admission, Auth, Limits, SharedAdmission
 from router.fleet import (
     ORDERS,
     EngineKind,
@@ -60,7 +60,7 @@ from router.serving import (
     list_unknown_ids,
 )
 from router.settings import RouterSettings, read_authorities
-from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync, SharedAdmission
+from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
 from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
 
 __all__ = ["RouterApp"]
@@ -108,7 +108,9 @@ class RouterApp:
         self.auth = Auth(settings)
         self.cors = Cors(settings.cors_allowed_origins) if settings.cors_allowed_origins else None
         admission = Admission(settings, self.auth.token_rates)
-        self.admission: Limits = SharedAdmission(link) if admission.is_limited and not link.is_alone else admission
+        self.admission: Limits = admission
+        if admission.is_limited and not link.is_alone:
+            self.admission = SharedAdmission(link.wait_for_entry, link.report_end)
         self.audit = Audit(settings)
         ca_file = settings.instance_ca_file
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
@@ -120,25 +122,9 @@ class RouterApp:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
-        self.proxy = Proxy(
-            Services(
-                settings=settings,
-                auth=self.auth,
-                admission=self.admission,
-                selector=self.selector,
-                pairs=Pairs(),
-                upstream=self.upstream,
-                health=self.health,
-                aborter=self.aborter,
-                metrics=self.metrics,
-                audit=self.audit,
-                is_debugging=_log.isEnabledFor(logging.DEBUG),
-            )
-        )
+        self.proxy = Proxy(self._gather_services())
         self.registry.subscribe_to_failures(self.proxy.on_instance_failure)
-        link.answer("figures", lambda _: self.metrics.dump())
-        link.answer("explain", self.audit.explain_request)
-        link.answer("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
+        self._answer_other_processes()
         self.control = _control_plane(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,6 +155,27 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _gather_services(self) -> Services:
+        """The parts that a request on its way needs."""
+        return Services(
+            settings=self.settings,
+            auth=self.auth,
+            admission=self.admission,
+            selector=self.selector,
+            pairs=Pairs(),
+            upstream=self.upstream,
+            health=self.health,
+            aborter=self.aborter,
+            metrics=self.metrics,
+            audit=self.audit,
+            is_debugging=_log.isEnabledFor(logging.DEBUG),
+        )
+
+    def _answer_other_processes(self) -> None:
+        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
@@ -244,7 +251,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return json_reply(400, {"detail": str(exc)})
-        await router.fleet_sync.announce(instance)
+        await router.fleet_sync.announce_instance(instance)
         return json_reply(200, {"status": "success"})
 
     @app.get("/registered")
@@ -292,7 +299,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask("figures")
+        others = await router.link.ask_others("figures")
         return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
 
     @app.get("/docs", include_in_schema=False)
@@ -310,7 +317,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
-            await router.fleet_sync.announce(instance)
+            await router.fleet_sync.announce_instance(instance)
         return json_reply(200, outcome)
 
     for path in ORDERS:
@@ -330,7 +337,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     async def explain_request(request_id: str) -> Response:
         explanation = router.audit.explain_request(request_id)
         if explanation is None:
-            explanation = next(iter(await router.link.ask("explain", request_id, everywhere=True)), None)
+            explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
         if explanation is None:
             message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
             return error_reply(ApiError(404, message, "unknown_request"))
@@ -375,7 +382,7 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
     """The models of all instances, each once, and their aliases, by their ids."""
     authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
 
-    async def ask(instance: Instance) -> list[dict[str, Any]]:
+    async def list_models(instance: Instance) -> list[dict[str, Any]]:
         try:
             answer = await router.upstream.fetch(
                 instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
@@ -387,7 +394,7 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
 
     instances = [instance for instance in router.registry if instance.healthy]
     models: dict[str, dict[str, Any]] = {}
-    for listed in await asyncio.gather(*(ask(instance) for instance in instances)):
+    for listed in await asyncio.gather(*(list_models(instance) for instance in instances)):
         for model in listed:
             models.setdefault(str(model.get("id")), model)
     aliases = router.settings.model_aliases
@@ -436,7 +443,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
     """``Proxy.abort`` in all processes."""
     found, engine_ids = router.proxy.abort(asked)
-    for found_elsewhere, known_elsewhere in await router.link.ask("abort", asked, everywhere=True):
+    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", asked, everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids

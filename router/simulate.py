@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from router.fleet import Registration, Registry, Role
 from router.policies import POLICIES, Decision, Outcome, Policy, PolicyOptions, RequestFeatures
 from router.settings import FlagParser, SettingsError
-from router.sharing import NO_LINK, Link, LoadSync, PrefixSync
+from router.sharing import NO_LINK, Link, LoadSync, PrefixSync, WorkerLink
 
 __all__ = ["Arrival", "BadInput", "Cluster", "Division", "Report", "main", "read_trace", "replay", "spread_arrivals"]
 
@@ -156,7 +156,7 @@ _UNDIVIDED = Division()
 
 
 class _Timeline(asyncio.SelectorEventLoop):
-    """An event loop whose clock does not wait: it jumps to what is due next."""
+    """An event loop whose clock does not wait: it jumps to the next event that is due."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()
@@ -183,26 +183,20 @@ class _Jumps(selectors.DefaultSelector):
         return []
 
 
-class _SlowLink(Link):
+class _SlowLink(WorkerLink):
     """A link over which messages take their time."""
 
-    is_alone = False
-
     def __init__(self, name: str, division: Division) -> None:
-        self.name = name
+        super().__init__(name, is_first=False, is_late=False)
         self.others: list[_SlowLink] = []
         self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
-        self._topics: dict[str, Callable[[str, Any], None]] = {}
 
-    def publish(self, topic: str, content: Any) -> None:
-        """See ``Link.publish``."""
+    def tell_supervisor(self, *message: Any) -> None:
+        """Tell the others themselves, of events on the two topics that there are here."""
+        kind, topic, content = message
         loop = asyncio.get_running_loop()
         for other in self.others:
-            loop.call_later(self._seconds[topic], other._topics[topic], self.name, content)
-
-    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
-        """See ``Link.subscribe``."""
-        self._topics[topic] = callback
+            loop.call_later(self._seconds[topic], other.on_message, [kind, self.name, topic, content])
 
 
 class _Router:

@@ -19,6 +19,8 @@ hypothesis.settings.load_profile("no clock")
 
 # Whoever started the tests with "&" has them ignore Ctrl-C, and every script and server that they start, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# What the tests start is in process groups of its own, and ends with its test where somebody ends all of them, too.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ TESTED_IN = {
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/api.py": "tests/router/serving/test_attempt.py",
+    "router/serving/asking.py": "tests/router/serving/test_attempt.py",
     "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
@@ -75,6 +76,10 @@ TESTED_IN = {
     "engine/attention/paged.py": "tests/engine/test_models.py",
     "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
     "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
+    # Other APIs, spoken to by their own clients.
+    "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
+    "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
+    "engine/apis/typed_events.py": "tests/engine/apis/test_responses.py",
     # The strategies of the three roles, beside each other.
     "engine/generation/base.py": "tests/engine/test_generation.py",
     "engine/generation/decode.py": "tests/engine/test_generation.py",

@@ -1,6 +1,7 @@
 """Prefill -> decode hand-over: P writes the prompt's KV into D's memory; else through the pool; else D computes.
 
 prefill.py   P's side: asks D for blocks, writes them as they are computed
+kept.py      P's side where D begins: prompts that are kept until D asks for them
 decode.py    D's side: listens on the connector port, lends blocks, verifies their bytes
 memory.py    the instance's KV blocks as hand-overs reach them
 wire.py      the messages between P and D
@@ -43,9 +44,10 @@ returned, however the request ended.
 """
 
 from engine.disaggregation.decode import HandoverReceiver, HandoverResult
+from engine.disaggregation.kept import KeptPrompt, KeptPrompts, ask_for_prompt
 from engine.disaggregation.memory import BlockMemory
 from engine.disaggregation.prefill import HandoverSender, hand_over
-from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol
+from engine.disaggregation.transfer import Transfer, TransferUnavailable, choose_protocol, list_protocols
 from engine.disaggregation.wire import Prompt
 
 __all__ = [
@@ -53,9 +55,13 @@ __all__ = [
     "HandoverReceiver",
     "HandoverResult",
     "HandoverSender",
+    "KeptPrompt",
+    "KeptPrompts",
     "Prompt",
     "Transfer",
     "TransferUnavailable",
+    "ask_for_prompt",
     "choose_protocol",
     "hand_over",
+    "list_protocols",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore_backend.config import list_rdma_devices, set_native_defaults
 
-__all__ = ["Transfer", "TransferUnavailable", "choose_protocol"]
+__all__ = ["Transfer", "TransferUnavailable", "choose_protocol", "list_protocols"]
 
 log = logging.getLogger(__name__)
 
@@ -81,3 +81,12 @@ def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
         return "rdma"
     log.warning("--cache-transfer-protocol %s: this machine has no RDMA device; using tcp", ",".join(wanted))
     return "tcp"
+
+
+def list_protocols(wanted: Sequence[str], chosen: str) -> list[str]:
+    """The values of ``--cache-transfer-protocol`` as others may count on them: tcp for an rdma that was not ``chosen``.
+
+    Args:
+        chosen: by ``choose_protocol``.
+    """
+    return list(dict.fromkeys(chosen if protocol == "rdma" else protocol for protocol in wanted))

@@ -7,10 +7,27 @@ base.py     one request while it is answered: its tokens become pieces of text; 
 mixed.py    the instance computes the prompt and the answer
 prefill.py  the instance computes the prompt and hands it over, directly or through the pool
 decode.py   the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
+pair_info.py        the part of a pair that a request has an instance play
+kept_prefill.py     the prefill instance's part where decode asks for the prompt: keep its KV for a while
+fetching_decode.py  the decode instance's part where it asks for the prompt
+choices.py  the n choices of one request: the prompt computed once, the answers beside each other
 live.py     all requests that are being answered: begun for the role, found again to be aborted
 """
 
+from engine.disaggregation import KeptPrompt
 from engine.generation.base import Generation, Piece
+from engine.generation.choices import Choices
 from engine.generation.live import Generations, list_unknown_ids
+from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo
 
-__all__ = ["Generation", "Generations", "Piece", "list_unknown_ids"]
+__all__ = [
+    "Choices",
+    "FetchPrompt",
+    "Generation",
+    "Generations",
+    "KeepPrompt",
+    "KeptPrompt",
+    "PairInfo",
+    "Piece",
+    "list_unknown_ids",
+]

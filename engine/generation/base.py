@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,8 @@ class Piece:
     token_id: int | None
     finish_reason: str | None
     logprobs: TokenLogprobs | None
+    stop: str | None = None
+    """The stop string by which the answer ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,7 @@ class SharedParts:
 
     Args:
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+        host: this instance's address, where prefill instances reach it.
         live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
     """
 
@@ -50,6 +53,7 @@ class SharedParts:
     block_size: int
     receiver: HandoverReceiver
     memory: BlockMemory | None = None
+    host: str = "127.0.0.1"
     live: set[Generation] = field(default_factory=set)
 
 
@@ -66,13 +70,14 @@ class Generation(ABC):
         self.sequence = Sequence(request, parts.block_size)
         self._parts = parts
         self._core = parts.core
-        self._is_aborted = False
+        self.is_aborted = False
+        """Whether it was asked to end early; it may still be on its way to its end."""
         # Not the sequence's own count: the engine may be a token ahead of the text that a stop string lets out.
-        self._num_output_tokens = 0
+        self.num_output_tokens = 0
         self._start = time.monotonic()
         self._first_token_seconds: float | None = None
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
         self._parts.live.add(self)
         try:
@@ -83,7 +88,7 @@ class Generation(ABC):
 
     def abort(self) -> None:
         """End it, wherever it stands, with finish reason ``abort``."""
-        self._is_aborted = True
+        self.is_aborted = True
         self._core.abort_sequence(self.sequence)
 
     def usage(self) -> dict[str, Any]:
@@ -91,7 +96,11 @@ class Generation(ABC):
         sequence = self.sequence
         own, pool = self._cached_tokens()
         blocks = None if sequence.regime is Regime.DENSE else (sequence.blocks_read, sequence.blocks_passed)
-        return build_usage(sequence.num_prompt_tokens, self._num_output_tokens, own, pool, blocks)
+        return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, blocks)
+
+    def describe_transfer(self) -> dict[str, Any]:
+        """Members of the response that tell another instance of the prompt's KV."""
+        return {}
 
     @abstractmethod
     def _answer(self) -> AsyncIterator[Piece]:
@@ -119,7 +128,7 @@ class Generation(ABC):
             on_saved: called in the event loop when nothing of the sequence is on its way to the pool any more.
             on_computed: called in the event loop with the blocks of the prompt as they are computed.
         """
-        if self._is_aborted:
+        if self.is_aborted:
             yield Piece("", None, "abort", None)
             return
         outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
@@ -128,7 +137,7 @@ class Generation(ABC):
             on_saved=call_in_loop(on_saved) if on_saved else lambda: None,
             on_computed=call_in_loop(on_computed) if on_computed else None,
         )
-        detokenizer = Detokenizer(self._parts.tokenizer, self.request.prompt_token_ids, self.request.params.stop)
+        detokenizer = self._make_detokenizer()
         self._core.submit(self.sequence, listener, prefilled)
         reason: str | None = None
         try:
@@ -142,11 +151,17 @@ class Generation(ABC):
                 self._core.abort_sequence(self.sequence)
             self._log_end(reason)
 
+    def _make_detokenizer(self) -> Detokenizer:
+        request = self.request
+        first_begun = len(request.prompt_token_ids) - request.num_begun
+        prompt, begun = request.prompt_token_ids[:first_begun], request.prompt_token_ids[first_begun:]
+        return Detokenizer(self._parts.tokenizer, prompt, request.params.stop, begun)
+
     def _make_piece(self, output: TokenOutput, detokenizer: Detokenizer) -> Piece:
         """Turn a token into text, and end the sequence where the text meets a stop string."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.monotonic() - self._start
-        self._num_output_tokens += output.token_id is not None
+        self.num_output_tokens += output.token_id is not None
         reason = output.finish_reason
         ended_by_token = reason == "stop"
         text = "" if output.token_id is None or ended_by_token else detokenizer.add_token(output.token_id)
@@ -155,7 +170,7 @@ class Generation(ABC):
         if detokenizer.stopped and reason in (None, "length"):
             reason = "stop"
             self._core.abort_sequence(self.sequence, reason)
-        return Piece(text, output.token_id, reason, output.logprobs)
+        return Piece(text, output.token_id, reason, output.logprobs, detokenizer.met_stop if reason == "stop" else None)
 
     def _log_end(self, reason: str) -> None:
         sequence = self.sequence
@@ -169,7 +184,7 @@ class Generation(ABC):
             self._parts.role,
             reason,
             sequence.num_prompt_tokens,
-            self._num_output_tokens,
+            self.num_output_tokens,
             sequence.own_cached_tokens,
             sequence.pool_cached_tokens,
             sequence.pool_load_seconds,

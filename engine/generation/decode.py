@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from engine.core import Prefilled
@@ -13,6 +14,8 @@ from engine.request import Request
 
 __all__ = ["DecodeGeneration"]
 
+log = logging.getLogger(__name__)
+
 
 class DecodeGeneration(Generation):
     """A request whose prompt another instance computes.
@@ -20,7 +23,10 @@ class DecodeGeneration(Generation):
     It owns the blocks of a direct hand-over from the moment that they come until it submits them to the engine.
     """
 
-    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo) -> None:
+    _needs_handover = False
+    """Whether the request fails where nothing is handed over."""
+
+    def __init__(self, parts: SharedParts, request: Request, _: DisaggregateInfo | None = None) -> None:
         super().__init__(parts, request)
         self._result: HandoverResult | None = None
         self._prefilled: Prefilled | None = None  # until it is submitted
@@ -34,9 +40,14 @@ class DecodeGeneration(Generation):
     async def _answer(self) -> AsyncIterator[Piece]:
         """Go on from the prompt that the prefill instance hands over, or else compute it."""
         try:
-            await self._wait_for_prompt()
-            if self._is_aborted:
+            if not self.is_aborted:
+                await self._wait_for_prompt()
+            if self.is_aborted:
                 yield Piece("", None, "abort", None)
+                return
+            if self._result is None and self._needs_handover:
+                log.error("%s: its prompt was not handed over", self.request.request_id)
+                yield Piece("", None, "error", None)
                 return
             prefilled, self._prefilled = self._prefilled, None
             is_first = True
@@ -50,19 +61,23 @@ class DecodeGeneration(Generation):
                 self._core.cancel_reservation(self._prefilled.reservation, clear=False)
 
     async def _wait_for_prompt(self) -> None:
-        receiver, prompt = self._parts.receiver, Prompt.of_sequence(self.sequence)
-        waiting = asyncio.create_task(receiver.wait_for_prompt(self.request.request_id, prompt))
+        waiting = asyncio.create_task(self._receive_prompt())
         self._waiting = waiting
         try:
             await waiting
         except asyncio.CancelledError:
-            if not self._is_aborted:  # it was this task that was cancelled: the client has gone
+            if not self.is_aborted:  # it was this task that was cancelled: the client has gone
                 raise
         finally:
             self._waiting = None
             if not waiting.cancel() and not waiting.cancelled():
                 self._result = waiting.result()
                 self._prefilled = self._result.prefilled if self._result else None
+
+    async def _receive_prompt(self) -> HandoverResult | None:
+        """Wait for the outcome of the hand-over; None: this instance is to compute the prompt."""
+        prompt = Prompt.of_sequence(self.sequence)
+        return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 
     def _count_way(self, *, is_direct: bool) -> None:
         """Count by which way the prompt's KV came: known once the first token is out."""

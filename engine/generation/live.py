@@ -8,8 +8,12 @@ from typing import Any
 from engine.core import EngineCore
 from engine.disaggregation import BlockMemory, HandoverReceiver
 from engine.generation.base import Generation, SharedParts
+from engine.generation.choices import Choices, derive_choice
 from engine.generation.decode import DecodeGeneration
+from engine.generation.fetching_decode import FetchingDecodeGeneration
+from engine.generation.kept_prefill import KeptPrefillGeneration
 from engine.generation.mixed import MixedGeneration
+from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_of_choice
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
@@ -23,6 +27,9 @@ _FOR_PAIRS: dict[str, Callable[[SharedParts, Request, DisaggregateInfo], Generat
 }
 """How an instance of each role answers a request for which the router names a pair."""
 
+_ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
+"""Before the id of a request in the ids of its answers."""
+
 
 class Generations:
     """All requests that are being answered.
@@ -34,6 +41,7 @@ class Generations:
         block_size: tokens in a block.
         receiver: where prefill instances hand prompts over to.
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
+        host: this instance's address, where prefill instances reach it.
     """
 
     def __init__(
@@ -44,19 +52,28 @@ class Generations:
         block_size: int,
         receiver: HandoverReceiver,
         memory: BlockMemory | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory)
+        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host)
         self._answer_for_pair = _FOR_PAIRS[role]
 
-    def begin(self, request: Request, info: DisaggregateInfo | None) -> Generation:
+    def begin(self, request: Request, info: PairInfo | None) -> Generation:
         """A new generation; nothing happens before its ``pieces`` are asked for.
 
         Args:
-            info: the pair that the router named for the request, if it did.
+            info: the part of a pair that the router has this instance play, if it does.
         """
         if info is None:
             return MixedGeneration(self._parts, request)
+        if isinstance(info, KeepPrompt):
+            return KeptPrefillGeneration(self._parts, request, info)
+        if isinstance(info, FetchPrompt):
+            return FetchingDecodeGeneration(self._parts, request, info)
         return self._answer_for_pair(self._parts, request, info)
+
+    def begin_choices(self, request: Request, info: PairInfo | None, count: int) -> Choices:
+        """As ``begin``, for ``count`` answers to one prompt."""
+        return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
 
     @property
     def num_live(self) -> int:
@@ -64,10 +81,10 @@ class Generations:
         return len(self._parts.live)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[str]:
-        """Abort by request id, with or without ``chatcmpl-`` before and ``_0`` behind; return those that lived."""
+        """Abort all choices of requests by id, as clients and routers write it; return those that lived."""
         asked = set(req_ids)
         return _abort_each(
-            [each for each in self._parts.live if not asked.isdisjoint(_names_of(each.request.request_id))]
+            [each for each in self._parts.live if not asked.isdisjoint(_names_of(_asked_id(each.request)))]
         )
 
     def abort_all(self) -> list[str]:
@@ -84,9 +101,17 @@ def list_unknown_ids(asked: Iterable[str], aborted: Iterable[str]) -> list[str]:
 def _abort_each(generations: list[Generation]) -> list[str]:
     for generation in generations:
         generation.abort()
-    return [generation.request.request_id for generation in generations]
+    requests = [generation.request for generation in generations]
+    ids = [request.request_id for request in requests if not request.choice_of]
+    further = {request.choice_of for request in requests if request.choice_of}
+    return ids + sorted(further.difference(ids))
+
+
+def _asked_id(request: Request) -> str:
+    """The id by which the client asked, also for a further choice."""
+    return request.choice_of or request.request_id
 
 
 def _names_of(request_id: str) -> set[str]:
     """The names that clients and routers have for a request: as its answer, or FastDeploy's engine, names it."""
-    return {f"{prefix}{request_id}{suffix}" for prefix in ("", "chatcmpl-", "cmpl-") for suffix in ("", "_0")}
+    return {f"{prefix}{request_id}{suffix}" for prefix in _ID_PREFIXES for suffix in ("", "_0")}

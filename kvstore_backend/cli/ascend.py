@@ -1,4 +1,4 @@
-"""Checks of a machine with Ascend cards: what Mooncake's ascend transport needs beside a configuration."""
+"""Checks of a machine with Ascend cards: the needs of Mooncake's ascend transport beside a configuration."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; ends the process with a sentence for what is not known."""
+    """The command and its arguments; ends the process with a sentence on a command or flag that is not known."""
     parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
     parser.add_argument("--version", action="version", version=_describe_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

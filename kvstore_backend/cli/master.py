@@ -26,6 +26,7 @@ _LEASE = re.compile(r"\d+(ms|s|m|h)?", re.ASCII)  # as Mooncake reads it; a numb
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore master``."""
     _add_addresses(parser.add_argument)
+    _add_eviction(parser.add_argument)
     _add_behaviour(parser.add_argument)
     parser.add_argument("--print", action="store_true", help="only print what would be started")
     parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
@@ -61,7 +62,7 @@ def _add_addresses(add: Callable[..., object]) -> None:
     )
 
 
-def _add_behaviour(add: Callable[..., object]) -> None:
+def _add_eviction(add: Callable[..., object]) -> None:
     add(
         "--lease",
         "--default_kv_lease_ttl",
@@ -85,6 +86,9 @@ def _add_behaviour(add: Callable[..., object]) -> None:
         metavar="SHARE",
         help="so much is evicted then (default %(default)s)",
     )
+
+
+def _add_behaviour(add: Callable[..., object]) -> None:
     add(
         "--rpc-threads",
         "--rpc_thread_num",

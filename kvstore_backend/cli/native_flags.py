@@ -44,20 +44,29 @@ def parse_native_flags(words: Sequence[str], native: dict[str, bool], own: Colle
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} is no flag of kvstore master: a flag has two dashes, and one value")
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
         if name.startswith("no") and native.get(name[2:]) and not equals:
-            values[name[2:]] = "false"
+            name, value = name[2:], "false"
         elif name not in native:
-            near = did_you_mean(f"--{name}", [*own, *(f"--{each}" for each in native)])
-            hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
-            raise ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")
-        elif equals or not native[name]:
-            if not equals and (not rest or rest[0].startswith("--")):
-                raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
-            values[name] = value if equals else rest.pop(0)
-        else:
-            values[name] = "true"
+            raise _refuse_flag(name, native, own)
+        elif not equals:
+            value = "true" if native[name] else _take_value(name, rest)
+        values[name] = value
     return values
+
+
+def _take_value(name: str, rest: list[str]) -> str:
+    """Take the value of a flag from the words behind it."""
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"--{name} of mooncake_master needs a value: --{name}=VALUE")
+    return rest.pop(0)
+
+
+def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
+    """The refusal of a flag that neither we nor the program have."""
+    near = did_you_mean(f"--{name}", [*own, *(f"--{each}" for each in native)])
+    hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
+    return ConfigError(f"--{name} is no flag of kvstore master, nor of mooncake_master{hint}")

@@ -53,7 +53,7 @@ def named_protocol(environ: Mapping[str, str] | None = None) -> str:
 
 
 def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | None = None) -> str:
-    """The RDMA devices for what goes past the pool: the pool's, or where it has none by ``MOONCAKE_RDMA_DEVICES``."""
+    """The RDMA devices for transfers past the pool: the pool's, or where it has none by ``MOONCAKE_RDMA_DEVICES``."""
     if pool is not None and isinstance(pool.store, MooncakeSettings):
         return pool.store.rdma_devices
     return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()

@@ -122,7 +122,7 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
 
 
 def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """What ``MOONCAKE_PROTOCOL`` changes of the file that ``read_config`` would read; empty: nothing."""
+    """A sentence on the value by which ``MOONCAKE_PROTOCOL`` replaces that of the file of ``read_config``; or empty."""
     environ = os.environ if environ is None else environ
     path = source if source is not None else _file_of_environment(environ)[0]
     if path is None or is_url(str(path)):

@@ -40,7 +40,7 @@ _REQUIRED_VALUES: dict[str, object] = {
 
 
 class Mistake(NamedTuple):
-    """One sentence on what is wrong, and whether it keeps the server from its pool."""
+    """One sentence on a mistake, and whether it keeps the server from its pool."""
 
     text: str
     is_fatal: bool = True
@@ -173,7 +173,7 @@ def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistake]:
-    """Where the pool's file is, what every dialect wants of it, and what MindIE wants besides."""
+    """The place of the pool's file, the rules of every dialect for it, and those that MindIE has besides."""
     config_path = pool.get("configPath", "")
     if config_path and not Path(config_path).is_absolute():
         whole = str((path.parent / config_path).absolute())

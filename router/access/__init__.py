@@ -7,7 +7,7 @@ token_rate.py   TokenRates: tokens a second of each client
 cache_salt.py   CacheSalts: a cache_salt for each client
 """
 
-from router.access.admission import Admission, Limits
+from router.access.admission import Admission, Limits, SharedAdmission
 from router.access.auth import Auth
 from router.access.cache_salt import CacheSalts
 
@@ -16,4 +16,5 @@ __all__ = [
     "Auth",
     "CacheSalts",
     "Limits",
+    "SharedAdmission",
 ]

@@ -6,7 +6,7 @@ not by a thousand. When the line is full, a newcomer takes the place of a lower 
 one of the client that has most requests in it, if the newcomer's has fewer.
 
 A request that was let in (``try_enter`` returned True, or ``enter`` returned) leaves again with ``leave``. All that
-these are told is plain data, so that they may be asked of another process.
+these are told is plain data, so that another process may be asked: by ``SharedAdmission``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from router.access.line import Place, WaitingLine
 from router.access.token_rate import TokenRates
@@ -25,45 +26,12 @@ from router.http import ApiError, Refused
 if TYPE_CHECKING:
     from router.settings import RouterSettings
 
-__all__ = ["Admission", "Limits"]
+__all__ = ["Admission", "Limits", "SharedAdmission"]
 
 # A waiter's future is given None when it is its turn, and otherwise the refusal.
 _Turn = asyncio.Future["Refused | None"]
 
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
-
-
-class Limits(Protocol):
-    """What lets requests in: ``Admission``, or that of another process."""
-
-    @property
-    def is_limited(self) -> bool:
-        """See ``Admission``."""
-
-    @property
-    def running(self) -> int:
-        """See ``Admission``."""
-
-    @property
-    def waiting(self) -> int:
-        """See ``Admission``."""
-
-    @property
-    def waiting_by_priority(self) -> Mapping[int, int]:
-        """See ``Admission``."""
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """See ``Admission``."""
-
-    def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """See ``Admission``."""
-
-    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
-        """See ``Admission``."""
-
-    def leave(self, client: str, tokens: int = 0) -> None:
-        """See ``Admission``."""
 
 
 class Admission:
@@ -149,7 +117,7 @@ class Admission:
             await self._wait_in_line(client, priority)
         except BaseException:
             if self._rates is not None:
-                self._rates.charge(client, -tokens)
+                self._rates.charge_tokens(client, -tokens)
             raise
 
     def leave(self, client: str, tokens: int = 0) -> None:
@@ -159,7 +127,7 @@ class Admission:
             tokens: how many more it used than were named at its beginning; negative if it used less.
         """
         if self._rates is not None:
-            self._rates.charge(client, tokens)
+            self._rates.charge_tokens(client, tokens)
         self.running -= 1
         running = self._running_of[client] - 1
         if running:
@@ -169,10 +137,10 @@ class Admission:
         if self._line.waiting:
             self._admit_waiting()
 
-    def charge(self, client: str, tokens: int) -> None:
+    def charge_tokens(self, client: str, tokens: int) -> None:
         """Charge ``client`` for tokens that it used at another router."""
         if self._rates is not None:
-            self._rates.charge(client, tokens)
+            self._rates.charge_tokens(client, tokens)
 
     def note_elsewhere(self, router: str, running: Mapping[str, int]) -> None:
         """Another router has these requests of clients running, and they count; or none, if ``running`` is empty."""
@@ -188,7 +156,7 @@ class Admission:
             self._make_room(client, priority)
         loop = asyncio.get_running_loop()
         since = loop.time()
-        place = self._line.join(priority, client, loop.create_future())
+        place = self._line.join_line(priority, client, loop.create_future())
         timer = loop.call_later(self._patience, self._time_out, place)
         try:
             refused = await place.turn
@@ -228,7 +196,7 @@ class Admission:
             rate = rates.rate_of(client)
             message = f"this API key may use {rate:g} tokens a second, and has used them; try again in {seconds:.1f} s"
             raise self._count_refusal("rate_limit_exceeded", message, seconds)
-        rates.charge(client, tokens)
+        rates.charge_tokens(client, tokens)
 
     def _make_room(self, client: str, priority: int) -> None:
         """Reject a request in line, so that one of ``client`` may stand there; or this one, if none has to give way."""
@@ -259,3 +227,68 @@ class Admission:
         """The refusal of a request that is not let in, and may come again after so many ``seconds``."""
         self.refused[code] += 1
         return Refused(ApiError(429, message, code), max(1, math.ceil(seconds)))
+
+
+class SharedAdmission:
+    """Asks the process that has the ``Admission`` of all, and counts this one's requests."""
+
+    is_limited = True
+    """Whether there are limits, as in ``Admission``."""
+
+    def __init__(
+        self,
+        wait_for_entry: Callable[[str, int, int], Awaitable[Sequence[Any] | None]],
+        report_end: Callable[[str, int], None],
+    ) -> None:
+        """
+        Args:
+            wait_for_entry: takes client, priority and tokens; returns None once the request is let in, or else the
+                parts of its refusal: status, message, code, and the seconds to wait.
+            report_end: takes client and tokens of a request that has ended.
+        """
+        self.running = 0
+        """This process's requests that were let in and are not gone yet."""
+        self.refused: Counter[str] = Counter()
+        """This process's requests that were rejected, by the code of their error."""
+        self.waiting_by_priority: Counter[int] = Counter()
+        """This process's requests in the line."""
+        self._wait_for_entry = wait_for_entry
+        self._report_end = report_end
+
+    def __repr__(self) -> str:
+        return f"<SharedAdmission {self.running} running, {self.waiting} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """This process's requests in the line."""
+        return self.waiting_by_priority.total()
+
+    def try_enter(self, client: str, tokens: int = 0) -> bool:
+        """See ``Admission.try_enter``; only the other process knows whether there is room."""
+        return False
+
+    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
+        """See ``Admission.enter``.
+
+        Raises:
+            Refused: as there.
+        """
+        self.waiting_by_priority[priority] += 1
+        try:
+            refusal = await self._wait_for_entry(client, priority, tokens)
+        finally:
+            self.waiting_by_priority[priority] -= 1
+            self.waiting_by_priority += Counter()  # drops priorities of which nobody waits any more
+        if refusal is not None:
+            status, message, code, retry_after = refusal
+            self.refused[code] += 1
+            raise Refused(ApiError(status, message, code), retry_after)
+        self.running += 1
+
+    def leave(self, client: str, tokens: int = 0) -> None:
+        """See ``Admission.leave``."""
+        self.running -= 1
+        self._report_end(client, tokens)
+
+
+Limits = Admission | SharedAdmission

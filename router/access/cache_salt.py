@@ -1,4 +1,4 @@
-"""CacheSalts: a ``cache_salt`` for each client, so that none can find out by timing what another has asked.
+"""CacheSalts: a ``cache_salt`` for each client, so that none can find out another's prompts by timing.
 
 A salt is a hash of the holder's name, keyed with a secret that is derived from its API key: who does not have the key
 cannot guess it, it is the same in all processes and after each start that read the same file, and no further secret

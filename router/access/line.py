@@ -41,7 +41,7 @@ class WaitingLine(Generic[T]):
         """How many wait, for each priority that has somebody in line."""
         return {priority: sum(map(len, level.clients.values())) for priority, level in self._levels.items()}
 
-    def join(self, priority: int, client: str, turn: T) -> Place[T]:
+    def join_line(self, priority: int, client: str, turn: T) -> Place[T]:
         """Stand last among the client's requests of this priority."""
         level = self._levels.get(priority)
         if level is None:

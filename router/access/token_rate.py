@@ -1,7 +1,7 @@
 """TokenRates: how many tokens a second each client may use, prompt and generated ones together.
 
 Each client has a bucket that fills at its rate, up to ``BURST_SECONDS`` of it. A request may begin while there is
-something in the bucket, and takes out what it is thought to need; at its end it is charged for what it used. So a
+something in the bucket, and takes out the tokens of its prompt; at its end it is charged for all that it used. So a
 bucket may be in debt, a prompt larger than the bucket is served, too, and over time nobody uses more than the rate.
 """
 
@@ -47,18 +47,18 @@ class TokenRates:
         tokens = self._count_tokens(client, rate)
         return max(0.0, 1.0 - tokens) / rate if tokens < 1.0 else 0.0
 
-    def charge(self, client: str, tokens: float) -> None:
+    def charge_tokens(self, client: str, tokens: float) -> None:
         """Take so many tokens out of the client's bucket; a negative number puts them back."""
         rate = self.rate_of(client)
         if rate and tokens:
-            left = min(self._count_tokens(client, rate) - tokens, _most(rate))
+            left = min(self._count_tokens(client, rate) - tokens, _bucket_size(rate))
             self._buckets[client] = (left, self._clock())
 
     def _count_tokens(self, client: str, rate: float) -> float:
         """The tokens in a client's bucket by now."""
-        tokens, since = self._buckets.get(client, (_most(rate), 0.0))
-        return min(_most(rate), tokens + (self._clock() - since) * rate)
+        tokens, since = self._buckets.get(client, (_bucket_size(rate), 0.0))
+        return min(_bucket_size(rate), tokens + (self._clock() - since) * rate)
 
 
-def _most(rate: float) -> float:
+def _bucket_size(rate: float) -> float:
     return max(1.0, rate * BURST_SECONDS)

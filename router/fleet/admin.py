@@ -87,7 +87,7 @@ ORDERS: dict[str, Callable[[Registry, bytes], dict[str, Any]]] = {
 
 
 async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> dict[str, str]:
-    """Make all instances forget the prefixes in their own caches; the pool keeps what it has.
+    """Make all instances forget the prefixes in their own caches; the pool keeps its own.
 
     Returns:
         By instance, ``success`` or why not.

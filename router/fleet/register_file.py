@@ -59,7 +59,7 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
             registry.check_role(registration.role)
         except RegistrationError as exc:
             raise SettingsError(f"manager.register-path {path}: instances[{i}]: {exc}") from exc
-        registry.add_known(registration, now, permanent=True)
+        registry.add_known_instance(registration, now, permanent=True)
 
 
 def _parse_entry(entry: Any, where: str) -> Registration:

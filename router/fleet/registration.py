@@ -52,7 +52,7 @@ _AnyEnum = TypeVar("_AnyEnum", bound=enum.Enum)
 
 
 class RegistrationError(ValueError):
-    """A registration that cannot be accepted: one sentence, naming the field and what would be right."""
+    """A registration that cannot be accepted: one sentence, naming the field and a right value."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Registry:
         instance.renew_registration(registration, now)
         return instance
 
-    def add_known(
+    def add_known_instance(
         self,
         registration: Registration,
         now: float,

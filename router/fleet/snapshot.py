@@ -118,7 +118,9 @@ class Snapshot:
         if known is None:
             if entry["permanent"]:
                 return  # the register file named it, and names it no longer
-            known = self._registry.add_known(registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"])
+            known = self._registry.add_known_instance(
+                registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
+            )
         known.set_draining(entry["draining"])
         known.set_pause(entry["paused"])
         known.set_share(entry["weight"])

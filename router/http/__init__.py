@@ -13,7 +13,7 @@ replies.py      responses of the control plane: JSON, and errors in that form
 body.py         a request's body: parsed once, extended without being serialised again
 large_body.py   a large body, looked through before it is parsed
 request_id.py   the id that a client gives its request in a header
-usage.py        token figures, read from a response without parsing it
+usage.py        token figures, read from a response or set in it, without parsing it
 """
 
 from router.http.api_error import ApiError, Refused
@@ -46,7 +46,7 @@ from router.http.replies import error_reply, json_reply, raw_reply, refusal_repl
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path
 from router.http.tls import ListenerContext
-from router.http.usage import Usage, read_usage
+from router.http.usage import Usage, read_cached_figures, read_usage, set_figures
 
 __all__ = [
     "HOP_BY_HOP",
@@ -90,8 +90,10 @@ __all__ = [
     "parse_object",
     "prepare_head",
     "raw_reply",
+    "read_cached_figures",
     "read_usage",
     "refusal_reply",
+    "set_figures",
     "show_escapes",
     "splice_parts",
     "whole_number",

@@ -49,7 +49,7 @@ class BadBody(ValueError):
 
 
 class LargeBody:
-    """A body to be looked through with ``check_values``; then ``shorten`` gives what is to be parsed."""
+    """A body to be looked through with ``check_values``; then ``shorten`` gives the part that is to be parsed."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -78,7 +78,7 @@ class LargeBody:
             yield
 
     def shorten(self) -> bytes:
-        """The body without what was left out: the same values, but for the ends of very long texts."""
+        """The body without the parts left out: the same values, but for the ends of very long texts."""
         if not self._cuts:
             return self._data
         if self._shortened is None:

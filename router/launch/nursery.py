@@ -1,6 +1,6 @@
 """Loaded into the process that workers are forked from, and nowhere else.
 
-Whoever stops the router as a group of processes (systemd, docker, Ctrl-C) means the supervisor: the others
+A signal to the router as a group of processes (by systemd, docker, Ctrl-C) is meant for the supervisor: the others
 obey it. Were this process to end by itself, the supervisor could not tell a worker that serves from one that died.
 """
 

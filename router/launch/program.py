@@ -61,11 +61,11 @@ def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
     server = RouterServer(RouterApp(settings))
 
     # uvicorn handles both signals while it serves and raises them again afterwards; here they mean a good end.
-    def stop(*_: object) -> None:
+    def end_service(*_: object) -> None:
         server.should_exit = True
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, end_service)
+    signal.signal(signal.SIGINT, end_service)
     _log.info("%s", _format_startup_line(settings))
     prepare_process()
     uvloop.run(server.serve(sockets=[listener]))
@@ -80,11 +80,11 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
     admission = Admission(settings, Auth(settings).token_rates)
     start_nursery("router.launch.nursery")
 
-    async def supervise() -> str:
+    async def run_supervisor() -> str:
         supervisor = Supervisor(settings, listener, run_worker, GRACE_SECONDS, admission)
-        return await supervisor.run(lambda: _log.info("%s", _format_startup_line(settings)))
+        return await supervisor.run_until_signal(lambda: _log.info("%s", _format_startup_line(settings)))
 
-    if refusal := uvloop.run(supervise()):
+    if refusal := uvloop.run(run_supervisor()):
         raise SettingsError(refusal)
 
 

@@ -16,7 +16,7 @@ import uvicorn
 
 from router.app import RouterApp
 from router.http import ListenerContext, RouterProtocol
-from router.settings import RouterSettings, load_certificate
+from router.settings import ServedCertificate
 
 __all__ = ["GRACE_SECONDS", "RouterServer", "prepare_process"]
 
@@ -55,16 +55,20 @@ class RouterServer(uvicorn.Server):
             timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
         )
         config.load()
-        config.ssl = _make_tls_context(router.settings)
+        settings, self._certificate = router.settings, None
+        if settings.ssl_certfile:
+            config.ssl = ListenerContext()
+            self._certificate = ServedCertificate(config.ssl, settings.ssl_certfile, settings.ssl_keyfile)
         super().__init__(config)
         self._router = router
         self._ends_requests_at = 0.0
+        self._renewal: asyncio.Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop, and let running requests end in their time; told so again, at once."""
-        self.stop(0.0 if self.should_exit else GRACE_SECONDS[signal.Signals(sig)])
+        self.stop_serving(0.0 if self.should_exit else GRACE_SECONDS[signal.Signals(sig)])
 
-    def stop(self, grace: float) -> None:
+    def stop_serving(self, grace: float) -> None:
         """Stop, and let running requests end within ``grace`` seconds."""
         self._ends_requests_at = time.monotonic() + grace
         self.should_exit = True
@@ -73,8 +77,16 @@ class RouterServer(uvicorn.Server):
         """The protocol of a connection that was accepted elsewhere; the server has started."""
         return RouterProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve."""
+        await super().startup(sockets)
+        if self._certificate is not None:
+            self._renewal = asyncio.ensure_future(self._certificate.keep_current())
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; wait for requests that run, or end them."""
+        if self._renewal is not None:
+            self._renewal.cancel()
         meanwhile = [asyncio.ensure_future(self._end_requests()), asyncio.ensure_future(self._tell_progress())]
         await super().shutdown(sockets)
         for task in meanwhile:
@@ -100,15 +112,6 @@ class RouterServer(uvicorn.Server):
         await asyncio.sleep(FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-def _make_tls_context(settings: RouterSettings) -> ListenerContext | None:
-    """The TLS of clients' connections; None where they speak plain HTTP."""
-    if not settings.ssl_certfile:
-        return None
-    context = ListenerContext()
-    load_certificate(context, settings.ssl_certfile, settings.ssl_keyfile)
-    return context
 
 
 def prepare_process() -> None:

@@ -35,25 +35,25 @@ def run_worker(task: WorkerTask) -> None:
 
 async def _serve(task: WorkerTask) -> None:
     link = WorkerLink(task.name, is_first=task.is_first, is_late=task.is_late)
-    await link.open(task.channel)
+    await link.connect(task.channel)
     if task.settings.log_output == "file":
-        send_log(link.log)
+        send_log(link.send_log_line)
     (handler,) = logging.getLogger().handlers
     if not task.is_first:  # a warning about the settings is the same in all of them: one says it
         handler.setLevel(logging.ERROR)
     try:
         server = RouterServer(RouterApp(task.settings, link))
     except SettingsError as exc:
-        link.refuse(str(exc))
+        link.report_refusal(str(exc))
         return
     finally:
         handler.setLevel(logging.NOTSET)
-    link.subscribe_to_stop(server.stop)
+    link.subscribe_to_stop(server.stop_serving)
     taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
     # uvicorn takes SIGTERM for the time that it serves: a worker that is told to end alone does, and is replaced.
     await server.serve(sockets=[])
     taking.cancel()
-    link.close()
+    link.disconnect()
 
 
 async def _take_connections(channel: socket.socket, server: RouterServer, link: WorkerLink) -> None:
@@ -64,7 +64,7 @@ async def _take_connections(channel: socket.socket, server: RouterServer, link: 
     num_taken = 0
     opening: set[asyncio.Task[object]] = set()
 
-    def take() -> None:
+    def take_waiting() -> None:
         nonlocal num_taken
         for connection in receive_connections(channel):
             num_taken += 1
@@ -75,11 +75,11 @@ async def _take_connections(channel: socket.socket, server: RouterServer, link: 
 
     make_protocol = server.make_protocol
     channel.setblocking(False)
-    loop.add_reader(channel, take)
+    loop.add_reader(channel, take_waiting)
     link.declare_ready()
     try:
         while not server.should_exit:
-            link.count({"connections": len(server.server_state.connections), "taken": num_taken})
+            link.report_connections({"connections": len(server.server_state.connections), "taken": num_taken})
             await asyncio.sleep(COUNT_SECONDS)
     finally:
         loop.remove_reader(channel)

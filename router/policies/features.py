@@ -111,7 +111,7 @@ def _encode_sequence(prompt: Any) -> bytes:
 
 
 def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """``members`` without the most of what stands behind the first ``_MAX_BYTES`` of the prompt."""
+    """``members`` without the most of the text behind the first ``_MAX_BYTES`` of the prompt."""
     clipped, room = dict(members), _MAX_BYTES
     for name in (*_RENDERED_FIRST, "messages"):
         if name in members:

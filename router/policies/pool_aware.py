@@ -1,4 +1,4 @@
-"""The instance where a request costs least, its own time and that of those behind it, given what is cached where."""
+"""The instance where a request costs least, its own time and that of those behind it, given all caches."""
 
 from __future__ import annotations
 

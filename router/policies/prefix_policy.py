@@ -25,6 +25,11 @@ class PrefixPolicy(PolicyBase):
         """Called with the chain of a prompt and the instance that it was placed on, here or by another process."""
         self._add_chain = self.note_chain
 
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks of prompts it remembers."""
+        return len(self._index)
+
     def subscribe_to_chains(self, callback: Callable[[Sequence[int], str], None]) -> None:
         """Call ``callback`` with each prompt's chain that this policy places, and the instance."""
 

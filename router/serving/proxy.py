@@ -80,7 +80,7 @@ class Proxy:
             await asyncio.sleep(min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4))
             self._end_older(late, time.perf_counter() - self._timeout)
             if self._stall:
-                self._end_stalled(time.monotonic() - self._stall)
+                self._end_stalled_streams(time.monotonic() - self._stall)
 
     def on_instance_failure(self, instance: Instance) -> None:
         """Give up attempts that wait for an instance that answers no probes, and try elsewhere where that may be."""
@@ -102,7 +102,7 @@ class Proxy:
             engine_ids += known
         return found, engine_ids
 
-    def _end_stalled(self, since: float) -> None:
+    def _end_stalled_streams(self, since: float) -> None:
         """End the streams whose instance has sent nothing since then; it is told to abort them."""
         for serving in list(self._live):
             attempt = serving.attempt

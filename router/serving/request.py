@@ -37,7 +37,7 @@ from router.serving.aborts import Aborter
 from router.serving.api import GENERATING
 from router.serving.asking import LegMaker, ask_instances
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
-from router.serving.dialects import NotReady, Pairs
+from router.serving.dialects import NotReady, Pair, Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
@@ -87,6 +87,7 @@ class ServingRequest:
         "_is_aborted",
         "_keep_alive",
         "_num_attempts",
+        "_pair",
         "_parsed",
         "_preemptions",
         "_queueing",
@@ -120,6 +121,7 @@ class ServingRequest:
         self._trace_id = self._sent_id = ""
         self._parsed: ParsedRequest | None = None  # once it was read
         self._selection: Selection | None = None
+        self._pair: Pair | None = None
         self._retries = Retries()
         self._num_attempts = self._preemptions = 0
         self._records: list[AttemptRecord] = []
@@ -438,7 +440,8 @@ class ServingRequest:
         # An engine may still know the id of the attempt before.
         request_id = f"{self.request_id}-retry{number}" if number else self.request_id
         asking = ask_instances(services.pairs, selection, parsed, request_id)
-        self._selection, pair = asking.selection, asking.pair
+        self._selection, self._pair = asking.selection, asking.pair
+        pair = asking.pair
         if services.is_debugging:
             log_choice(self.request_id, number, asking.selection, parsed.features.prompt_tokens)
         if pair is not None and pair.merges_segments and parsed.api.is_continuable and parsed.body is not None:
@@ -555,17 +558,28 @@ class ServingRequest:
         self, record: RequestRecord, parsed: ParsedRequest, selection: Selection, attempt: Attempt
     ) -> None:
         """Note who generated the answer, and the engine's figures; let the policy learn if all went well."""
-        usage = self._response.read_usage()
+        usage = said = self._response.read_usage()
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         if selection.prefill is None:
             leg, record.mixed = attempt.answering, selection.answering.key
         else:
             assert attempt.prefill is not None
             leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
-            if usage.cached_tokens is None:
-                usage = read_usage(leg.exchange.kept_body) or usage
+            record.decode_cached_tokens = said.cached_tokens
+            usage = read_usage(attempt.prefill_answer) or said
+            pair = self._pair if not record.error else None
+            if pair is not None and (why := pair.find_lost_hand_over(attempt.prefill_answer, usage, said)):
+                self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens = usage.cached_tokens
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens
         if not record.error and record.status < 400:
             ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
             self._services.selector.learn(selection, parsed.features, usage, queued_before=leg.queued_before, ttft=ttft)
+
+    def _report_computed_twice(self, prefill: Instance, decode: Instance, why: str) -> None:
+        count = self._services.metrics.count_computed_twice(decode.key)
+        if count == 1 or count % 1000 == 0:
+            _log.warning(
+                "%s and %s are a pair, but %s; so decode computes prompts again (%d so far)",
+                *(prefill.key, decode.key, why, count),
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 
 import orjson
 
@@ -15,7 +17,9 @@ from router.http import (
     Refused,
     Usage,
     end_to_end,
+    read_cached_figures,
     read_usage,
+    set_figures,
 )
 from router.serving.attempt import Attempt
 from router.serving.resume import ResponseMerger, StreamMerger
@@ -39,6 +43,8 @@ _COMMENT = b": keep-alive\n\n"
 _UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
 # So much of a refusal that is no JSON object with an error is quoted in an event.
 _QUOTED_CHARACTERS = 1000
+# In each usage that says how much was cached.
+_CACHE_MARK = b'"cache'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NO_USAGE = Usage()
 
@@ -59,6 +65,7 @@ class ClientResponse:
 
     __slots__ = (
         "_before_last",
+        "_cached_figures",
         "_last",
         "_request",
         "bytes_sent",
@@ -83,8 +90,10 @@ class ClientResponse:
         self.merger: StreamMerger | ResponseMerger | None = None
         """Makes one response of segments; there from ``expect_segments`` on."""
         self._request = request
-        # The last two pieces that the client got, in which the usage stands.
+        # The last two pieces of the answer as the instance said it, in which the usage stands.
         self._before_last = self._last = b""
+        # What prefill said of its cache; None until it is known.
+        self._cached_figures: Mapping[bytes, bytes] | None = None
 
     def expect_segments(self, body: InferenceBody) -> None:
         """The response may come in several segments: the decode instance may preempt the request half-way."""
@@ -122,6 +131,7 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
+        body = self._correct_usage(attempt, body)
         self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
         attempt.finish()
         return True
@@ -151,6 +161,7 @@ class ClientResponse:
         if not request.response_started:
             self.status = exchange.status
             request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
+        pass_on = partial(self._pass_on, attempt)
         data, held = first, b""
         while True:
             is_end = exchange.is_taken
@@ -162,6 +173,8 @@ class ClientResponse:
                 if merger is not None:
                     data = merger.feed(data)
                 self._note_piece(data)
+                if self.is_event_stream and _CACHE_MARK in data:
+                    data = self._correct_usage(attempt, data)
                 if merger is not None and merger.preempted:
                     attempt.finish()
                     await request.send_piece(data)
@@ -170,7 +183,7 @@ class ClientResponse:
                 break
             if data:
                 await request.send_piece(data)
-            data = await exchange.chunk(None if held else self._pass_on)
+            data = await exchange.chunk(None if held else pass_on)
         request.finish_response(data)
         attempt.finish()
         return True
@@ -256,7 +269,18 @@ class ClientResponse:
         completion = usage.completion_tokens or (self.chunks if self.is_event_stream else 0)
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
-    def _pass_on(self, data: bytes) -> bool:
+    def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
+        """The same, but of a pair with prefill's figures of what was cached, as far as they are there.
+
+        To decode, everything that prefill computed has been cached. Of several segments the first one's prefill tells.
+        """
+        if attempt.prefill is None:
+            return data
+        if self._cached_figures is None and attempt.prefill_answer:
+            self._cached_figures = read_cached_figures(attempt.prefill_answer)
+        return set_figures(data, self._cached_figures) if self._cached_figures else data
+
+    def _pass_on(self, attempt: Attempt, data: bytes) -> bool:
         """Send on a piece in the middle of the response as it comes; False where ``relay_pieces`` must look at it."""
         merger, sent = self.merger, data
         if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
@@ -266,6 +290,8 @@ class ClientResponse:
                 return False
             sent = merger.feed(data)
         self._note_piece(sent)
+        if self.is_event_stream and _CACHE_MARK in sent:
+            sent = self._correct_usage(attempt, sent)
         self._request.write_piece(sent)
         return True
 

@@ -123,7 +123,7 @@ class Selector:
         return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
-        """Pick one instance for a request that is no completion; in a pair's mode, prefill does such work.
+        """Pick one instance for a request whose answer is not generated; in a pair's mode, decode serves it.
 
         Raises:
             NoInstance: none is left.
@@ -132,13 +132,13 @@ class Selector:
         if self._generation != self._registry.generation:
             self._prepare_choice(now)
         model = "" if self._models is None else self._find_model(self._models, features.model, now)
+        role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
         for instances in self._rank_instances(now, excluded, model):
-            for role in self._registry.roles:
-                group = _Group([i for i in instances if i.role is role])
-                if group.candidates:
-                    instance, decision = self._apply_policy(self.policies_of(model)[role], features, group, now)
-                    return Selection(instance, None, (decision,), model)
-        raise NoInstance(self._explain_missing(self._registry.roles, model))
+            group = _Group([i for i in instances if i.role is role])
+            if group.candidates:
+                instance, decision = self._apply_policy(self.policies_of(model)[role], features, group, now)
+                return Selection(instance, None, (decision,), model)
+        raise NoInstance(self._explain_missing([role], model))
 
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
         """The policies that choose for a model, and learn from how its requests went; for ``""``, ``policies``."""

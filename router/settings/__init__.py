@@ -5,23 +5,27 @@ sources.py           load_settings: reads flags, the YAML file and the environme
 flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
-tls_files.py         read_certificate, read_authorities: files with certificates and keys
+tls_files.py         load_certificate, read_authorities: files with certificates and keys
+served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
 from router.settings.flags import FlagParser
 from router.settings.hints import did_you_mean, suggest_name
-from router.settings.router_settings import RouterSettings, SettingsError
+from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
+from router.settings.served_certificate import ServedCertificate
 from router.settings.sources import load_settings
 from router.settings.tls_files import load_certificate, read_authorities
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
     "PRIORITIES",
+    "ROUTER_GONE_SECONDS",
     "ApiKey",
     "FlagParser",
     "RouterSettings",
+    "ServedCertificate",
     "SettingsError",
     "YamlFileError",
     "did_you_mean",

@@ -16,7 +16,10 @@ from typing import Any
 from router.policies import DEFAULT_MAX_ENTRIES, POLICIES, PolicyOptions
 from router.settings.hints import did_you_mean
 
-__all__ = ["SETTINGS", "RouterSettings", "SettingsError"]
+__all__ = ["ROUTER_GONE_SECONDS", "SETTINGS", "RouterSettings", "SettingsError"]
+
+ROUTER_GONE_SECONDS = 5.0
+"""With a shared state, a router that was not heard of for so long is gone."""
 
 # More than these wait for the instances, not for a core.
 MAX_AUTO_WORKERS = 4
@@ -37,7 +40,7 @@ _MINIMUMS = {
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: one sentence, naming where it stands, its value and what would be right."""
+    """A setting that cannot be used: one sentence, naming where it stands, its value and a right one."""
 
 
 def _declare(default: Any, key: str, help: str, choices: Iterable[str] = ()) -> Any:
@@ -230,11 +233,16 @@ class RouterSettings:
                     f"{field.metadata['key']} is {_format_value(value)}, but there are no keys to tell clients apart; "
                     "name them with server.api-keys-file"
                 )
-
         if self.ssl_keyfile and not self.ssl_certfile:
             raise SettingsError(
                 f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
                 "server.ssl-certfile"
+            )
+        # Heartbeats come to one router: the others must notice that it is gone before they miss them.
+        if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
+            raise SettingsError(
+                f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
+                f"more than {ROUTER_GONE_SECONDS:g}, after which a router that died is noticed"
             )
 
     @property

@@ -1,6 +1,6 @@
 """Files with secrets: the admin token in one, the API keys of clients in another. No message repeats a secret.
 
-A file of keys has one key a line, or YAML's ``name: key``; what is said of a holder stands beside its key then, as in
+A file of keys has one key a line, or YAML's ``name: key``; a holder's limit and priority stand beside the key, as in
 ``name: {key: KEY, tokens_per_sec: 500, priority: -5}``.
 """
 
@@ -22,7 +22,7 @@ PRIORITIES = range(-10, 11)
 
 
 class ApiKey(NamedTuple):
-    """A client's key, and what the operator says of its holder."""
+    """A client's key, and its holder's limit and priority."""
 
     key: str
     tokens_per_sec: float | None = None
@@ -94,7 +94,7 @@ def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
 
 
 def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
-    """What stands beside a name whose key is one of several members."""
+    """The entry of a name whose key is one of several members."""
     found: dict[str, str] = {}
     for name, value in members:
         if name.value not in _MEMBERS:

@@ -7,13 +7,12 @@ shared_state.py  SharedState: several routers, over Redis
 supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
 hand_over.py    a client's connection, from the process that accepted it to the one that serves it
 fleet_sync.py   FleetSync: one fleet for all processes
-gate.py         Gate, SharedAdmission: limits that count over all workers
+gate.py         Gate: limits that count over all workers
 load_sync.py    LoadSync: one count of each instance's requests
 prefix_sync.py  PrefixSync: one knowledge of prefixes
 """
 
 from router.sharing.fleet_sync import FleetSync
-from router.sharing.gate import SharedAdmission
 from router.sharing.hand_over import receive_connections
 from router.sharing.link import NO_LINK, Link, WorkerLink
 from router.sharing.load_sync import LoadSync
@@ -26,7 +25,6 @@ __all__ = [
     "Link",
     "LoadSync",
     "PrefixSync",
-    "SharedAdmission",
     "Supervisor",
     "WorkerLink",
     "WorkerTask",

@@ -45,20 +45,20 @@ class FleetSync:
         self._clock = clock
         self._written_at: dict[str, float] = {}  # of the latest record of each key
         link.subscribe_to_records(self._on_record)
-        link.subscribe_to_departures(self._on_departure)
-        link.subscribe("suspect", self._on_suspect)
-        link.subscribe("lost_cache", self._on_lost_cache)
-        link.answer("heard", lambda _: True)
+        link.subscribe_to_departures(self._distrust_heartbeats)
+        link.subscribe_to_topic("suspect", self._on_suspect)
+        link.subscribe_to_topic("lost_cache", self._on_lost_cache)
+        link.answer_topic("heard", lambda _: True)
         registry.subscribe_to_troubles(self._on_trouble)
 
-    async def announce(self, instance: Instance) -> None:
+    async def announce_instance(self, instance: Instance) -> None:
         """Tell the others of an instance that has registered or got an order, and wait until they know."""
-        self._link.keep(instance.key, self._make_record(instance, is_news=True))
-        await self._link.ask("heard")
+        self._link.keep_record(instance.key, self._make_record(instance, is_news=True))
+        await self._link.ask_others("heard")
 
     def announce_lost_cache(self, key: str) -> None:
         """Tell the others that an instance's own cache is empty."""
-        self._link.publish("lost_cache", key)
+        self._link.publish_event("lost_cache", key)
 
     async def keep_renewing(self) -> None:
         """Renew the records of the instances, until cancelled; return at once if there is nobody to tell."""
@@ -66,7 +66,7 @@ class FleetSync:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
                 if instance.healthy:
-                    self._link.keep(instance.key, self._make_record(instance, is_news=False))
+                    self._link.keep_record(instance.key, self._make_record(instance, is_news=False))
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         written_at = self._clock()
@@ -103,7 +103,7 @@ class FleetSync:
             return
         now = time.monotonic()
         if known is None:
-            known = self._registry.add_known(
+            known = self._registry.add_known_instance(
                 registration,
                 now,
                 proven=record["healthy"],
@@ -133,14 +133,14 @@ class FleetSync:
         self._written_at[key] = record["written_at"]
         return False
 
-    def _on_departure(self, _: str) -> None:
+    def _distrust_heartbeats(self, _: str) -> None:
         """A process is gone, and with it perhaps the way by which instances' heartbeats came."""
         for instance in self._registry:
             instance.has_heartbeat = False  # it is gone when its probes fail, until it registers here
 
     def _on_trouble(self, instance: Instance) -> None:
         """An instance was found dead here."""
-        self._link.publish("suspect", instance.key)
+        self._link.publish_event("suspect", instance.key)
 
     def _on_suspect(self, sender: str, key: str) -> None:
         instance = self._registry.get(key)

@@ -1,4 +1,4 @@
-"""Gate: the limits of one router, kept by its supervisor for all workers; ``SharedAdmission`` is their way to it.
+"""Gate: the limits of one router, kept by its supervisor for all workers, which ask by ``SharedAdmission``.
 
 There is one ``Admission``, so limits, turns and tokens are exact over all workers, at the price of a message there and
 back for each request. Without limits nobody asks. Other routers' requests count, too, as they were a moment ago: so
@@ -12,64 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from router.http import ApiError, Refused
+from router.http import Refused
 
 if TYPE_CHECKING:
     from router.access import Admission
-    from router.sharing.link import Link
 
-__all__ = ["Gate", "SharedAdmission"]
+__all__ = ["Gate"]
 
 # Other routers are told so often of what has changed here.
 TELL_SECONDS = 0.05
-
-
-class SharedAdmission:
-    """A worker's ``Admission`` where there are limits: the supervisor's."""
-
-    is_limited = True
-    """Whether there are limits, as in ``Admission``."""
-
-    def __init__(self, link: Link) -> None:
-        self.running = 0
-        """This process's requests that were let in and are not gone yet."""
-        self.refused: Counter[str] = Counter()
-        """This process's requests that were rejected, by the code of their error."""
-        self.waiting_by_priority: Counter[int] = Counter()
-        """This process's requests in the line."""
-        self._link = link
-
-    @property
-    def waiting(self) -> int:
-        """This process's requests in the line."""
-        return self.waiting_by_priority.total()
-
-    def try_enter(self, client: str, tokens: int = 0) -> bool:
-        """See ``Admission.try_enter``; only the supervisor knows whether there is room."""
-        return False
-
-    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
-        """See ``Admission.enter``.
-
-        Raises:
-            Refused: as there.
-        """
-        self.waiting_by_priority[priority] += 1
-        try:
-            refusal = await self._link.enter(client, priority, tokens)
-        finally:
-            self.waiting_by_priority[priority] -= 1
-            self.waiting_by_priority += Counter()  # drops what is zero
-        if refusal is not None:
-            status, message, code, retry_after = refusal
-            self.refused[code] += 1
-            raise Refused(ApiError(status, message, code), retry_after)
-        self.running += 1
-
-    def leave(self, client: str, tokens: int = 0) -> None:
-        """See ``Admission.leave``."""
-        self.running -= 1
-        self._link.leave(client, tokens)
 
 
 class Gate:
@@ -90,10 +41,10 @@ class Gate:
     def __repr__(self) -> str:
         return f"<Gate {self._admission}>"
 
-    def enter(
+    def admit_request(
         self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
     ) -> None:
-        """A worker's request wants to be let in; ``answer`` is called with None when it is, or with why not."""
+        """A worker's request wants to be let in; ``answer`` is called with None when it is, or with its refusal."""
         work = asyncio.ensure_future(self._let_in(worker, client, priority, tokens, answer))
         self._entering[worker, number] = work
         work.add_done_callback(lambda _: self._entering.pop((worker, number), None))
@@ -103,10 +54,10 @@ class Gate:
         if (work := self._entering.get((worker, number))) is not None:
             work.cancel()
 
-    def leave(self, worker: str, client: str, tokens: int) -> None:
+    def release_request(self, worker: str, client: str, tokens: int) -> None:
         """A worker's request that was let in has ended."""
         self._running[worker][client] -= 1
-        self._charge(client, tokens)
+        self._note_charge(client, tokens)
         self._admission.leave(client, tokens)
 
     def remove_worker(self, worker: str) -> None:
@@ -122,7 +73,7 @@ class Gate:
         """Count the requests of another router, which are all gone if ``running`` is empty."""
         self._admission.note_elsewhere(router, running)
         for client, tokens in charged.items():
-            self._admission.charge(client, tokens)
+            self._admission.charge_tokens(client, tokens)
 
     async def _let_in(
         self, worker: str, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
@@ -133,15 +84,15 @@ class Gate:
             answer([refused.error.status, refused.error.message, refused.error.code, refused.retry_after])
             return
         self._running.setdefault(worker, Counter())[client] += 1
-        self._charge(client, tokens)
+        self._note_charge(client, tokens)
         answer(None)
 
-    def _charge(self, client: str, tokens: int) -> None:
+    def _note_charge(self, client: str, tokens: int) -> None:
         self._charged[client] += tokens
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
 
-    def _tell(self) -> None:
+    def _tell_routers(self) -> None:
         self._timer = None
         running: Counter[str] = Counter()
         for counts in self._running.values():

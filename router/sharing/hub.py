@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from router.sharing.gate import Gate
 from router.sharing.link import ANSWER_SECONDS
 from router.sharing.wire import Wire
 
-__all__ = ["Hub", "Uplink"]
+if TYPE_CHECKING:
+    from router.sharing.shared_state import SharedState
+
+__all__ = ["Hub"]
 
 _log = logging.getLogger("router.sharing.hub")
 
-
-class Uplink(Protocol):
-    """The way to the other routers."""
-
-    name: str
-    """This router, as the others know it."""
-
-    def send(self, *message: Any) -> None:
-        """Send a message to all other routers."""
-
-    def list_routers(self) -> list[str]:
-        """The names of the other routers that were heard of lately."""
+# The number of a question that a router asks, which workers do not count from.
+_FOR_ROUTER = 0
 
 
 class Hub:
@@ -38,7 +31,8 @@ class Hub:
         Args:
             on_count: called with a worker's name and its figures.
         """
-        self.uplink: Uplink | None = None
+        self.uplink: SharedState | None = None
+        """The way to the other routers, where there are any."""
         self.gate: Gate | None = None
         """Lets requests in, where there are limits."""
         self._on_count = on_count
@@ -55,8 +49,8 @@ class Hub:
         """A worker has started; it gets the records."""
         self._workers[name] = wire
         for key, record in self.records.items():
-            wire.send("keep", key, record)
-        wire.send("state", self._trouble)
+            wire.send_message("keep", key, record)
+        wire.send_message("state", self._trouble)
 
     def remove_worker(self, name: str) -> None:
         """A worker is gone."""
@@ -66,10 +60,11 @@ class Hub:
         if self.gate is not None:
             self.gate.remove_worker(name)
         if self.uplink is not None:
-            self.uplink.send("gone", name)
+            self.uplink.send_to_routers("gone", name)
         for key, question in list(self._questions.items()):
             if key[0] == name:
-                self._close_question(key)
+                question.timer.cancel()
+                del self._questions[key]
             elif name in question.waiting_for:
                 self._note_answer(key, name, [])
 
@@ -105,13 +100,16 @@ class Hub:
                 self._on_count(sender, figures)
             case "enter", [number, client, priority, tokens] if self.gate is not None:
                 answer = partial(self._answer_entry, sender, number, client, tokens)
-                self.gate.enter(sender, number, client, priority, tokens, answer)
+                self.gate.admit_request(sender, number, client, priority, tokens, answer)
             case "leave_line", [number] if self.gate is not None:
                 self.gate.leave_line(sender, number)
             case "leave", [client, tokens] if self.gate is not None:
-                self.gate.leave(sender, client, tokens)
+                self.gate.release_request(sender, client, tokens)
             case "ask", [number, topic, content, everywhere]:
-                self._put_question(sender, number, topic, content, everywhere)
+                workers = [name for name in self._workers if name != sender]
+                routers = self.uplink.list_routers() if everywhere and self.uplink is not None else []
+                deliver = partial(self._send_to_worker, sender, "answers", number)
+                self._put_question((sender, number), topic, content, workers, routers, deliver)
             case "answer", [asker, number, content]:
                 self._note_answer((asker, number), sender, [] if content is None else [content])
             case _:
@@ -131,21 +129,33 @@ class Hub:
             case "limits", [router, running, charged]:
                 if self.gate is not None:
                     self.gate.note_elsewhere(router, running, charged)
-            case "ask", [sender, number, topic, content]:
-                self._put_question(sender, number, topic, content)
+            case "ask", [sender, number, topic, content] if self.uplink is not None:
+                deliver = partial(self.uplink.send_to_routers, "answers", sender, number, self.uplink.name)
+                self._put_question((sender, number), topic, content, list(self._workers), [], deliver)
+            case "want_prefixes", [router, asker] if self.uplink is not None:
+                if router == self.uplink.name:  # one worker is enough, as all know the same
+                    deliver = partial(self.uplink.send_prefixes, asker)
+                    self._put_question((asker, _FOR_ROUTER), "prefixes", None, list(self._workers)[:1], [], deliver)
             case "answers", [asker, number, router, answers]:
                 self._note_answer((asker, number), router, answers)
             case _:
                 _log.error("another router sent a message that is none: %.200r", message)
 
+    async def share_prefixes(self, prefixes: dict[str, Any]) -> None:
+        """Let all workers know prefixes that another router knows, and wait until they do."""
+        done = asyncio.Event()
+        self._send_to_workers("publish", "", "prefixes", prefixes)
+        key = (self.uplink.name if self.uplink is not None else "", _FOR_ROUTER)
+        self._put_question(key, "heard", None, list(self._workers), [], lambda _: done.set())
+        await done.wait()
+
     def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
         """Tell the other routers how much of the limits is used here."""
         if self.uplink is not None:
-            self.uplink.send("limits", self.uplink.name, running, charged)
+            self.uplink.send_to_routers("limits", self.uplink.name, running, charged)
 
     def _answer_entry(self, worker: str, number: int, client: str, tokens: int, refusal: list[Any] | None) -> None:
-        if worker in self._workers:
-            self._workers[worker].send("entered", number, refusal, client, tokens)
+        self._send_to_worker(worker, "entered", number, refusal, client, tokens)
 
     def _keep_record(self, key: str, record: dict[str, Any]) -> bool:
         """Keep a record unless a later one is known; whether it is kept."""
@@ -155,17 +165,27 @@ class Hub:
         self.records[key] = record
         return True
 
-    def _put_question(self, asker: str, number: int, topic: str, content: Any, everywhere: bool = False) -> None:
-        """Ask all workers but ``asker``, which may be another router's; and perhaps the other routers."""
-        workers = [name for name in self._workers if name != asker]
-        routers = self.uplink.list_routers() if everywhere and self.uplink is not None else []
-        key = (asker, number)
+    def _put_question(
+        self,
+        key: tuple[str, int],
+        topic: str,
+        content: Any,
+        workers: Sequence[str],
+        routers: Sequence[str],
+        deliver: Callable[[list[Any]], None],
+    ) -> None:
+        """Ask these workers and other routers.
+
+        Args:
+            key: who asks, and a number of the asker's own.
+            deliver: called with the answers, once all are there or it has taken too long.
+        """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_question, key)
-        self._questions[key] = _Question({*workers, *routers}, timer)
+        self._questions[key] = _Question({*workers, *routers}, timer, deliver)
         for name in workers:
-            self._workers[name].send("ask", asker, number, topic, content)
+            self._workers[name].send_message("ask", *key, topic, content)
         if routers:
-            self._send_up("ask", asker, number, topic, content)
+            self._send_up("ask", *key, topic, content)
         if not workers and not routers:
             self._close_question(key)
 
@@ -183,26 +203,27 @@ class Hub:
         if question is None:
             return
         question.timer.cancel()
-        asker, number = key
-        if asker in self._workers:
-            self._workers[asker].send("answers", number, question.answers)
-        elif self.uplink is not None:
-            self.uplink.send("answers", asker, number, self.uplink.name, question.answers)
+        question.deliver(question.answers)
+
+    def _send_to_worker(self, name: str, *message: Any) -> None:
+        if name in self._workers:
+            self._workers[name].send_message(*message)
 
     def _send_to_workers(self, *message: Any, but: str = "") -> None:
         for name, wire in self._workers.items():
             if name != but:
-                wire.send(*message)
+                wire.send_message(*message)
 
     def _send_up(self, *message: Any) -> None:
         if self.uplink is not None:
-            self.uplink.send(*message)
+            self.uplink.send_to_routers(*message)
 
 
 class _Question:
     """A question that some workers have not answered yet."""
 
-    def __init__(self, waiting_for: set[str], timer: asyncio.TimerHandle) -> None:
+    def __init__(self, waiting_for: set[str], timer: asyncio.TimerHandle, deliver: Callable[[list[Any]], None]) -> None:
         self.waiting_for = waiting_for
         self.timer = timer
+        self.deliver = deliver
         self.answers: list[Any] = []

@@ -2,9 +2,9 @@
 
 Everything a worker says reaches the others in the order it was said. There are three kinds of talk:
 
-    publish   something has happened; the others may care
-    keep      a record that those who come later must have, too; the others get it at once
-    ask       each of the others answers
+    event      something has happened; the others may care
+    record     those who come later must have it, too; the others get it at once
+    question   each of the others answers
 
 A router that is one process has no others: its link is ``NO_LINK``, which says nothing and hears nothing.
 """
@@ -42,27 +42,24 @@ class Link:
     trouble = ""
     """Why other routers are not heard of; ``""`` if they are, or there are none."""
 
-    def publish(self, topic: str, content: Any) -> None:
+    def publish_event(self, topic: str, content: Any) -> None:
         """Tell the others of something that has happened."""
 
-    def keep(self, key: str, record: dict[str, Any]) -> None:
+    def keep_record(self, key: str, record: dict[str, Any]) -> None:
         """Tell the others a record that replaces an earlier one of this key; those that come later get it, too.
 
         Args:
             record: of two, the one whose ``written_at`` is later counts.
         """
 
-    def count(self, figures: dict[str, int]) -> None:
-        """Tell the supervisor how busy this process is."""
-
-    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+    async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
         """Wait until the supervisor lets a request in; why not, if it does not. Cancelling this leaves the line."""
         raise NotImplementedError("a router that is one process has no supervisor")
 
-    def leave(self, client: str, tokens: int) -> None:
+    def report_end(self, client: str, tokens: int) -> None:
         """Tell the supervisor that a request that was let in has ended."""
 
-    async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
+    async def ask_others(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
         """The answers of the others, of those that answered in time.
 
         Args:
@@ -70,7 +67,7 @@ class Link:
         """
         return []
 
-    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
+    def subscribe_to_topic(self, topic: str, callback: Callable[[str, Any], None]) -> None:
         """Call ``callback`` with the sender and the content of all that others publish on ``topic``."""
 
     def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
@@ -79,7 +76,7 @@ class Link:
     def subscribe_to_departures(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the name of each other process that is gone."""
 
-    def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
+    def answer_topic(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
         """Answer those who ask on ``topic`` with the result of ``respond``, which is given their content."""
 
 
@@ -108,12 +105,12 @@ class WorkerLink(Link):
         self._num_asked = 0
         self._answering: set[asyncio.Task[None]] = set()
 
-    async def open(self, channel: socket.socket) -> None:
+    async def connect(self, channel: socket.socket) -> None:
         """Connect to the supervisor, and wait for the records that there are."""
-        self._wire = await open_wire(channel, self._on_message, self._on_lost)
+        self._wire = await open_wire(channel, self.on_message, self._on_lost)
         await self._has_records.wait()
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect, at the process's end."""
         self._grace = 0.0
         if self._wire is not None:
@@ -121,15 +118,15 @@ class WorkerLink(Link):
 
     def declare_ready(self) -> None:
         """Tell the supervisor that this process can serve clients."""
-        self._send("ready")
+        self.tell_supervisor("ready")
 
-    def refuse(self, sentence: str) -> None:
+    def report_refusal(self, sentence: str) -> None:
         """Tell the supervisor why this process cannot start."""
-        self._send("refuse", sentence)
+        self.tell_supervisor("refuse", sentence)
 
-    def log(self, level: int, logger: str, text: str) -> None:
+    def send_log_line(self, level: int, logger: str, text: str) -> None:
         """Let the supervisor log this."""
-        self._send("log", level, logger, text)
+        self.tell_supervisor("log", level, logger, text)
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
         """Call ``callback`` with seconds of grace when this process is to end, or is already."""
@@ -137,46 +134,46 @@ class WorkerLink(Link):
         if self._grace is not None:
             callback(self._grace)
 
-    def publish(self, topic: str, content: Any) -> None:
-        """See ``Link.publish``."""
-        self._send("publish", topic, content)
+    def publish_event(self, topic: str, content: Any) -> None:
+        """See ``Link.publish_event``."""
+        self.tell_supervisor("publish", topic, content)
 
-    def keep(self, key: str, record: dict[str, Any]) -> None:
-        """See ``Link.keep``."""
-        self._send("keep", key, record)
+    def keep_record(self, key: str, record: dict[str, Any]) -> None:
+        """See ``Link.keep_record``."""
+        self.tell_supervisor("keep", key, record)
 
-    def count(self, figures: dict[str, int]) -> None:
-        """See ``Link.count``."""
-        self._send("count", figures)
+    def report_connections(self, figures: dict[str, int]) -> None:
+        """Tell the supervisor how busy this process is."""
+        self.tell_supervisor("count", figures)
 
-    async def enter(self, client: str, priority: int, tokens: int) -> list[Any] | None:
-        """See ``Link.enter``."""
+    async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
+        """See ``Link.wait_for_entry``."""
         self._num_asked += 1
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()
         self._entering[number] = answer
-        self._send("enter", number, client, priority, tokens)
+        self.tell_supervisor("enter", number, client, priority, tokens)
         try:
             refusal: list[Any] | None = await answer
         except asyncio.CancelledError:
             if answer.cancelled():
-                self._send("leave_line", number)
+                self.tell_supervisor("leave_line", number)
             elif answer.result() is None:
-                self.leave(client, -tokens)  # it was let in, but its task was cancelled before it could know
+                self.report_end(client, -tokens)  # it was let in, but its task was cancelled before it could know
             raise
         finally:
             self._entering.pop(number, None)
         return refusal
 
-    def leave(self, client: str, tokens: int) -> None:
-        """See ``Link.leave``."""
-        self._send("leave", client, tokens)
+    def report_end(self, client: str, tokens: int) -> None:
+        """See ``Link.report_end``."""
+        self.tell_supervisor("leave", client, tokens)
 
-    async def ask(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
-        """See ``Link.ask``."""
+    async def ask_others(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
+        """See ``Link.ask_others``."""
         self._num_asked += 1
         number, answers = self._num_asked, asyncio.get_running_loop().create_future()
         self._asked[number] = answers
-        self._send("ask", number, topic, content, everywhere)
+        self.tell_supervisor("ask", number, topic, content, everywhere)
         try:
             # The supervisor keeps the time; it may be gone itself.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
@@ -185,8 +182,8 @@ class WorkerLink(Link):
         finally:
             del self._asked[number]
 
-    def subscribe(self, topic: str, callback: Callable[[str, Any], None]) -> None:
-        """See ``Link.subscribe``."""
+    def subscribe_to_topic(self, topic: str, callback: Callable[[str, Any], None]) -> None:
+        """See ``Link.subscribe_to_topic``."""
         self._topics[topic] = callback
 
     def subscribe_to_records(self, callback: Callable[[str, Any], None]) -> None:
@@ -200,15 +197,17 @@ class WorkerLink(Link):
         """See ``Link.subscribe_to_departures``."""
         self._departure_callbacks.append(callback)
 
-    def answer(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
-        """See ``Link.answer``."""
+    def answer_topic(self, topic: str, respond: Callable[[Any], Any | Awaitable[Any]]) -> None:
+        """See ``Link.answer_topic``."""
         self._responders[topic] = respond
 
-    def _send(self, *message: Any) -> None:
+    def tell_supervisor(self, *message: Any) -> None:
+        """Send a message: its kind, and the parts of it. All that this process says goes this way."""
         if self._wire is not None:
-            self._wire.send(*message)
+            self._wire.send_message(*message)
 
-    def _on_message(self, message: list[Any]) -> None:
+    def on_message(self, message: list[Any]) -> None:
+        """Take a message from the supervisor. All that this process hears comes this way."""
         kind, *rest = message
         try:
             _HANDLERS[kind](self, *rest)
@@ -242,14 +241,14 @@ class WorkerLink(Link):
                 given = await given
         except Exception:
             _log.exception("a question of another process was not answered: %s", topic)
-        self._send("answer", sender, number, given)
+        self.tell_supervisor("answer", sender, number, given)
 
     def _on_entered(self, number: int, refusal: list[Any] | None, client: str, tokens: int) -> None:
         waiting = self._entering.get(number)
         if waiting is not None and not waiting.done():
             waiting.set_result(refusal)
         elif waiting is None and refusal is None:  # it left the line while it was let in
-            self.leave(client, -tokens)
+            self.report_end(client, -tokens)
 
     def _on_answers(self, number: int, answers: list[Any]) -> None:
         waiting = self._asked.get(number)

@@ -66,8 +66,8 @@ class LoadSync:
         self._told_at = 0.0
         if not link.is_alone:
             registry.make_load = self._make_load
-            link.subscribe("load", self._on_load)
-            link.subscribe_to_departures(self._on_departure)
+            link.subscribe_to_topic("load", self._on_load)
+            link.subscribe_to_departures(self._forget_process)
 
     def __repr__(self) -> str:
         return f"<LoadSync with {list(self._others)}>"
@@ -76,12 +76,13 @@ class LoadSync:
         """Tell the others all figures now and then, until cancelled; return at once if there is nobody to tell."""
         while not self._link.is_alone:
             await asyncio.sleep(TELL_ALL_SECONDS)
-            self._link.publish("load", [True, {each.key: self._own_figures(each.load) for each in self._registry}])
+            told = {instance.key: self._own_figures(instance.load) for instance in self._registry}
+            self._link.publish_event("load", [True, told])
 
     def _make_load(self, key: str) -> InstanceLoad:
         load = SharedLoad(key, self._on_change)
         for figures in self._others.values():
-            _replace(load, _NOTHING, figures.get(key, _NOTHING))
+            _replace_figures(load, _NOTHING, figures.get(key, _NOTHING))
         return load
 
     def _on_change(self, load: SharedLoad) -> None:
@@ -101,7 +102,7 @@ class LoadSync:
             # Requests may outlive their instance, whose address another one has by then.
             if (instance := self._registry.get(load.key)) is not None and instance.load is load:
                 told[load.key] = self._own_figures(load)
-        self._link.publish("load", [False, told])
+        self._link.publish_event("load", [False, told])
 
     def _own_figures(self, load: InstanceLoad) -> _Figures:
         """The part of ``load`` that is this process's."""
@@ -126,15 +127,15 @@ class LoadSync:
         else:
             figures = _NOTHING  # with no requests the work is none, but for what rounding left of it
         if (instance := self._registry.get(key)) is not None:
-            _replace(instance.load, before, figures)
+            _replace_figures(instance.load, before, figures)
 
-    def _on_departure(self, name: str) -> None:
+    def _forget_process(self, name: str) -> None:
         known = self._others.pop(name, {})
         for key in list(known):
             self._set_figures(known, key, _NOTHING)
 
 
-def _replace(load: InstanceLoad, before: _Figures, now: _Figures) -> None:
+def _replace_figures(load: InstanceLoad, before: _Figures, now: _Figures) -> None:
     load.requests += now[0] - before[0]
     load.tokens += now[1] - before[1]
     load.queued += now[2] - before[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ _log = logging.getLogger("router.sharing.prefix_sync")
 
 TELL_SECONDS = 0.1
 
+# By role: how many chunks the policy knows, and its dump.
+_Prefixes = Mapping[str, Sequence[Any]]
+
 
 class PrefixSync:
     """Tells the other processes which prompts went where, and lets the policies know theirs."""
@@ -33,17 +36,14 @@ class PrefixSync:
         if not link.is_alone:
             for role, policy in self._policies.items():
                 policy.subscribe_to_chains(partial(self._on_chain, role))
-            link.subscribe("chains", self._on_chains)
-            link.answer("prefixes", self._dump_prefixes)
+            link.subscribe_to_topic("chains", self._on_chains)
+            link.subscribe_to_topic("prefixes", self._on_prefixes)
+            link.answer_topic("prefixes", self._dump_prefixes)
 
     async def take_over(self) -> None:
         """Take over all that another process knows, if there is one: this one has just come."""
-        answers: list[dict[str, bytes]] = await self._link.ask("prefixes")
-        for role, dump in max(answers, key=lambda each: sum(map(len, each.values())), default={}).items():
-            try:
-                self._policies[role].load_dump(dump)
-            except (KeyError, ValueError) as exc:
-                _log.warning("the prefixes of another process are not taken over: %s", exc)
+        for prefixes in await self._link.ask_others("prefixes"):
+            self._load_prefixes(prefixes)
 
     def _on_chain(self, role: str, chunks: Sequence[int], key: str) -> None:
         if not self._placed:
@@ -54,15 +54,26 @@ class PrefixSync:
 
     def _tell_chains(self) -> None:
         placed, self._placed = self._placed, {}
-        self._link.publish("chains", [(role, key, data) for (role, key, _), data in placed.items()])
+        self._link.publish_event("chains", [(role, key, data) for (role, key, _), data in placed.items()])
 
     def _on_chains(self, _: str, placed: list[Any]) -> None:
         for role, key, data in placed:
             if policy := self._policies.get(role):
                 policy.note_chain(array("Q", data), key)
 
-    async def _dump_prefixes(self, _: None) -> dict[str, bytes]:
-        encoders: dict[str, Callable[[], bytes]] = {
-            role: policy.prepare_dump() for role, policy in self._policies.items()
-        }
-        return {role: await asyncio.to_thread(encode) for role, encode in encoders.items()}
+    def _on_prefixes(self, _: str, prefixes: _Prefixes) -> None:
+        """Take over the prefixes that another router knows."""
+        self._load_prefixes(prefixes)
+
+    def _load_prefixes(self, prefixes: _Prefixes) -> None:
+        """Take over the prefixes of each policy that knows fewer itself: they would take their place."""
+        for role, (num_chunks, dump) in prefixes.items():
+            try:
+                if num_chunks > self._policies[role].num_chunks:
+                    self._policies[role].load_dump(dump)
+            except (KeyError, ValueError) as exc:
+                _log.warning("the prefixes of another process are not taken over: %s", exc)
+
+    async def _dump_prefixes(self, _: None) -> _Prefixes:
+        dumps = {role: (policy.num_chunks, policy.prepare_dump()) for role, policy in self._policies.items()}
+        return {role: (number, await asyncio.to_thread(encode)) for role, (number, encode) in dumps.items()}

@@ -1,8 +1,9 @@
 """SharedState: several routers, on several machines, with the knowledge of one, over Redis.
 
 Workers' messages go to the other routers over one channel of Redis, a few hundredths of a second later; records are
-kept in a hash of it besides, for routers that start later. Redis is a help, never a condition: while it is gone each
-router goes on with its own knowledge, and when it is back they tell each other of it.
+kept in a hash of it besides, for routers that start later; those ask another router for its prefixes. Redis is a help,
+never a condition: while it is gone each router goes on with its own knowledge, and when it is back they tell each other
+of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from router.settings import SettingsError
+from router.settings import ROUTER_GONE_SECONDS, SettingsError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -30,19 +31,28 @@ _log = logging.getLogger("router.sharing.shared_state")
 # The number changes with the form of messages, so that routers of two versions leave each other alone.
 CHANNEL = "kvrouter:1:bus"
 FLEET = "kvrouter:1:fleet"
+PREFIXES = "kvrouter:1:prefixes:"
 
 # Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
 SEND_SECONDS = 0.002
 ALIVE_SECONDS = 1.0
 # A router that was not heard of for so long is gone, and so is Redis where a router does not hear itself; looked at so
 # often.
-GONE_SECONDS = 5.0
+GONE_SECONDS = ROUTER_GONE_SECONDS
 SILENCE_SECONDS = 0.1
 ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 3.0
 # More wait only while Redis hangs; the oldest are dropped, as all figures are told again soon.
 MAX_WAITING = 10_000
+# A router that starts waits so long to hear of others; then it asks so many of them for their prefixes, one after the
+# other, and waits so long for each (less than ANSWER_SECONDS, which Redis has for each command).
+FIRST_HEARD_SECONDS = 1.5
+MAX_ASKED = 2
+PREFIXES_SECONDS = 1.5
+# A full memory of prefixes takes 13 MB; one that takes more than this is not sent. Redis drops those not fetched.
+MAX_PREFIXES_BYTES = 64 * 1024 * 1024
+KEPT_PREFIXES_SECONDS = 10
 # Records of instances that nobody has renewed for so long are deleted.
 FORGET_SECONDS = 3600.0
 
@@ -72,17 +82,18 @@ class SharedState:
         self._is_up: bool | None = None
         self._was_tried = asyncio.Event()
         self._is_closing = False
+        self._sending_prefixes: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<SharedState with {list(self._heard_at)}>"
 
-    def send(self, *message: Any) -> None:
-        """Send a message to all other routers, soon; see ``Uplink``."""
+    def send_to_routers(self, *message: Any) -> None:
+        """Send a message to all other routers, soon."""
         self._waiting.append(message)
         self._has_waiting.set()
 
     def list_routers(self) -> list[str]:
-        """The names of the other routers that were heard of lately; see ``Uplink``."""
+        """The names of the other routers that were heard of lately."""
         return list(self._heard_at) if self._is_up else []
 
     async def wait_for_records(self) -> None:
@@ -91,8 +102,34 @@ class SharedState:
         await self._was_tried.wait()
         give_up.cancel()
 
-    async def keep_connected(self) -> None:
-        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``close``."""
+    async def fetch_prefixes(self) -> dict[str, Any]:
+        """The prefixes that another router knows; none if there is no other one, or none that answers soon."""
+        from redis.exceptions import RedisError
+
+        try:
+            if not self._is_up or (await self._redis.pubsub_numsub(CHANNEL))[0][1] < 2:  # this router listens itself
+                return {}
+            give_up_at = time.monotonic() + FIRST_HEARD_SECONDS
+            while not self._heard_at and time.monotonic() < give_up_at:
+                await asyncio.sleep(SILENCE_SECONDS)
+            for router in self.list_routers()[:MAX_ASKED]:
+                self.send_to_routers("want_prefixes", router, self.name)
+                found = await self._redis.blpop([PREFIXES + self.name], timeout=PREFIXES_SECONDS)
+                prefixes: dict[str, Any] = msgpack.unpackb(found[1]) if found else {}
+                if any(num_chunks for num_chunks, _ in prefixes.values()):
+                    return prefixes
+        except (RedisError, OSError) as exc:
+            _log.warning("no prefixes were had of the other routers: %s", exc)
+        return {}
+
+    def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
+        """Send another router the prefixes in the answer of a worker, if it gave one."""
+        sending = asyncio.ensure_future(self._store_prefixes(PREFIXES + router, answers[0] if answers else {}))
+        self._sending_prefixes.add(sending)
+        sending.add_done_callback(self._sending_prefixes.discard)
+
+    async def keep_connection(self) -> None:
+        """Exchange messages with the other routers, and come back whenever Redis was gone; until ``disconnect``."""
         from redis.exceptions import RedisError
 
         while not self._is_closing:
@@ -106,8 +143,8 @@ class SharedState:
             if not self._is_closing:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def close(self, connecting: asyncio.Future[None]) -> None:
-        """End ``keep_connected``, which is ``connecting``, and say goodbye if Redis is there."""
+    async def disconnect(self, connecting: asyncio.Future[None]) -> None:
+        """End ``keep_connection``, which is ``connecting``, and say goodbye if Redis is there."""
         from redis.exceptions import RedisError
 
         self._is_closing = True  # redis-py may take a cancellation for a time-out of its own, and go on
@@ -115,10 +152,26 @@ class SharedState:
         await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
             for name in self._hub.list_workers():
-                self.send("gone", name)
+                self.send_to_routers("gone", name)
             with contextlib.suppress(RedisError, OSError):
                 await self._send_batch()
         await self._redis.aclose()
+
+    async def _store_prefixes(self, key: str, prefixes: dict[str, Any]) -> None:
+        """Put them where the other router waits for them: of all routers only that one has to read them."""
+        from redis.exceptions import RedisError
+
+        data = msgpack.packb(prefixes)
+        if len(data) > MAX_PREFIXES_BYTES:
+            _log.warning("a router that has just started learns prefixes anew: these would take %d bytes", len(data))
+            data = msgpack.packb({})
+        try:
+            async with self._redis.pipeline() as pipeline:
+                pipeline.rpush(key, data)
+                pipeline.expire(key, KEPT_PREFIXES_SECONDS)
+                await pipeline.execute()
+        except (RedisError, OSError) as exc:
+            _log.warning("prefixes could not be sent to another router: %s", exc)
 
     async def _exchange_messages(self) -> None:
         """Connect, and exchange messages until something fails."""
@@ -152,10 +205,10 @@ class SharedState:
                 self._hub.on_distant_message(["keep", key.decode(), record])
         self._void_charges()
         for kept, record in self._hub.records.items():
-            self.send("keep", kept, record)
+            self.send_to_routers("keep", kept, record)
 
     def _void_charges(self) -> None:
-        """Take the tokens out of what waits: told late, or twice, they would hold up clients for what is long past."""
+        """Take the tokens out of messages that wait: told late, or twice, they would hold clients up for nothing."""
         voided = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
         self._waiting = deque(voided, MAX_WAITING)
 

@@ -102,11 +102,12 @@ class Supervisor:
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
+        self._sharing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Supervisor {list(self._workers.values())}>"
 
-    async def run(self, on_ready: Callable[[], None]) -> str:
+    async def run_until_signal(self, on_ready: Callable[[], None]) -> str:
         """Serve until a signal says to end; all workers have ended then.
 
         Args:
@@ -122,7 +123,7 @@ class Supervisor:
         shared_state, sharing = None, None
         if self._settings.shared_state:
             self._hub.uplink = shared_state = SharedState(self._settings.shared_state, self._prefix, self._hub)
-            sharing = asyncio.ensure_future(shared_state.keep_connected())
+            sharing = asyncio.ensure_future(shared_state.keep_connection())
         for each in self._graces:
             loop.add_signal_handler(each, self._on_signal, each)
         self._listener.setblocking(False)
@@ -134,15 +135,21 @@ class Supervisor:
             self._check_workers()
         ready.cancel()
         if sharing is not None and shared_state is not None:
-            await shared_state.close(sharing)
+            await shared_state.disconnect(sharing)
         return self._refusal
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:
         await self._was_ready.wait()
         if shared_state is not None:  # the first client should find the instances that the other routers know
             await shared_state.wait_for_records()
+            await self._share_prefixes(shared_state)
         on_ready()
         asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
+
+    async def _share_prefixes(self, shared_state: SharedState) -> None:
+        """Let the workers know the prefixes that the other routers know."""
+        if prefixes := await shared_state.fetch_prefixes():
+            await self._hub.share_prefixes(prefixes)
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:
         self._num_started += 1
@@ -168,7 +175,9 @@ class Supervisor:
         match message:
             case ["ready"]:
                 worker.is_ready, worker.heard_at = True, time.monotonic()
-                if all(each.is_ready for each in self._workers.values()):
+                if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.uplink is not None:
+                    self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.uplink))  # no other has them
+                elif all(each.is_ready for each in self._workers.values()):
                     self._was_ready.set()
             case ["log", level, logger, text]:
                 logging.getLogger(logger).log(level, "%s", text)

@@ -43,7 +43,7 @@ class Wire(asyncio.Protocol):
         """Called by asyncio."""
         self._on_lost()
 
-    def send(self, *message: Any) -> None:
+    def send_message(self, *message: Any) -> None:
         """Send a message; it is kept until the other end takes it, and lost where that is gone."""
         assert self._transport is not None
         if not self._transport.is_closing():

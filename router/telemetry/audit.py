@@ -82,7 +82,9 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of usage, where the engine said so."""
+    """Of usage, where the engine that computed the prompt said so."""
+    decode_cached_tokens: int | None = None
+    """As a pair's decode instance said, to which all is cached that prefill has computed."""
     predicted_cached_tokens: int | None = None
     """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -252,6 +254,7 @@ def _format_line(record: RequestRecord) -> bytes:
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "cached_tokens": record.cached_tokens,
+        "decode_cached_tokens": record.decode_cached_tokens,
         "predicted_cached_tokens": record.predicted_cached_tokens,
         "bytes_sent": record.bytes_sent,
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
 
 __all__ = ["dump_families", "merge_families"]
 
-# Of these each process has a part; any other gauge is about all of them already.
+# Of these each process has a part. Any other gauge is about all of them already, or a mean of which one is enough.
 _ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority"})
 
 _Dump = Sequence[Any]
@@ -34,15 +34,17 @@ def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> 
         for name, documentation, kind, samples in dump:
             merged.setdefault(name, Metric(name, documentation, kind))
             known = values.setdefault(name, {})
+            is_added = kind != "gauge" or name in _ADDED_GAUGES
             for sample, labels, value in samples:
                 key = (sample, tuple(labels.items()))
-                if key not in known:
-                    known[key] = value
-                elif "quantile" in labels:
-                    known[key] = max(known[key], value)
-                elif kind != "gauge" or name in _ADDED_GAUGES:
-                    known[key] += value
+                known[key] = _merge_values(known[key], value, labels, is_added) if key in known else value
     for name, family in merged.items():
         for (sample, labels), value in values[name].items():
             family.add_sample(sample, dict(labels), value)
     return list(merged.values())
+
+
+def _merge_values(known: float, value: float, labels: Mapping[str, str], is_added: bool) -> float:
+    if "quantile" in labels:
+        return max(known, value)
+    return known + value if is_added else known

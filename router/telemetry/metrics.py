@@ -34,8 +34,8 @@ __all__ = ["CONTENT_TYPE", "RouterMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
-_COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings", "/v1/responses"})
+_COMPLETIONS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
 # Series of instances that are gone are dropped when Prometheus asks; if it does not, once there are more than this.
 MAX_WORKER_SERIES = 10_000
@@ -70,7 +70,8 @@ class RouterMetrics:
         self._retries: dict[str, int] = {}
         self._aborts: dict[str, int] = {}
         self._preemptions: dict[str, int] = {}
-        self._tokens = {"prompt": 0, "completion": 0, "cached": 0}
+        self._computed_twice: dict[str, int] = {}
+        self._tokens = {"prompt": 0, "completion": 0, "cached": 0, "decode_cached": 0}
         self._placed_by_prefix = 0
         self._placed_on_a_hit = 0
         self._predicted = 0
@@ -98,6 +99,11 @@ class RouterMetrics:
     def count_preemption(self, instance: str) -> None:
         """Count one request that ``instance`` preempted, to be resumed elsewhere."""
         self._count_instance(self._preemptions, instance)
+
+    def count_computed_twice(self, decode: str) -> int:
+        """Count one prompt that ``decode`` computed though prefill had; the number of those so far."""
+        self._count_instance(self._computed_twice, decode)
+        return self._computed_twice[decode]
 
     def _count_instance(self, counts: dict[str, int], instance: str) -> None:
         if instance not in counts and len(counts) >= self._max_series:
@@ -133,6 +139,7 @@ class RouterMetrics:
             tokens["prompt"] += record.prompt_tokens or 0
             tokens["completion"] += record.completion_tokens or 0
             tokens["cached"] += record.cached_tokens or 0
+            tokens["decode_cached"] += record.decode_cached_tokens or 0
 
     def _count_predictions(self, completions: Sequence[RequestRecord]) -> None:
         for record in completions:
@@ -195,7 +202,7 @@ class RouterMetrics:
         """Drop the counts by instances that are gone: of pairs, if one is. Those that restart are still registered."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
-        for counts in (self._retries, self._aborts, self._preemptions):
+        for counts in (self._retries, self._aborts, self._preemptions, self._computed_twice):
             for instance in counts.keys() - known:
                 del counts[instance]
         self._max_series = max(MAX_WORKER_SERIES, 2 * len(self._inference))
@@ -252,6 +259,7 @@ class RouterMetrics:
             ("router_retries", "Attempts failed before the first byte of an answer, by who failed", self._retries),
             ("router_aborts", "Requests aborted at an instance because nobody will read their answer", self._aborts),
             ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._preemptions),
+            ("router_prompts_computed_twice", "Prompts of pairs that handed nothing over", self._computed_twice),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
             for instance, count in counts.items():

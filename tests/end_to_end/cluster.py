@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
@@ -30,7 +31,7 @@ class Instance:
 
     def metric(self, name: str) -> float:
         """The value of one unlabelled metric."""
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in plain_http.get(f"{self.url}/metrics").text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         raise AssertionError(f"{self.url}/metrics has no {name}")
@@ -52,7 +53,7 @@ class Router:
         """Wait until that many instances of each role are registered."""
 
         def registered() -> bool:
-            counts = httpx.get(f"{self.url}/registered_number").json()
+            counts = plain_http.get(f"{self.url}/registered_number").json()
             return all(counts[role] == number for role, number in numbers.items())
 
         wait_until(registered, f"{numbers} at the router")
@@ -88,7 +89,8 @@ def instance(
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
         settings = master.settings(global_segment_size="256MiB")
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
-    with child(argv, folder / f"engine-{port}.out", env) as process:
+    is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
+    with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
         process.wait_for(lambda: _answers(port), "answering", deadline_s=90)
         running = Instance(process, port)
         if master is not None:
@@ -99,12 +101,12 @@ def instance(
 def ask(url: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
     """One greedy chat completion; the answer's JSON, whatever its status, which is put in as ``status``."""
     body = {"messages": messages, "max_tokens": 150, "temperature": 0, **fields}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=100)
+    answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=100)
     return {"status": answer.status_code, **answer.json()}
 
 
 def _answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return plain_http.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.TransportError:
         return False

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
-
 from tests.end_to_end.cluster import ask, instance, router
 from tests.end_to_end.test_prefill_decode import conversation, text
+from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
 
@@ -26,7 +25,7 @@ def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(
         again = ask(running_router.url, messages, max_tokens=10)["usage"]["prompt_tokens_details"]
         assert (again["own_cached_tokens"] > 0, again["pool_cached_tokens"]) == (True, 0)
 
-        cleared = httpx.post(f"{running_router.url}/admin/clear_prefix_cache")
+        cleared = plain_http.post(f"{running_router.url}/admin/clear_prefix_cache")
         assert (cleared.status_code, cleared.json()["status"]) == (200, "success"), cleared.text
 
         request = {"request_id": "after-clearing"}

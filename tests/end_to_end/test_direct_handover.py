@@ -161,13 +161,17 @@ def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Inst
         def is_writing() -> bool:
             return not prefill.metric("fastdeploy:num_requests_running") and not is_free(prefill)
 
+        def computes_while_blocks_are_held() -> bool:
+            is_computing = decode.metric("fastdeploy:num_requests_running") > 0
+            return is_computing and decode.metric("kvstore_reserved_blocks") > 0
+
         with relayed(port, stop_decode) as between:
             legs = pair.ask(conversation("e"), between)
             wait_until(is_writing, "prefill to write")
             prefill.process.kill()
             decode.process.signal(signal.SIGCONT)
+            wait_until(computes_while_blocks_are_held, "decode to compute, and to hold blocks until late bytes are in")
             assert text(legs[1].result()) == expected["e"]
-            assert decode.metric("kvstore_reserved_blocks") > 0  # until late bytes are in
             until_free(decode)
             with pytest.raises(httpx.TransportError):
                 legs[0].result()

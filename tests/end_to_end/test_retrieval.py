@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, instance, router
 from tests.end_to_end.test_prefill_decode import text
+from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.waiting import wait_until
 
@@ -67,7 +66,7 @@ def without_transfer_engine(folder: Path) -> dict[str, str]:
 def check_that_blocks_are_free_while_they_are_looked_up(url: str, decode: Instance) -> None:
     """Of a prompt that is offloaded."""
     body = {"messages": conversations("offloaded")[-1], "max_tokens": 2000, "temperature": 0, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=100) as answer:
+    with plain_http.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=100) as answer:
         lines = answer.iter_lines()
         next(lines)
         wait_until(lambda: decode.metric("fastdeploy:available_gpu_block_num") >= BLOCKS - 2, "blocks to be free")

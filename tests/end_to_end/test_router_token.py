@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from tests.end_to_end.cluster import Instance, instance, router
+from tests.support import plain_http
 from tests.support.waiting import wait_until
 
 
@@ -31,7 +30,7 @@ def test_an_instance_registers_with_the_routers_token_and_else_says_why_not(tmp_
                 assert sentence in told
                 assert told in (tmp_path / f"log_{refused.port}" / "api_server.log").read_text().splitlines()
                 assert "other" not in told
-            assert httpx.get(f"{running_router.url}/registered_number").json()["mixed"] == 0
+            assert plain_http.get(f"{running_router.url}/registered_number").json()["mixed"] == 0
         with instance(tmp_path, model, *towards, environ={"FD_ROUTER_TOKEN_FILE": str(right)}) as taken:
             running_router.wait_for(mixed=1)
             log = tmp_path / f"log_{taken.port}" / "api_server.log"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +20,18 @@ from transformers import (
     Qwen3Config,
 )
 
-__all__ = ["ARCHITECTURES", "CHECKPOINTS", "VOCAB_SIZE", "byte_fallback_tokenizer", "config_of", "write_checkpoint"]
+from engine import make_model
+
+__all__ = [
+    "ARCHITECTURES",
+    "CHECKPOINTS",
+    "VOCAB_SIZE",
+    "byte_fallback_tokenizer",
+    "config_of",
+    "write_characters_in_parts",
+    "write_checkpoint",
+    "write_few_words",
+]
 
 VOCAB_SIZE = 300
 
@@ -92,3 +106,45 @@ def byte_fallback_tokenizer(**settings: Any) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
     )
+
+
+_SMALL: dict[str, Any] = {
+    "HIDDEN": 128,
+    "LAYERS": 2,
+    "INTERMEDIATE": 64,
+    "HEADS": 4,
+    "KV_HEADS": 2,
+    "HEAD_DIM": 32,
+}
+
+
+def write_few_words(folder: Path) -> Path:
+    """The checkpoint of ``engine.make_model`` in small: it answers in words, too, and takes a millisecond for each."""
+    with unittest.mock.patch.multiple(make_model, **_SMALL):
+        make_model.make_model(folder)
+    return folder
+
+
+def write_characters_in_parts(folder: Path) -> Path:
+    """A checkpoint as ``write_few_words``', whose answers have characters of two to four tokens among the words."""
+    write_few_words(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tensors = load_file(folder / "model.safetensors")
+    head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    stream = torch.Generator().manual_seed(7)
+    channel = make_model.CONSTANT_CHANNEL
+    for character in "\u00e9\u20ac\U0001f600":
+        first, *others = tokenizer.encode(character).ids
+        head[first] = 0.5 * torch.randn(head.shape[1], generator=stream)
+        for before, after in itertools.pairwise([first, *others]):
+            # A channel of their own, to which no layer writes, lets each part follow the one before it, always.
+            channel += 1
+            for name, tensor in tensors.items():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    tensor[channel] = 0
+            embedding[:, channel] = 0
+            head[:, channel] = 0
+            embedding[before, channel] = 10
+            head[after, channel] = 100
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["eventually", "in_event_loop"]
 
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 120.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

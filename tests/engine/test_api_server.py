@@ -27,6 +27,7 @@ from engine.disaggregation import TransferUnavailable
 from engine.model_runner import ModelRunner
 from kvstore_backend.config import rdma
 from tests.engine.router import Router
+from tests.support import plain_http
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
@@ -49,7 +50,7 @@ class Served:
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False, verify=False)
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -84,7 +85,7 @@ def serving(model: Path, folder: Path) -> Iterator[Served]:
     argv += ["--max-model-len", "4000", "--block-size", "16", "--num-gpu-blocks-override", "256"]
     argv += ["--router", f"127.0.0.1:{router.port}", "--splitwise-role", "mixed", "--rdma-comm-ports", "7100,7101"]
     try:
-        with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}) as process:
+        with child(argv, folder / "output", {"FD_LOG_DIR": str(folder)}, is_forked=True) as process:
             process.wait_for(lambda: bool(router.registered), "registration", 60)
             path, card = router.registered[0]
             assert path == "/register"
@@ -269,7 +270,7 @@ class TestEndpoints:
 
     def test_metrics_are_prometheus_text_on_both_ports(self, instance: Served) -> None:
         for port in (instance.port, instance.metrics_port):
-            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False)
+            answer = plain_http.get(f"http://127.0.0.1:{port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain")
             for name in ("num_requests_running", "available_gpu_block_num", "time_to_first_token_seconds_bucket"):
                 assert f"fastdeploy:{name}" in answer.text
@@ -650,3 +651,12 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
     instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
     assert started == [("rdma", "mlx5_0,mlx5_1")]
+
+
+def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
+    assert instance.registration_payload()["transfer_protocol"] == ["tcp"]

@@ -56,6 +56,37 @@ def test_pieces_of_any_tokens_make_up_what_they_decode_to(word_tokenizer: Any, t
     assert "".join(pieces(word_tokenizer, tokens)) == whole
 
 
+@given(text=TEXT, cut=st.integers(0, 40))
+@settings(deadline=None)
+def test_a_prompt_that_ends_within_a_character_leaves_it_to_the_answer(
+    word_tokenizer: Any, text: str, cut: int
+) -> None:
+    tokens = tokens_of(word_tokenizer, text)
+    before = word_tokenizer.decode(tokens[:cut]).rstrip(BROKEN)
+    assert before + "".join(pieces(word_tokenizer, tokens[cut:], prompt=tokens[:cut])) == word_tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("tokenizer", ["words", "byte fallback"])
+def test_a_prompt_that_is_a_part_of_a_character_leaves_it_to_the_answer(word_tokenizer: Any, tokenizer: str) -> None:
+    found = word_tokenizer if tokenizer == "words" else byte_fallback_tokenizer()
+    euro = tokens_of(found, "€")[-3:]
+    assert "".join(pieces(found, [*euro[1:], *euro], prompt=euro[:1])) == "€€"
+
+
+def test_the_character_that_stands_for_broken_ones_is_whole_itself(word_tokenizer: Any) -> None:
+    prompt, answer = tokens_of(word_tokenizer, f" river{BROKEN}"), tokens_of(word_tokenizer, " the")
+    assert "".join(pieces(word_tokenizer, answer, prompt=prompt)) == " the"
+
+
+@given(tokens=st.lists(st.one_of(st.integers(0, 255), st.integers(0, 1500)), max_size=20), cut=st.integers(0, 20))
+@settings(deadline=None)
+def test_tokens_begun_elsewhere_go_on_where_their_text_ended(word_tokenizer: Any, tokens: list[int], cut: int) -> None:
+    whole = pieces(word_tokenizer, tokens, stop=["ab", "riv"])
+    rest = Detokenizer(word_tokenizer, (), ["ab", "riv"], tokens[:cut])
+    assert [rest.add_token(token) for token in tokens[cut:]] == whole[cut:-1]
+    assert rest.flush_text() == whole[-1]
+
+
 def test_a_character_that_completes_after_a_long_run_of_broken_ones_is_whole(word_tokenizer: Any) -> None:
     euro = tokens_of(word_tokenizer, "€")
     stray = euro[-1]  # a byte that no character begins with

@@ -102,10 +102,19 @@ def next_turns(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]
     return [[*prompt, *answer, *QUESTION] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(CHECKPOINTS[name](), tmp_path)
-    reference, store = Reference(folder), MemoryStore(64 << 20)
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(CHECKPOINTS[request.param](), tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    """One for both tests, which ask nearly the same."""
+    return Reference(checkpoint)
+
+
+def test_answers_with_everything_on_are_those_of_transformers(checkpoint: Path, reference: Reference) -> None:
+    store = MemoryStore(64 << 20)
     same: list[bool] = []
 
     def check(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -114,8 +123,8 @@ def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_pat
         return answers
 
     with (
-        Engine(folder, num_blocks=14, max_num_seqs=6, store=store, **SETTINGS) as one,
-        Engine(folder, num_blocks=400, max_num_seqs=16, store=store, **SETTINGS) as other,
+        Engine(checkpoint, num_blocks=14, max_num_seqs=6, store=store, **SETTINGS) as one,
+        Engine(checkpoint, num_blocks=400, max_num_seqs=16, store=store, **SETTINGS) as other,
     ):
         answers = check(one, PROMPTS)
         assert one.metric("kvstore_preemptions_total") > 0
@@ -129,14 +138,12 @@ def test_answers_with_everything_on_are_those_of_transformers(name: str, tmp_pat
     assert sum(same) > 0.95 * len(same)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
 @in_event_loop
 async def test_answers_of_a_pair_that_hands_over_directly_are_those_of_transformers(
-    name: str, tmp_path: Path, word_tokenizer: Any
+    checkpoint: Path, reference: Reference, word_tokenizer: Any
 ) -> None:
-    folder = write_checkpoint(CHECKPOINTS[name](), tmp_path)
-    reference, store = Reference(folder), MemoryStore(64 << 20)
-    async with pair_of(folder, word_tokenizer, num_blocks=500, max_num_seqs=16, store=store, **SETTINGS) as pair:
+    store = MemoryStore(64 << 20)
+    async with pair_of(checkpoint, word_tokenizer, num_blocks=500, max_num_seqs=16, store=store, **SETTINGS) as pair:
         answers = await asked_of_pair_at_once(pair, PROMPTS)
         turns = next_turns(PROMPTS, answers)
         answers += await asked_of_pair_at_once(pair, turns)

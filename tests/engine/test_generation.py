@@ -62,7 +62,7 @@ class Pair:
     def __init__(self, prefill: Engine, decode: Engine, tokenizer: Any, receiver: HandoverReceiver) -> None:
         self.prefill = generations_of(prefill, tokenizer, "prefill")
         self.decode = generations_of(decode, tokenizer, "decode", receiver)
-        self.decode_engine = decode
+        self.prefill_engine, self.decode_engine = prefill, decode
         self.receiver = receiver
         self.info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=receiver.port)
 
@@ -147,7 +147,7 @@ async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(
 async def test_closing_the_iterator_aborts_the_request(alone: Generations, engine: Engine) -> None:
     pieces = alone.begin(request_of(max_tokens=900), None).pieces()
     await anext(pieces)
-    await pieces.aclose()  # type: ignore[attr-defined]
+    await pieces.aclose()
     await eventually(lambda: not engine.scheduler.running, "the sequence to end")
     assert alone.abort_all() == []
 
@@ -314,3 +314,33 @@ async def test_a_client_that_leaves_while_decode_waits_for_prefill_leaves_nothin
         with pytest.raises(asyncio.CancelledError):
             await task
         assert pair.decode.abort_all() == []
+
+
+@in_event_loop
+async def test_a_prefill_instances_usage_is_what_its_log_says_was_cached(
+    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients are billed by it: nothing, the pool, the own cache, and both, one after another."""
+    told: list[tuple[int, int, int]] = []
+    with caplog.at_level("INFO", "engine.generation"):
+        async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
+            for clear, length in ((False, 48), (True, 100), (False, 80), (False, 100)):
+                if clear:
+                    pair.prefill_engine.core.clear_prefix_cache()
+                request = Request(f"r{len(told)}", PROMPT[:length], SamplingParams(4, temperature=0))
+                legs = [side.begin(request, pair.info) for side in (pair.prefill, pair.decode)]
+                await asyncio.gather(*map(all_of, legs))
+                details = legs[0].usage()["prompt_tokens_details"]
+                line = next(
+                    record.getMessage()
+                    for record in caplog.records
+                    if f"request_id={request.request_id} role=prefill" in record.getMessage()
+                )
+                own, pool = (
+                    int(line.partition(f"{name}_cache_token_num=")[2].split()[0]) for name in ("gpu", "storage")
+                )
+                assert (details["own_cached_tokens"], details["pool_cached_tokens"]) == (own, pool)
+                assert details["cached_tokens"] == own + pool
+                assert legs[1].usage()["prompt_tokens_details"] == details
+                told.append((length, own, pool))
+    assert told == [(48, 0, 0), (100, 0, 48), (80, 64, 0), (100, 96, 0)]

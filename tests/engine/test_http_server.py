@@ -104,7 +104,10 @@ async def test_what_is_not_there_is_an_openai_error_and_no_redirection(
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/nothing", CHAT])
 @in_event_loop
 async def test_head_is_answered_as_get_without_a_body(app: Any, path: str) -> None:
-    async with serving(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+    async with (
+        serving(app) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False) as client,
+    ):
         head, get = await client.head(path), await client.get(path)
     assert (head.status_code, head.content) == (get.status_code, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")

@@ -64,7 +64,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
             "messages",
             'messages.0.content: a part of type "image_url"; only text is supported',
         ),
-        ("chat", {"messages": MESSAGES, "n": 2}, "n", "should be 1, but it is 2"),
+        ("chat", {"messages": MESSAGES, "n": 129}, "n", "should be less than or equal to 128, but it is 129"),
         *(
             ("text", {"prompt": "a", name: value}, param, "should")
             for name, value, param in [
@@ -97,8 +97,6 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 ("reasoning_effort", "high", "it is a variable of some chat templates; give it in chat_template_kw"),
                 ("enable_thinking", False, "it is a variable of chat templates; give it in chat_template_kwargs"),
                 ("chat_template", "{{ 1 }}", "this engine renders messages by the checkpoint's own template"),
-                ("continue_final_message", True, "this engine begins a message of its own; use /v1/completions"),
-                ("add_generation_prompt", False, "this engine always lets the assistant speak next"),
                 ("guided_json", {"type": "object"}, "this engine holds answers to no form; ask for the form"),
                 ("guided_choice", ["a"], "this engine holds answers to no form"),
                 ("bad_words", ["river"], "this engine forbids no words"),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
@@ -19,6 +18,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from engine.make_model import MAX_NEW_TOKENS
 from tests.examples.readme import readme_blocks
 from tests.examples.script import EXAMPLES, ROOT, Script, running
+from tests.support import plain_http
 from tests.support.waiting import wait_until
 
 ROUTER = "http://127.0.0.1:52700"
@@ -88,7 +88,7 @@ def test_the_curl_command_of_the_readme_gets_an_answer(kept: Script) -> None:
 
 
 def test_an_answer_that_nobody_limits_ends_by_itself(kept: Script) -> None:
-    answer = httpx.post(f"{ROUTER}/v1/chat/completions", json={"messages": [QUESTION]}, timeout=60)
+    answer = plain_http.post(f"{ROUTER}/v1/chat/completions", json={"messages": [QUESTION]}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == MAX_NEW_TOKENS
 
 
@@ -135,7 +135,7 @@ def answer_of(command: str) -> Any:
 
 
 def pool_keys() -> int:
-    found = re.search(r"^master_key_count (\d+)", httpx.get("http://127.0.0.1:15003/metrics").text, re.MULTILINE)
+    found = re.search(r"^master_key_count (\d+)", plain_http.get("http://127.0.0.1:15003/metrics").text, re.MULTILINE)
     assert found
     return int(found[1])
 
@@ -157,7 +157,7 @@ def test_the_python_program_of_the_readme_prints_a_story(kept: Script) -> None:
     ids=["not-json", "no-messages", "too-long"],
 )
 def test_a_body_that_cannot_be_served_is_answered_in_openai_form(kept: Script, body: bytes, status: int) -> None:
-    answer = httpx.post(f"{ROUTER}/v1/chat/completions", content=body, timeout=60)
+    answer = plain_http.post(f"{ROUTER}/v1/chat/completions", content=body, timeout=60)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -169,7 +169,9 @@ def test_killing_decode_and_then_the_master_leaves_no_request_without_an_answer(
     pids = dict(part.split("=") for part in line[1].split())
     for victim in ("decode", "master"):
         os.kill(int(pids[victim]), signal.SIGKILL)
-        answer = httpx.post(f"{ROUTER}/v1/chat/completions", json={"messages": [QUESTION], "max_tokens": 5}, timeout=60)
+        answer = plain_http.post(
+            f"{ROUTER}/v1/chat/completions", json={"messages": [QUESTION], "max_tokens": 5}, timeout=60
+        )
         assert answer.status_code == 200 or answer.json()["error"]["message"]
     kept.interrupt()
     assert kept.end(60) == 0

@@ -42,7 +42,7 @@ class RouterUnderTest:
         config = uvicorn.Config(self.app, http=RouterProtocol, ws="none", log_config=None, access_log=False)
         config.server_header = config.date_header = False
         config.load()
-        verify: ssl.SSLContext | bool = True
+        verify: ssl.SSLContext | bool = False
         if settings.ssl_certfile:
             config.ssl = ListenerContext()
             load_certificate(config.ssl, settings.ssl_certfile, settings.ssl_keyfile)

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
+from tests.support import plain_http
+
 __all__ = [
     "Behaviour",
     "LoopThread",
@@ -267,7 +269,7 @@ class StandIn:
 
     def register(self, router_url: str, **changes: Any) -> httpx.Response:
         """Register at a router."""
-        return httpx.post(f"{router_url}/register", json=self.registration(**changes), trust_env=False)
+        return plain_http.post(f"{router_url}/register", json=self.registration(**changes))
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26, ssl=self.tls)

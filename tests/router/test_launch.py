@@ -18,6 +18,7 @@ import pytest
 
 from router.launch import GRACE_SECONDS
 from tests.router.stand_in import Received, Responder, StandIn, stalls
+from tests.support import plain_http
 from tests.support.certificates import make_certificate
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
@@ -48,7 +49,7 @@ def url_of(process: Child) -> str:
 
 def answers(process: Child) -> bool:
     try:
-        return httpx.get(f"{url_of(process)}/health", trust_env=False).status_code == 200
+        return plain_http.get(f"{url_of(process)}/health").status_code == 200
     except httpx.TransportError:
         return False
 
@@ -171,7 +172,7 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
 
     instance = stand_in("mixed", ends_late)
     assert instance.register(url_of(running)).status_code == 200
-    with httpx.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}, trust_env=False) as response:
+    with plain_http.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
         running.signal(signal.SIGTERM)
@@ -193,7 +194,7 @@ def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_i
 
     instance = stand_in("mixed", ends_late)
     instance.register(url_of(running))
-    with httpx.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}, trust_env=False) as response:
+    with plain_http.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
         next(pieces)
         running.signal(signal.SIGTERM)
@@ -217,7 +218,7 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
             process.wait_for(lambda process=process: "router listens at" in process.output, "listening")  # type: ignore[misc]
             url = url_of(process)
             instance.register(url)
-            httpx.post(f"{url}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
+            plain_http.post(f"{url}/v1/chat/completions", json={"request_id": "r"})
             process.signal(signal.SIGTERM)
             assert process.wait() == 0
             texts[level] = process.output
@@ -229,7 +230,7 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
 
 def refuses(running: Child) -> bool:
     try:
-        httpx.get(f"{url_of(running)}/health", trust_env=False)
+        plain_http.get(f"{url_of(running)}/health")
     except httpx.TransportError:  # refused, or accepted in the last moment and closed
         return True
     return False
@@ -241,8 +242,8 @@ def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and
 ) -> None:
     instance = stand_in("mixed", stalls("1"))
     assert instance.register(url_of(running)).status_code == 200
-    with httpx.stream(
-        "POST", f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False, timeout=30
+    with plain_http.stream(
+        "POST", f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, timeout=30
     ) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
@@ -280,7 +281,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, st
 
 
 def test_each_request_is_one_line_of_the_access_log(running: Child) -> None:
-    httpx.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, trust_env=False)
+    plain_http.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"})
     wait_until(lambda: '"path":"/v1/chat/completions"' in running.output, "the line")
     (line,) = [line for line in running.output.splitlines() if line.startswith("{")]
     assert {name: json.loads(line)[name] for name in ("method", "path", "status", "error", "request_id")} == {

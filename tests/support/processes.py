@@ -1,4 +1,8 @@
-"""Children of a test: their output goes to a file, and they end by their own pid whatever happens."""
+"""Children of a test: their output goes to a file, and they end by their own pid whatever happens.
+
+Each leads a process group, so that what it started ends with it: Debian's Chromium is a shell script that waits for the
+browser, and would end alone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.support.nursery import ForkedProcess
 from tests.support.waiting import wait_until
 
 __all__ = ["Child", "child"]
@@ -18,19 +23,34 @@ class Child:
     """One running program; use ``child()`` to start one."""
 
     def __init__(
-        self, argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        argv: Sequence[str | Path],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        *,
+        is_forked: bool = False,
     ) -> None:
-        """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment."""
+        """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment.
+
+        An instance that ``is_forked`` has all it needs loaded already (``nursery``).
+        """
         self.argv = [str(part) for part in argv]
         self.log = log
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        environ = {**os.environ, **(env or {})}
         with log.open("wb") as output:
+            if is_forked:
+                self._process = ForkedProcess(self.argv, log, environ, cwd)
+                return
             self._process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=environ,
                 cwd=cwd,
+                start_new_session=True,
             )
 
     def __repr__(self) -> str:
@@ -90,14 +110,37 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill()
 
+    def end_group(self) -> None:
+        """End what it left behind with SIGKILL, and wait until nothing of it lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+            wait_until(lambda: not _list_living(self.pid), f"the end of all that {self} started")
+
 
 @contextlib.contextmanager
 def child(
-    argv: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    argv: Sequence[str | Path],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    is_forked: bool = False,
 ) -> Iterator[Child]:
-    """A ``Child`` that has ended when the block is left."""
-    running = Child(argv, log, env, cwd)
+    """A ``Child`` that has ended when the block is left, and with it all that it started."""
+    running = Child(argv, log, env, cwd, is_forked=is_forked)
     try:
         yield running
     finally:
         running.stop()
+        running.end_group()
+
+
+def _list_living(group: int) -> list[int]:
+    """The processes of a group that run; those that ended and that nobody has reaped do not."""
+    living = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, leader = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(leader) == group and state not in "ZX":
+                living.append(int(stat.parent.name))
+    return living

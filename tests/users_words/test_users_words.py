@@ -23,6 +23,7 @@ from kvstore_backend import ConfigError
 from kvstore_backend.config import PoolConfig, load_config, rdma, read_config
 from router.settings import load_settings
 from tests.examples.script import EXAMPLES, ROOT
+from tests.support import plain_http
 from tests.support.mooncake import find_master
 from tests.support.ports import free_ports
 from tests.support.processes import Child, child
@@ -227,7 +228,10 @@ class Guide:
         assert words[0] == "python"
         environ = {"PYTHONPATH": str(ROOT), **self.environ}
         argv = [sys.executable, *words[1:]]
-        return self.processes.enter_context(child(argv, self.folder / name, environ, cwd=self.folder))
+        is_forked = "engine.api_server" in words
+        return self.processes.enter_context(
+            child(argv, self.folder / name, environ, cwd=self.folder, is_forked=is_forked)
+        )
 
     def wait_for(self, process: Child, port: int) -> None:
         """Until what should listen at the guide's ``port`` does, and is healthy."""
@@ -258,12 +262,12 @@ class Guide:
 
 def is_healthy(port: int) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).status_code == 200
+        return plain_http.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
     return False
 
 
 def saved_keys(guide: Guide) -> int:
-    page = httpx.get(f"http://127.0.0.1:{guide.ports[15003]}/metrics", trust_env=False).text
+    page = plain_http.get(f"http://127.0.0.1:{guide.ports[15003]}/metrics").text
     found = re.search(r"^master_key_count (\d+)", page, re.MULTILINE)
     assert found
     return int(found[1])
@@ -334,7 +338,7 @@ def test_the_guides_own_prompt_is_told_why_it_does_not_hit(two_instances: Guide)
 
 def test_the_metadata_server_says_that_it_is_alive_by_a_400(two_instances: Guide) -> None:
     url = command("curl http://localhost:15002").split()[1].replace("15002", str(two_instances.ports[15002]))
-    answer = httpx.get(url.replace("localhost", "127.0.0.1"), trust_env=False)
+    answer = plain_http.get(url.replace("localhost", "127.0.0.1"))
     assert (answer.status_code, "Missing key parameter" in answer.text) == (400, True)
     assert "400" in PAGE
     assert "Missing key parameter" in PAGE
@@ -375,7 +379,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Guide
         counts = f"http://127.0.0.1:{guide.ports[52700]}/registered_number"
 
         def are_both_registered() -> bool:
-            found = httpx.get(counts, trust_env=False).json()
+            found = plain_http.get(counts).json()
             return bool(found["prefill"] and found["decode"])
 
         router.wait_for(lambda: port_answers(guide.ports[52700]) and are_both_registered(), "paired", 60)

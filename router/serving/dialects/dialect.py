@@ -7,11 +7,16 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
 from router.fleet import Instance
-from router.http import ConnectionPool, encode_request_id
+from router.http import ConnectionPool, Usage, encode_request_id
 from router.serving.api import EngineIds
 from router.serving.parsed_request import ParsedRequest
 
-__all__ = ["NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "name_in_header"]
+__all__ = ["MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "name_in_header"]
+
+# More than a prefill instance generates, even where it guesses several tokens at once.
+MAX_PREFILL_TOKENS = 8
+MIN_HANDED_OVER_TOKENS = 256
+"""A prompt of so many tokens has blocks to hand over, whatever their size."""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
 
@@ -71,6 +76,18 @@ class Pair(ABC):
     def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
         """Members that decode is asked because of prefill's answer, where prefill is first."""
         return NO_MEMBERS
+
+    def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
+        """Why it seems that decode computed the prompt itself; "" where nothing tells so.
+
+        Args:
+            answer: prefill's.
+            prefill: its figures.
+            decode: the figures of decode's answer.
+        """
+        if (prefill.completion_tokens or 0) > MAX_PREFILL_TOKENS and prefill is not decode:
+            return f"prefill generated {prefill.completion_tokens} tokens, as if it were alone"
+        return ""
 
 
 def name_in_header(request_id: str) -> bytes:

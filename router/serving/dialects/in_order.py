@@ -5,7 +5,8 @@ Our own connector for vLLM works so: no parameters, only the order.
 
 from __future__ import annotations
 
-from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, name_in_header
+from router.http import Usage
+from router.serving.dialects.dialect import MIN_HANDED_OVER_TOKENS, NO_MEMBERS, LegAsk, NotAsPair, Pair, name_in_header
 from router.serving.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
@@ -25,6 +26,11 @@ class InOrderPair(Pair):
         if parsed.num_prompts > 1:
             raise NotAsPair("several prompts in one request", decode_serves_alone=True)
         return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, head=head), None
+
+    def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
+        if decode.cached_tokens == 0 and (decode.prompt_tokens or 0) >= MIN_HANDED_OVER_TOKENS:
+            return f"decode found nothing cached of a prompt of {decode.prompt_tokens} tokens"
+        return ""
 
 
 def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:

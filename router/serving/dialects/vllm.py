@@ -9,14 +9,23 @@ bootstrap server for the id of its engine; so both may be asked at once. Read in
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from router.fleet import Instance
-from router.http import Address, ConnectFailed, ConnectionPool, encode_member
-from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, NotReady, Pair, name_in_header
+from router.http import Address, ConnectFailed, ConnectionPool, Usage, encode_member
+from router.serving.dialects.dialect import (
+    MIN_HANDED_OVER_TOKENS,
+    NO_MEMBERS,
+    LegAsk,
+    NotAsPair,
+    NotReady,
+    Pair,
+    name_in_header,
+)
 from router.serving.dialects.in_order import cut_to_one_token
 from router.serving.parsed_request import ParsedRequest
 
@@ -35,6 +44,8 @@ _TO_REMOTE_DECODE = encode_member(
         "remote_port": None,
     },
 )
+
+_PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
 
 
 class NixlPair(Pair):
@@ -57,6 +68,11 @@ class NixlPair(Pair):
             params = None
         # Without any, as of a prompt shorter than a block, decode computes the prompt.
         return {"kv_transfer_params": encode_member("kv_transfer_params", params)} if params else NO_MEMBERS
+
+    def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
+        if _PARAMS.search(answer) or (prefill.prompt_tokens or 0) < MIN_HANDED_OVER_TOKENS:
+            return ""
+        return "prefill's answer has no kv_transfer_params (was it started with NixlConnector?)"
 
 
 class MooncakePair(Pair):

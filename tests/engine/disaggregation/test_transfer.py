@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.disaggregation import Transfer, choose_protocol
+from engine.disaggregation import Transfer, choose_protocol, list_protocols
 from kvstore_backend.config import rdma
 
 
@@ -46,6 +46,20 @@ def test_the_variable_that_says_tcp_settles_it_for_the_hand_over_too(
     assert choose_protocol(["rdma"], "tcp") == "tcp"
     assert choose_protocol(["rdma"], "rdma") == "rdma"
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "listed"),
+    [
+        (["rdma"], "tcp", ["tcp"]),
+        (["ipc", "rdma"], "tcp", ["ipc", "tcp"]),
+        (["rdma", "tcp"], "tcp", ["tcp"]),
+        (["ipc", "rdma"], "rdma", ["ipc", "rdma"]),
+        (["ipc"], "tcp", ["ipc"]),
+    ],
+)
+def test_no_rdma_is_told_of_that_this_machine_has_not(wanted: list[str], chosen: str, listed: list[str]) -> None:
+    assert list_protocols(wanted, chosen) == listed
 
 
 @pytest.mark.parametrize(("protocol", "told"), [("rdma", "mlx5_0,mlx5_1"), ("tcp", "")])

@@ -26,6 +26,7 @@ from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
 from tests.kvstore_backend.cli.command import doctor, kvstore
 from tests.kvstore_backend.cli.test_doctor import url
+from tests.support import plain_http
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.peer import Peer
@@ -132,7 +133,7 @@ def _telling_less(master: MooncakeMaster, page: str) -> Iterator[str]:
 
     class Told(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            real = httpx.get(f"http://{master.metrics_url.split('/')[2]}{self.path}", trust_env=False)
+            real = plain_http.get(f"http://{master.metrics_url.split('/')[2]}{self.path}")
             self.send_response(real.status_code)
             self.end_headers()
             self.wfile.write(b"{}" if self.path == page else real.content)
@@ -190,7 +191,7 @@ def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path
         other = open_store(master.config())
         arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2"]
         ended = kvstore("bench", url(master, global_segment_size=0), *arguments)
-        keys = httpx.get(master.metrics_url.replace("/metrics", "/get_all_keys"), trust_env=False).text
+        keys = plain_http.get(master.metrics_url.replace("/metrics", "/get_all_keys")).text
         other.close()
     assert ended.status == 0, ended.errors
     assert "full stack" in ended.output
@@ -226,7 +227,7 @@ def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
 
         def is_serving() -> bool:
             try:
-                return bool(httpx.get(f"http://127.0.0.1:{metrics}/health", trust_env=False).json()["service_ready"])
+                return bool(plain_http.get(f"http://127.0.0.1:{metrics}/health").json()["service_ready"])
             except httpx.HTTPError:
                 return False
 
@@ -324,7 +325,7 @@ def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "kvstore_backend.cli", "bench", pool, *arguments]
         with child(command, tmp_path / "log") as bench:
             keys = master.metrics_url.replace("/metrics", "/get_all_keys")
-            bench.wait_for(lambda: bool(httpx.get(keys, trust_env=False).text.strip()), "storing")
+            bench.wait_for(lambda: bool(plain_http.get(keys).text.strip()), "storing")
             master.process.signal(signal.SIGSTOP)
             bench.signal(signal.SIGINT)
             bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "saying so")

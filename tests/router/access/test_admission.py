@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.access.admission import Admission
+from router.access.admission import Admission, SharedAdmission
 from router.http.api_error import Refused
 from router.settings import RouterSettings
 
@@ -78,6 +79,42 @@ def test_no_more_enter_than_the_limit() -> None:
 def test_no_more_of_one_client_enter_than_its_limit() -> None:
     gate = admission(max_concurrent_requests_per_key=1)
     assert [gate.try_enter(client) for client in "aab"] == [True, False, True]
+
+
+def test_requests_that_run_at_other_routers_count_until_those_are_gone() -> None:
+    gate = admission(max_concurrent_requests=3)
+    gate.note_elsewhere("second", {"a": 1})
+    gate.note_elsewhere("third", {"b": 1})
+    assert [gate.try_enter(client) for client in "ab"] == [True, False]
+    gate.note_elsewhere("second", {})
+    assert [gate.try_enter(client) for client in "ab"] == [True, False]
+
+
+def test_a_clients_requests_at_other_routers_count_for_that_client() -> None:
+    gate = admission(max_concurrent_requests_per_key=2)
+    gate.note_elsewhere("second", {"a": 1})
+    gate.note_elsewhere("third", {"a": 1})
+    assert [gate.try_enter(client) for client in "abbb"] == [False, True, True, False]
+
+
+def test_a_request_that_names_no_priority_waits_with_the_usual_one() -> None:
+    with Guests(admission(max_concurrent_requests=1)) as guests:
+        guests.gate.try_enter("a")
+        waiting = guests.loop.create_task(guests.gate.enter("a"))
+        guests.run(asyncio.sleep(0))
+        assert guests.gate.waiting_by_priority == {0: 1}
+        guests.gate.leave("a")
+        guests.run(_ended(waiting))
+
+
+def test_who_is_refused_where_others_wait_for_moments_is_told_to_come_back_in_a_second() -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=1)) as guests:
+        guests.ask("a")
+        for _ in range(20):
+            guests.ask("a")
+            guests.leave("a")
+        guests.ask("a")
+        assert refusal(guests.ask("a")).headers == [(b"retry-after", b"1")]
 
 
 def test_clients_take_turns_and_each_ones_requests_keep_their_order() -> None:
@@ -286,3 +323,46 @@ def _entered(task: asyncio.Task[None]) -> bool:
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 TestAnyOrderOfEvents.settings = hypothesis_settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_a_request_that_is_let_in_runs_until_it_leaves_with_its_tokens() -> None:
+    asked: list[Any] = []
+
+    async def let_in(*request: Any) -> None:
+        asked.append(request)
+
+    admission = SharedAdmission(let_in, lambda *ended: asked.append(ended))
+    assert not admission.try_enter("c", 7)
+    asyncio.run(admission.enter("c", 3, 7))
+    assert (admission.running, admission.waiting) == (1, 0)
+    admission.leave("c", 2)
+    assert asked == [("c", 3, 7), ("c", 2)]
+    assert admission.running == 0
+
+
+def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
+    async def refuse(*_: Any) -> list[Any]:
+        return [429, "no more may wait", "queue_full", 4]
+
+    admission = SharedAdmission(refuse, lambda *_: None)
+    with pytest.raises(Refused, match="no more may wait") as refused:
+        asyncio.run(admission.enter("c"))
+    assert (refused.value.error.status, refused.value.retry_after) == (429, 4)
+    assert (admission.running, admission.waiting, admission.refused) == (0, 0, {"queue_full": 1})
+
+
+def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> None:
+    async def work() -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        admission = SharedAdmission(lambda *_: asyncio.shield(turn), lambda *_: None)
+        entering = [asyncio.ensure_future(admission.enter("c", priority)) for priority in (0, 0, 5)]
+        await asyncio.sleep(0)
+        assert admission.waiting_by_priority == {0: 2, 5: 1}
+        entering[2].cancel()
+        await asyncio.wait(entering[2:])
+        assert dict(admission.waiting_by_priority) == {0: 2}
+        turn.set_result(None)
+        await asyncio.gather(*entering[:2])
+        assert (admission.waiting, admission.running) == (0, 2)
+
+    asyncio.run(work())

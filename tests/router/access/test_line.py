@@ -22,7 +22,7 @@ def take_all(line: WaitingLine[str]) -> list[str]:
 def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
     line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "a", "a2"), (5, "b", "b1"), (0, "c", "c1"), (-5, "d", "d1")):
-        line.join(priority, client, turn)
+        line.join_line(priority, client, turn)
     assert line.count_by_priority() == {5: 1, 0: 3, -5: 1}
     assert take_all(line) == ["b1", "a1", "c1", "a2", "d1"]
     assert line.waiting == 0
@@ -30,8 +30,8 @@ def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
 
 def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
     line: WaitingLine[str] = WaitingLine()
-    line.join(1, "full", "f1")
-    line.join(0, "a", "a1")
+    line.join_line(1, "full", "f1")
+    line.join_line(0, "a", "a1")
     place = line.take_next(lambda client: client != "full")
     assert place is not None
     assert place.turn == "a1"
@@ -40,16 +40,16 @@ def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
 
 def test_a_low_priority_is_passed_over_so_many_times_and_no_more() -> None:
     line: WaitingLine[str] = WaitingLine()
-    line.join(0, "low", "low")
+    line.join_line(0, "low", "low")
     for number in range(100):
-        line.join(1, "high", f"high{number}")
+        line.join_line(1, "high", f"high{number}")
     assert take_all(line).index("low") == MAX_PASSED_OVER
 
 
 def test_a_full_lines_lowest_priority_gives_way_to_a_higher_one() -> None:
     line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "b", "b1"), (0, "b", "b2"), (3, "c", "c1"), (3, "c", "c2")):
-        line.join(priority, client, turn)
+        line.join_line(priority, client, turn)
     for priority, client, expected in ((3, "c", "b2"), (0, "b", None), (0, "d", "b2"), (-1, "d", None)):
         place = line.find_last(priority, client)
         assert (place.turn if place else None) == expected
@@ -65,9 +65,9 @@ def test_every_waiter_is_served_within_a_bound(
 ) -> None:
     line: WaitingLine[int] = WaitingLine()
     for number, (priority, client) in enumerate(before):
-        line.join(priority, client, number)
+        line.join_line(priority, client, number)
     waiter = len(before)
-    line.join(low, "waiter", waiter)
+    line.join_line(low, "waiter", waiter)
     # Its priority's turns are shared with the clients before it, once each; others of them only line up behind it.
     clients_before = {client for priority, client in before if priority == low}
     priorities = {low, *(priority for priority, _ in before), *(each for some in meanwhile for each in some)}
@@ -76,7 +76,7 @@ def test_every_waiter_is_served_within_a_bound(
     for turn in range(bound):
         for priority in meanwhile[turn % len(meanwhile)]:
             number += 1
-            line.join(priority, f"new{number}", number)
+            line.join_line(priority, f"new{number}", number)
         place = line.take_next(anyone)
         assert place is not None
         if place.turn == waiter:

@@ -19,9 +19,9 @@ class Clock:
 def test_a_request_may_begin_while_something_is_left_and_then_waits_for_more() -> None:
     clock = Clock()
     rates = TokenRates(100, {}, clock)
-    rates.charge("a", 100 * BURST_SECONDS - 1)
+    rates.charge_tokens("a", 100 * BURST_SECONDS - 1)
     assert rates.seconds_to_wait("a") == 0
-    rates.charge("a", 251)
+    rates.charge_tokens("a", 251)
     assert rates.seconds_to_wait("a") == pytest.approx(2.51)
     assert rates.seconds_to_wait("b") == 0
     clock.now += 2.52
@@ -30,18 +30,18 @@ def test_a_request_may_begin_while_something_is_left_and_then_waits_for_more() -
 
 def test_what_was_not_used_is_given_back_up_to_a_full_bucket() -> None:
     rates = TokenRates(100, {}, Clock())
-    rates.charge("a", 2000)
-    rates.charge("a", -1500)
+    rates.charge_tokens("a", 2000)
+    rates.charge_tokens("a", -1500)
     assert rates.seconds_to_wait("a") == 0
-    rates.charge("a", -1_000_000)
-    rates.charge("a", 100 * BURST_SECONDS)
+    rates.charge_tokens("a", -1_000_000)
+    rates.charge_tokens("a", 100 * BURST_SECONDS)
     assert rates.seconds_to_wait("a") > 0
 
 
 def test_a_clients_own_rate_comes_before_the_common_one() -> None:
     rates = TokenRates(100, {"vip": 0.0, "slow": 1.0}, Clock())
     for client in ("vip", "slow"):
-        rates.charge(client, 21)
+        rates.charge_tokens(client, 21)
     assert rates.seconds_to_wait("vip") == 0
     assert rates.seconds_to_wait("slow") == pytest.approx(12)
     assert TokenRates(0, {"slow": 1.0}).is_limited
@@ -56,6 +56,6 @@ def test_no_more_than_the_rate_is_used_over_time(requests: list[tuple[float, int
         clock.now += pause
         if not rates.seconds_to_wait("a"):
             used += tokens
-            rates.charge("a", tokens)
+            rates.charge_tokens("a", tokens)
     # What may be too much is the first burst, and the last request.
     assert used <= rate * (BURST_SECONDS + clock.now) + 3000

@@ -58,7 +58,7 @@ def test_an_instance_that_registered_once_stays_as_long_as_it_is_healthy() -> No
 
 
 def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
-    instance = Registry(splitwise=True).add_known(registration(), now=0.0, permanent=False)
+    instance = Registry(splitwise=True).add_known_instance(registration(), now=0.0, permanent=False)
     assert (instance.state, instance.is_available) == ("unhealthy", False)
     instance.record_passed_probe(1.0, threshold=3)
     assert (instance.state, instance.is_available) == ("healthy", True)
@@ -66,7 +66,7 @@ def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
 
 def test_a_permanent_instance_is_never_forgotten() -> None:
     registry = Registry(splitwise=True)
-    instance = registry.add_known(registration(), now=0.0, permanent=True)
+    instance = registry.add_known_instance(registration(), now=0.0, permanent=True)
     registry.register(registration(), now=1.0)
     assert registry.forget_silent(now=1e9, expiry=30.0) == []
     assert list(registry) == [instance]

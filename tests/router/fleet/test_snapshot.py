@@ -118,9 +118,9 @@ def test_an_instance_that_sent_heartbeats_is_forgotten_if_it_sends_no_more(path:
 def test_what_the_register_file_says_now_counts(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for port in (1, 2):
-        before.add_known(mixed(port), now=0.0, permanent=True).set_draining(True)
+        before.add_known_instance(mixed(port), now=0.0, permanent=True).set_draining(True)
     snapshot(path, before).save()
-    kept = after.add_known(mixed(1, version="new"), now=0.0, permanent=True)
+    kept = after.add_known_instance(mixed(1, version="new"), now=0.0, permanent=True)
     snapshot(path, after).restore(now=0.0)
     assert list(after) == [kept]
     assert (kept.registration.version, kept.draining) == ("new", True)

@@ -17,6 +17,7 @@ from router.http.api_error import ApiError
 from router.http.server import HEAD_BYTES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
+from tests.support import plain_http
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -363,7 +364,7 @@ def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Con
         client = connect(router)
         client.send(refused)
         client.answer()
-    metrics = httpx.get(f"{router.url}/metrics").text
+    metrics = plain_http.get(f"{router.url}/metrics").text
     assert 'http_requests_total{endpoint="/v1/chat/completions",method="POST",status_code="413"} 1.0' in metrics
     assert 'http_requests_total{endpoint="other",method="",status_code="400"} 1.0' in metrics
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.usage import Usage, read_usage
+from router.http.usage import Usage, read_cached_figures, read_usage, set_figures
 
 _figures = st.none() | st.integers(0, 10**9)
 
@@ -30,3 +30,38 @@ def test_an_answer_without_usage_says_nothing() -> None:
 def test_of_a_streams_end_the_last_usage_counts() -> None:
     early = b'data: {"usage": {"prompt_tokens": 1}}\n\n'
     assert read_usage(early + b'data: {"usage": {"prompt_tokens": 2}}\n\ndata: [DONE]\n\n') == Usage(2)
+
+
+def test_the_figures_of_responses_and_messages_are_read() -> None:
+    responses = {"usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 2}}
+    assert read_usage(json.dumps(responses).encode()) == Usage(9, 2, 4)
+    messages = {"usage": {"input_tokens": 3, "cache_creation_input_tokens": 2, "cache_read_input_tokens": 4}}
+    assert read_usage(json.dumps(messages).encode()) == Usage(9, None, 4)
+
+
+def test_what_prefill_had_cached_is_set_in_the_answer_of_decode() -> None:
+    prefill = b'{"usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}}'
+    decode = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":8}}}'
+    assert set_figures(decode, read_cached_figures(prefill)) == decode.replace(b":8", b":4")
+
+
+def test_of_messages_the_tokens_that_were_not_cached_are_set_with_those_that_were() -> None:
+    prefill = b'{"usage": {"input_tokens": 2, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 4}}'
+    decode = b'{"usage":{"input_tokens":9,"cache_creation_input_tokens":0,"cache_read_input_tokens":0}}'
+    spliced = set_figures(decode, read_cached_figures(prefill))
+    assert json.loads(spliced) == json.loads(prefill)
+
+
+def test_text_that_looks_like_a_figure_keeps_its_bytes() -> None:
+    text = json.dumps({"text": 'say {"usage": {"cached_tokens": 8}}', "usage": {"cached_tokens": 8}}).encode()
+    assert json.loads(set_figures(text, {b"cached_tokens": b"4"})) == {
+        "text": 'say {"usage": {"cached_tokens": 8}}',
+        "usage": {"cached_tokens": 4},
+    }
+
+
+def test_figures_that_the_answer_has_not_are_not_added() -> None:
+    assert (
+        set_figures(b'{"usage": {"prompt_tokens": 9}}', {b"cached_tokens": b"4"}) == b'{"usage": {"prompt_tokens": 9}}'
+    )
+    assert set_figures(b'{"cached_tokens": 9}', {b"cached_tokens": b"4"}) == b'{"cached_tokens": 9}'

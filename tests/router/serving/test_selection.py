@@ -243,13 +243,13 @@ def test_an_instance_that_registers_for_the_first_time_takes_its_share_at_once()
     assert fleet.chosen() == {"a:1": 12, "b:1": 12}
 
 
-def test_other_requests_go_to_prefill_and_to_decode_if_there_is_none() -> None:
+def test_other_requests_go_to_decode_and_never_to_prefill_which_may_answer_with_one_token() -> None:
     fleet = Fleet()
+    fleet.add("prefill", "p:1", version="b")
+    with pytest.raises(NoInstance, match="no decode instance is registered"):
+        fleet.selector.choose_any(REQUEST)
     fleet.add("decode", "d:1", version="a")
     assert fleet.selector.choose_any(REQUEST).answering.key == "d:1"
-    fleet.add("prefill", "p:1", version="b")
-    assert fleet.selector.choose_any(REQUEST).answering.key == "p:1"
-    assert fleet.selector.choose_any(REQUEST, {"p:1"}).answering.key == "d:1"
 
 
 class TestForgettingCaches:

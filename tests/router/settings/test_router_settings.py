@@ -57,3 +57,12 @@ def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, 
 @pytest.mark.parametrize("port", [0, 1, 65535])
 def test_every_port_and_none_is_taken(port: int) -> None:
     assert RouterSettings(port=port).port == port
+
+
+@pytest.mark.parametrize("seconds", [5.0, 1.0])
+def test_with_other_routers_heartbeats_may_not_expire_before_a_router_that_died_is_noticed(seconds: float) -> None:
+    message = "manager.heartbeat-expiry-secs is .*; with server.shared-state it must be more than 5, after which"
+    with pytest.raises(SettingsError, match=message):
+        RouterSettings(shared_state="redis://127.0.0.1:6379/0", heartbeat_expiry_secs=seconds)
+    assert RouterSettings(heartbeat_expiry_secs=seconds).heartbeat_expiry_secs == seconds
+    assert RouterSettings(shared_state="redis://127.0.0.1:6379/0", heartbeat_expiry_secs=5.1).heartbeat_expiry_secs

@@ -10,7 +10,7 @@ from typing import Any
 
 from router.sharing import WorkerLink
 from router.sharing.hub import Hub
-from router.sharing.wire import Wire, open_wire
+from router.sharing.wire import open_wire
 
 __all__ = ["LinkedHub", "join_all", "run_linked", "until"]
 
@@ -20,7 +20,7 @@ class LinkedHub:
 
     def __init__(self) -> None:
         self.hub = Hub(lambda name, figures: None)
-        self._ends: list[WorkerLink | Wire] = []
+        self._closings: list[Callable[[], None]] = []
 
     async def join(self, name: str) -> WorkerLink:
         """A new worker's link."""
@@ -32,14 +32,14 @@ class LinkedHub:
 
         wire = await open_wire(ours, on_message, lambda: self.hub.remove_worker(name))
         self.hub.add_worker(name, wire)
-        await link.open(theirs)
-        self._ends += [wire, link]
+        await link.connect(theirs)
+        self._closings += [wire.close, link.disconnect]
         return link
 
     async def close(self) -> None:
         """Close all links, as a router's end does."""
-        for end in reversed(self._ends):  # a link that closes first does not wonder where the hub is
-            end.close()
+        for close_end in reversed(self._closings):  # a link that closes first does not wonder where the hub is
+            close_end()
         await asyncio.sleep(0.001)
 
 

@@ -193,7 +193,7 @@ async def leave(worker: RouterUnderTest) -> None:
     """Cut a process's link, as its death does."""
     link = worker.app.link
     assert isinstance(link, WorkerLink)
-    link.close()
+    link.disconnect()
 
 
 def tell(worker: RouterUnderTest, record: dict[str, Any]) -> None:

@@ -7,10 +7,10 @@ import contextlib
 
 import pytest
 
-from router.access import Admission
+from router.access import Admission, SharedAdmission
 from router.http import Refused
 from router.settings import RouterSettings
-from router.sharing import SharedAdmission, WorkerLink
+from router.sharing import WorkerLink
 from router.sharing.gate import Gate
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
@@ -22,7 +22,7 @@ class Limited:
         self.hub = hub
         self.links = links
         self.admission = admission
-        self.workers = [SharedAdmission(link) for link in links]
+        self.workers = [SharedAdmission(link.wait_for_entry, link.report_end) for link in links]
 
     @classmethod
     async def start(cls, hub: LinkedHub, limit: int, **settings: float) -> Limited:
@@ -125,7 +125,7 @@ def test_the_requests_of_a_worker_that_dies_hold_no_place() -> None:
         await asyncio.gather(limited.enter(0), limited.enter(0))
         waiting = [limited.enter(0), limited.enter(1)]
         await until(lambda: limited.admission.waiting == 2)
-        limited.links[0].close()
+        limited.links[0].disconnect()
         await waiting[1]
         await until(lambda: limited.admission.running == 1)
         assert limited.admission.waiting == 0

@@ -16,11 +16,11 @@ def test_a_publication_reaches_all_others_in_order_and_not_its_sender() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
         heard: dict[str, list[Any]] = {"first": [], "second": [], "third": []}
-        first.subscribe("news", lambda *news: heard["first"].append(news))
-        second.subscribe("news", lambda *news: heard["second"].append(news))
-        third.subscribe("news", lambda *news: heard["third"].append(news))
+        first.subscribe_to_topic("news", lambda *news: heard["first"].append(news))
+        second.subscribe_to_topic("news", lambda *news: heard["second"].append(news))
+        third.subscribe_to_topic("news", lambda *news: heard["third"].append(news))
         for number in range(100):
-            first.publish("news", {"number": number, "bytes": b"\xff"})
+            first.publish_event("news", {"number": number, "bytes": b"\xff"})
         await until(lambda: len(heard["second"]) == len(heard["third"]) == 100)
         assert heard["second"] == [("0", {"number": number, "bytes": b"\xff"}) for number in range(100)]
         assert heard["first"] == []
@@ -33,10 +33,10 @@ def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
         first, second = await join_all(hub, 2)
         known: dict[str, dict[str, Any]] = {"early": {}, "late": {}}
         second.subscribe_to_records(known["early"].__setitem__)
-        first.keep("a", {"written_at": 1})
-        first.keep("b", {"written_at": 2})
-        first.keep("a", {"written_at": 3})
-        first.keep("a", {"written_at": 2, "late": True})
+        first.keep_record("a", {"written_at": 1})
+        first.keep_record("b", {"written_at": 2})
+        first.keep_record("a", {"written_at": 3})
+        first.keep_record("a", {"written_at": 2, "late": True})
         await until(lambda: known["early"] == {"a": {"written_at": 3}, "b": {"written_at": 2}})
         late = await hub.join("2")
         await asyncio.sleep(0)  # records may come before anybody in that process has asked for them
@@ -54,10 +54,10 @@ def test_a_question_is_answered_by_each_other_process() -> None:
             await asyncio.sleep(0.01)
             return content + 3
 
-        first.answer("sum", lambda content: 1 / 0)
-        second.answer("sum", lambda content: content + 2)
-        third.answer("sum", think)
-        assert sorted(await first.ask("sum", 10)) == [12, 13]
+        first.answer_topic("sum", lambda content: 1 / 0)
+        second.answer_topic("sum", lambda content: content + 2)
+        third.answer_topic("sum", think)
+        assert sorted(await first.ask_others("sum", 10)) == [12, 13]
 
     run_linked(run)
 
@@ -65,8 +65,8 @@ def test_a_question_is_answered_by_each_other_process() -> None:
 def test_questions_of_one_that_is_alone_have_no_answers() -> None:
     async def run(hub: LinkedHub) -> None:
         (only,) = await join_all(hub, 1)
-        assert await only.ask("sum") == []
-        assert await NO_LINK.ask("sum") == []
+        assert await only.ask_others("sum") == []
+        assert await NO_LINK.ask_others("sum") == []
 
     run_linked(run)
 
@@ -74,9 +74,9 @@ def test_questions_of_one_that_is_alone_have_no_answers() -> None:
 def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
-        second.answer("sum", lambda content: 1 / 0)
-        third.answer("sum", lambda content: 3)
-        assert await first.ask("sum") == [3]
+        second.answer_topic("sum", lambda content: 1 / 0)
+        third.answer_topic("sum", lambda content: 3)
+        assert await first.ask_others("sum") == [3]
 
     run_linked(run)
     assert "a question of another process was not answered: sum" in caplog.text
@@ -87,9 +87,9 @@ def test_one_that_hangs_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatc
 
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
-        second.answer("sum", lambda content: asyncio.Event().wait())
-        third.answer("sum", lambda content: 3)
-        assert await first.ask("sum") == [3]
+        second.answer_topic("sum", lambda content: asyncio.Event().wait())
+        third.answer_topic("sum", lambda content: 3)
+        assert await first.ask_others("sum") == [3]
 
     run_linked(run)
 
@@ -106,13 +106,13 @@ def test_one_that_dies_holds_no_question_up_and_the_others_learn_of_it(monkeypat
             asked.set()
             await asyncio.Event().wait()
 
-        second.answer("sum", die)
-        third.answer("sum", lambda content: 3)
+        second.answer_topic("sum", die)
+        third.answer_topic("sum", lambda content: 3)
         gone: list[str] = []
         third.subscribe_to_departures(gone.append)
-        answers = asyncio.ensure_future(first.ask("sum"))
+        answers = asyncio.ensure_future(first.ask_others("sum"))
         await asked.wait()
-        second.close()
+        second.disconnect()
         assert await answers == [3]
         await until(lambda: gone == ["1"])
 
@@ -123,10 +123,10 @@ def test_a_message_that_is_none_is_logged_and_harms_nothing(caplog: pytest.LogCa
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
         heard: list[Any] = []
-        second.subscribe("news", lambda _, content: heard.append(content))
-        first.publish("news", 1)
-        first._send("nonsense", 7)
-        first.publish("news", 2)
+        second.subscribe_to_topic("news", lambda _, content: heard.append(content))
+        first.publish_event("news", 1)
+        first.tell_supervisor("nonsense", 7)
+        first.publish_event("news", 2)
         await until(lambda: heard == [1, 2])
 
     run_linked(run)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from router.access import Admission
+from router.fleet import Role
+from router.policies.cache_aware import CacheAware
 from router.settings import RouterSettings, SettingsError
-from router.sharing import WorkerLink, shared_state
+from router.sharing import PrefixSync, WorkerLink, shared_state
 from router.sharing.gate import Gate
 from router.sharing.shared_state import SharedState
 from tests.router.sharing.links import LinkedHub, until
@@ -28,7 +30,7 @@ class Router:
         self.heard: list[Any] = []
         self.records: dict[str, Any] = {}
         self.gone: list[str] = []
-        link.subscribe("news", lambda sender, content: self.heard.append((sender, content)))
+        link.subscribe_to_topic("news", lambda sender, content: self.heard.append((sender, content)))
         link.subscribe_to_records(self.records.__setitem__)
         link.subscribe_to_departures(self.gone.append)
 
@@ -38,11 +40,11 @@ async def router(name: str, url: str) -> AsyncIterator[Router]:
     linked = LinkedHub()
     shared = SharedState(url, name, linked.hub)
     linked.hub.uplink = shared
-    connecting = asyncio.ensure_future(shared.keep_connected())
+    connecting = asyncio.ensure_future(shared.keep_connection())
     try:
         yield Router(await linked.join(f"{name}-0"), shared, connecting)
     finally:
-        await shared.close(connecting)
+        await shared.disconnect(connecting)
         await linked.close()
 
 
@@ -60,7 +62,7 @@ def run_two(redis: RedisServer, work: Callable[[Router, Router], Any]) -> None:
 def test_what_one_router_publishes_the_other_hears_in_order(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         for number in range(200):
-            first.link.publish("news", number)
+            first.link.publish_event("news", number)
         await until(lambda: second.heard == [("a-0", number) for number in range(200)])
         assert first.heard == []
 
@@ -69,8 +71,8 @@ def test_what_one_router_publishes_the_other_hears_in_order(redis: RedisServer) 
 
 def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        first.link.keep("one", record(1.0))
-        second.link.keep("two", record(2.0))
+        first.link.keep_record("one", record(1.0))
+        second.link.keep_record("two", record(2.0))
         await until(lambda: "one" in second.records and "two" in first.records)
         async with router("c", redis.url) as third:
             await until(lambda: set(third.records) == {"one", "two"})
@@ -78,11 +80,85 @@ def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
     run_two(redis, work)
 
 
+class Placing:
+    """The prefixes that a router's only worker knows."""
+
+    def __init__(self, router: Router, *chains: range) -> None:
+        self.router = router
+        self.policy = CacheAware()
+        self.sync = PrefixSync(router.link, {Role.MIXED: self.policy})
+        for chain in chains:
+            self.policy.note_chain(chain, "10.0.0.1:1")
+
+    async def ask_others(self) -> int:
+        """Do as a router does that has just started; how many chunks it then knows."""
+        await self.router.shared.wait_for_records()
+        await self.router.shared._hub.share_prefixes(await self.router.shared.fetch_prefixes())
+        return self.policy.num_chunks
+
+
+def test_a_router_that_starts_later_has_the_prefixes_of_another(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        knowing, empty = Placing(first, range(1, 400)), Placing(second)
+        async with router("c", redis.url) as third:
+            newcomer = Placing(third)
+            assert await newcomer.ask_others() == 399
+        assert (knowing.policy.num_chunks, empty.policy.num_chunks) == (399, 0)
+
+    run_two(redis, work)
+
+
+def test_a_router_that_knows_more_itself_keeps_that(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        Placing(first, range(1, 100))
+        assert await Placing(second, range(1000, 1200)).ask_others() == 200
+
+    run_two(redis, work)
+
+
+def test_a_router_that_is_the_first_waits_for_no_prefixes(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "FIRST_HEARD_SECONDS", 1000.0)
+
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            assert await Placing(first).ask_others() == 0
+            redis.kill()
+            await until(lambda: bool(first.link.trouble))
+            assert await Placing(first).ask_others() == 0
+
+    asyncio.run(run())
+
+
+def test_prefixes_that_would_take_too_much_are_not_sent(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_state, "MAX_PREFIXES_BYTES", 100)
+
+    async def work(first: Router, second: Router) -> None:
+        Placing(first, range(1, 100))
+        assert await Placing(second).ask_others() == 0
+
+    run_two(redis, work)
+    assert "a router that has just started learns prefixes anew: these would take" in caplog.text
+
+
+def test_a_router_that_does_not_answer_costs_one_that_starts_a_bounded_time(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "PREFIXES_SECONDS", 0.1)
+
+    async def work(first: Router, second: Router) -> None:
+        monkeypatch.setattr(first.shared._hub, "on_distant_message", lambda message: None)
+        assert await Placing(second).ask_others() == 0
+
+    run_two(redis, work)
+
+
 def test_a_question_reaches_all_routers_where_it_is_meant_to(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        second.link.answer("sum", lambda content: content + 1)
-        assert await first.link.ask("sum", 1, everywhere=True) == [2]
-        assert await first.link.ask("sum", 1) == []
+        second.link.answer_topic("sum", lambda content: content + 1)
+        assert await first.link.ask_others("sum", 1, everywhere=True) == [2]
+        assert await first.link.ask_others("sum", 1) == []
 
     run_two(redis, work)
 
@@ -94,12 +170,12 @@ def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: 
         async with router("a", redis.url) as first:
             async with router("b", redis.url) as ending:
                 await until(lambda: first.shared.list_routers() == ["b"])
-                ending.link.publish("news", 1)
+                ending.link.publish_event("news", 1)
                 await until(lambda: bool(first.heard))
             await until(lambda: first.gone[:1] == ["b-0"])
             async with router("c", redis.url) as dying:
                 await until(lambda: "c" in first.shared.list_routers())
-                dying.link.publish("news", 1)
+                dying.link.publish_event("news", 1)
                 await until(lambda: len(first.heard) == 2)
                 dying.connecting.cancel()  # it says nothing more, as after a kill -9
                 dying.shared._is_up = False
@@ -131,22 +207,22 @@ def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
 
     async def work(first: Router, second: Router) -> None:
-        first.link.keep("before", record(1.0))
+        first.link.keep_record("before", record(1.0))
         await until(lambda: "before" in second.records)
         if fault == "killed":
             redis.kill()
         else:
             redis.hang()
         await until(lambda: bool(first.link.trouble and second.link.trouble))
-        first.link.keep("meanwhile", record(2.0))
-        first.link.keep("before", record(3.0))
+        first.link.keep_record("meanwhile", record(2.0))
+        first.link.keep_record("before", record(3.0))
         if fault == "killed":
             redis.start()
         else:
             redis.resume()
         await until(lambda: not first.link.trouble and not second.link.trouble)
         await until(lambda: second.records == {"before": record(3.0), "meanwhile": record(2.0)})
-        second.link.publish("news", "again")
+        second.link.publish_event("news", "again")
         await until(lambda: ("b-0", "again") in first.heard)
 
     run_two(redis, work)
@@ -157,7 +233,7 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
 ) -> None:
     async def run() -> None:
         async with router("a", redis.url) as first:
-            first.link.keep("one", record(1.0))
+            first.link.keep_record("one", record(1.0))
             async with router("b", redis.url) as second:
                 await until(lambda: "one" in second.records)
             async with router("c", redis.url) as third:
@@ -186,11 +262,11 @@ def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_b
         gate = Gate(Admission(RouterSettings()), lambda *_: None)
         monkeypatch.setattr(gate, "note_elsewhere", note)
         second.shared._hub.gate = gate
-        first.shared.send("limits", "a", {"key": 1}, {"key": 50})
+        first.shared.send_to_routers("limits", "a", {"key": 1}, {"key": 50})
         await until(lambda: {"key": 50} in charged)
         redis.kill()
         await until(lambda: bool(first.link.trouble and second.link.trouble))
-        first.shared.send("limits", "a", {"key": 2}, {"key": 5000})
+        first.shared.send_to_routers("limits", "a", {"key": 2}, {"key": 5000})
         redis.start()
         await until(lambda: {"key": 2} in running)
         assert {"key": 5000} not in charged
@@ -213,7 +289,7 @@ def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: p
 
         monkeypatch.setattr(first.shared._redis, "pipeline", fail_once)
         for number in range(3):
-            first.link.publish("news", number)
+            first.link.publish_event("news", number)
         await until(lambda: second.heard == [("a-0", number) for number in range(3)])
         assert failures
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.router.stand_in import Received, Responder, StandIn
+from tests.support import plain_http
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
@@ -34,7 +35,7 @@ class Router(NamedTuple):
 
     def answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", trust_env=False, timeout=5).status_code == 200
+            return plain_http.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -59,7 +60,9 @@ def test_connections_are_shared_out_evenly(router: Router, stand_in: MakeStandIn
     instance.register(router.url)
 
     async def run() -> list[int]:
-        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=httpx.Limits(max_connections=20)) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=20)
+        ) as client:
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(20)]
             while len(instance.received) < 20:
                 await asyncio.sleep(0.01)
@@ -80,7 +83,7 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
 
     async def run() -> tuple[list[str], list[str]]:
         limits = httpx.Limits(max_connections=2 * NUM_STREAMS)
-        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=limits) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30, limits=limits) as client:
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(NUM_STREAMS)]
             while len(instance.received) < NUM_STREAMS:
                 await asyncio.sleep(0.01)
@@ -102,11 +105,12 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
 def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     instance.register(router.url)
-    for pid in router.workers():
+    killed = router.workers()
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, killed)), "their end")
     answers = [
-        httpx.post(f"{router.url}/v1/chat/completions", json={"messages": []}, trust_env=False, timeout=30)
-        for _ in range(8)
+        plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30) for _ in range(8)
     ]
     assert {answer.status_code for answer in answers} == {200}
 
@@ -119,7 +123,7 @@ def test_with_the_process_that_workers_are_forked_from_killed_there_are_new_ones
     (nursery,) = [pid for pid in children(router.process.pid) if set(before) <= set(children(pid))]
     os.kill(nursery, signal.SIGKILL)
     wait_until(lambda: len(router.workers()) == 2 and not set(router.workers()) & set(before), "new workers")
-    answer = httpx.post(f"{router.url}/v1/chat/completions", json={"messages": []}, trust_env=False, timeout=30)
+    answer = plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30)
     assert answer.status_code == 200
     wait_until(lambda: not any(map(is_alive, before)), "the old workers to end")
 
@@ -139,7 +143,9 @@ def test_figures_are_whole_again_after_a_worker_died(router: Router, stand_in: M
     instance.register(router.url)
 
     async def run() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=30, limits=httpx.Limits(max_connections=8)) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=8)
+        ) as client:
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(8)]
             while len(instance.received) < 8:
                 await asyncio.sleep(0.01)
@@ -148,7 +154,7 @@ def test_figures_are_whole_again_after_a_worker_died(router: Router, stand_in: M
             assert set(await asyncio.gather(*streams)) == {"connection lost"}
 
     asyncio.run(run())
-    figures = httpx.get(f"{router.url}/metrics", trust_env=False, timeout=30).text
+    figures = plain_http.get(f"{router.url}/metrics", timeout=30).text
     assert "router_running_requests 0.0" in figures
     assert re.search(r'router_instance_requests\{instance="\S+",role="mixed"\} 0\.0', figures)
 
@@ -160,7 +166,7 @@ def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_i
     processes = [router.process.pid, *children(router.process.pid), *router.workers()]
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(4)]
             while len(instance.received) < 4:
                 await asyncio.sleep(0.01)

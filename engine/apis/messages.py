@@ -1,0 +1,197 @@
+"""Anthropic's Messages API in its plain form: its requests, messages and stream of typed events, over chat."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.apis.plain_body import PlainBody
+from engine.apis.typed_events import encode_typed_event
+from engine.completions import ENGINE_FAILED, Completions
+from engine.generation import Choices, Piece
+from engine.protocol import ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
+from engine.request import Request
+
+__all__ = ["Messages", "MessagesBody", "MessagesResponse"]
+
+_NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
+_ABORTED = "the request was aborted before its answer ended"
+
+
+class MessagesBody(PlainBody):
+    """POST /v1/messages."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "container": ((), "this engine has no containers; leave it out"),
+        "context_management": ((), "this engine does not shorten conversations; leave it out"),
+        "inference_geo": ((), "this engine runs where it runs; leave it out"),
+        "mcp_servers": (([],), _NO_TOOLS),
+        "output_config": (({},), "this engine holds answers to no form; leave it out"),
+        "output_format": ((), "this engine holds answers to no form; leave it out"),
+        "thinking": (({"type": "disabled"},), 'this engine does not tell thinking from answering; give "disabled"'),
+        "tool_choice": (({"type": "none"}, {"type": "auto"}), _NO_TOOLS),
+        "tools": (([],), _NO_TOOLS),
+    }
+    ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {"betas", "cache_control", "metadata"}
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] = Field(default_factory=list)
+
+
+class Messages:
+    """Begins messages of a model.
+
+    Args:
+        completions: renders the conversation and begins its answer.
+    """
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def begin(self, body: MessagesBody) -> MessagesResponse:
+        """POST /v1/messages, checked and ready to run.
+
+        Raises:
+            ApiError: the messages cannot be rendered, or do not fit.
+        """
+        choices = await self._completions.begin_chat_choices(chat_of_messages(body))
+        return MessagesResponse(choices, is_stream=body.stream, model=self._completions.model)
+
+
+def chat_of_messages(body: MessagesBody) -> ChatBody:
+    """The request of chat that has the same answer; a last message of the assistant's is continued.
+
+    Raises:
+        ApiError: 400, a message is not of text.
+    """
+    messages = [_read_message(index, message) for index, message in enumerate(body.messages)]
+    if system := _read_content("system", body.system or ""):
+        messages.insert(0, {"role": "system", "content": system})
+    is_continued = messages[-1]["role"] == "assistant"
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "max_completion_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "continue_final_message": is_continued,
+        "add_generation_prompt": not is_continued,
+    }
+    return check_body(ChatBody, fields | body.fields_of_chat())
+
+
+def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ("user", "assistant"):
+        raise ApiError(400, f"messages.{index}.role: it is {quote_short(role)}; give user or assistant")
+    return {"role": role, "content": _read_content(f"messages.{index}.content", message.get("content"))}
+
+
+def _read_content(name: str, content: Any) -> str:
+    """A text, or the texts of a list of blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{name}: it is {quote_short(content)}; give a text, or a list of text blocks")
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else block
+        if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(400, f"{name}.{index}: a block of type {quote_short(kind)}; only text is supported")
+    return "".join(block["text"] for block in content)
+
+
+class MessagesResponse:
+    """One message: collected into its object, or as a stream of typed events."""
+
+    def __init__(self, choices: Choices, *, is_stream: bool, model: str) -> None:
+        self._choices = choices
+        self._model = model
+        self.is_stream = is_stream
+        """Whether the client asked for a stream."""
+
+    @property
+    def request(self) -> Request:
+        """The request as the engine gets it."""
+        return self._choices.request
+
+    async def collect_whole(self) -> dict[str, Any]:
+        """The whole message at once.
+
+        Raises:
+            ApiError: 500, the engine failed; 503, the request was aborted.
+        """
+        texts: list[str] = []
+        async with contextlib.aclosing(self._choices.pieces()) as pieces:
+            async for _, piece in pieces:
+                texts.append(piece.text)
+        _check_end(piece)
+        content = [{"type": "text", "text": "".join(texts)}]
+        whole = self._describe(content=content, **_describe_end(piece), usage=self._usage())
+        return whole | self._choices.describe_transfer()
+
+    async def stream_events(self) -> AsyncIterator[bytes]:
+        """The message as server-sent events, the last one ``message_stop`` or an error."""
+        has_begun = False
+        try:
+            async with contextlib.aclosing(self._choices.pieces()) as pieces:
+                async for _, piece in pieces:
+                    if not has_begun:
+                        # Not before: from the first token on it is known where the prompt's KV was from.
+                        has_begun = True
+                        yield encode_typed_event("message_start", message=self._describe(usage=self._usage()))
+                        block = {"type": "text", "text": ""}
+                        yield encode_typed_event("content_block_start", index=0, content_block=block)
+                        yield encode_typed_event("ping")
+                    if piece.text:
+                        delta = {"type": "text_delta", "text": piece.text}
+                        yield encode_typed_event("content_block_delta", index=0, delta=delta)
+            _check_end(piece)
+        except ApiError as exc:
+            yield encode_typed_event("error", error=anthropic_error_body(exc.status, str(exc))["error"])
+            return
+        yield encode_typed_event("content_block_stop", index=0)
+        yield encode_typed_event("message_delta", delta=_describe_end(piece), usage=self._usage())
+        yield encode_typed_event("message_stop")
+
+    def _describe(self, **members: Any) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.request.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            **members,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """The usage of chat in the names of this API, which counts tokens that were cached apart from the others."""
+        usage = self._choices.usage()
+        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _check_end(last: Piece) -> None:
+    """Raise ``ApiError`` where the answer did not come to an end that this API has a name for."""
+    if last.finish_reason == "error":
+        raise ApiError(500, ENGINE_FAILED)
+    if last.finish_reason == "abort":
+        raise ApiError(503, _ABORTED)
+
+
+def _describe_end(last: Piece) -> dict[str, Any]:
+    reason: Literal["end_turn", "max_tokens", "stop_sequence"] = "end_turn"
+    if last.finish_reason == "length":
+        reason = "max_tokens"
+    elif last.stop is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": last.stop}

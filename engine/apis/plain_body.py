@@ -1,0 +1,63 @@
+"""The part of a request that both APIs share: which fields they know, which they pass on to chat."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict
+
+from engine.protocol import ApiError, Body, RequestId
+
+__all__ = ["PlainBody"]
+
+_PASSED_ON = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "cache_salt",
+        "chat_template_kwargs",
+        "completion_token_ids",
+        "disaggregate_info",
+        "ignore_eos",
+        "kv_transfer_params",
+        "min_tokens",
+        "repetition_penalty",
+        "seed",
+        "stop_token_ids",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields of chat that mean the same here, and are checked there."""
+
+
+class PlainBody(Body):
+    """A request of one answer in text. Unlike chat's, its unknown fields are refused, as by those who own the APIs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"priority", "service_tier"})
+    """Fields that are let through unread."""
+
+    model: str | None = None
+    stream: bool = False
+    request_id: RequestId | None = None
+
+    @classmethod
+    def check_fields(cls, fields: dict[str, Any]) -> None:
+        """Refuse fields that would change the answer in a way that this engine does not know, or that nobody knows."""
+        super().check_fields(fields)
+        known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *_PASSED_ON}
+        for name in fields:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+                raise ApiError(400, f"{name}: this engine knows no such field in this API; {hint}", param=name)
+
+    def fields_of_chat(self) -> dict[str, Any]:
+        """The fields that chat has under the same names."""
+        passed_on = {name: value for name, value in (self.model_extra or {}).items() if name in _PASSED_ON}
+        return {**passed_on, "request_id": self.request_id}

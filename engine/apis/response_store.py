@@ -1,0 +1,63 @@
+"""Responses that are kept to be continued by ``previous_response_id`` and read again: in memory, and bounded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["KeptResponse", "ResponseStore"]
+
+MAX_RESPONSES = 1024
+MAX_CHARACTERS = 64 << 20
+
+
+@dataclass(frozen=True)
+class KeptResponse:
+    """A response, and the conversation that its answer ends; instructions are no part of that."""
+
+    response: dict[str, Any]
+    messages: Sequence[dict[str, Any]]
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the conversation's texts."""
+        return sum(len(message["content"]) for message in self.messages)
+
+
+class ResponseStore:
+    """Keeps responses by id, and lets those go that were used the longest ago.
+
+    Args:
+        max_responses: how many are kept at most.
+        max_characters: the length of all their conversations together, at most; a conversation counts each time.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS) -> None:
+        self._max_responses = max_responses
+        self._max_characters = max_characters
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._num_characters = 0
+
+    def keep(self, response_id: str, kept: KeptResponse) -> None:
+        """Keep a response, unless it alone is more than all may be."""
+        self.remove(response_id)
+        self._kept[response_id] = kept
+        self._num_characters += kept.num_characters
+        while len(self._kept) > self._max_responses or self._num_characters > self._max_characters:
+            self.remove(next(iter(self._kept)))
+
+    def find(self, response_id: str) -> KeptResponse | None:
+        """The response with this id, if it is kept."""
+        kept = self._kept.get(response_id)
+        if kept is not None:
+            self._kept.move_to_end(response_id)
+        return kept
+
+    def remove(self, response_id: str) -> bool:
+        """Let a response go; whether it was kept."""
+        kept = self._kept.pop(response_id, None)
+        if kept is not None:
+            self._num_characters -= kept.num_characters
+        return kept is not None

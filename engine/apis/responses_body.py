@@ -1,0 +1,99 @@
+"""Requests of OpenAI's Responses API in their plain form, checked, and as requests of chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from engine.apis.plain_body import PlainBody
+from engine.protocol import ApiError, ChatBody, Unsupported, check_body, quote_short
+
+__all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_NO_TOOLS = "this engine calls no tools in this API; leave it out, or use /v1/chat/completions"
+
+
+class ResponsesBody(PlainBody):
+    """POST /v1/responses."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "background": ((False,), "this engine answers while the client waits; give false"),
+        "context_management": (([],), "this engine does not shorten conversations; leave it out"),
+        "conversation": ((), "this engine keeps responses, not conversations; give previous_response_id"),
+        "include": (([],), "this engine includes nothing more; leave it out"),
+        "max_tool_calls": ((), _NO_TOOLS),
+        "moderation": ((), "this engine moderates nothing; leave it out"),
+        "prompt": ((), "this engine keeps no templates of prompts; give input and instructions"),
+        "reasoning": (({},), "this engine does not tell thinking from answering; leave it out"),
+        "text": (({}, {"format": {"type": "text"}}), "this engine holds answers to no form; leave it out"),
+        "tool_choice": (("none", "auto"), _NO_TOOLS),
+        "tools": (([],), _NO_TOOLS),
+        "top_logprobs": ((0,), "this engine tells probabilities in /v1/chat/completions only; leave it out"),
+        "truncation": (("disabled",), 'this engine does not shorten prompts; give "disabled"'),
+    }
+    ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "stream_options",
+        "user",
+    }
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    store: bool = True
+    previous_response_id: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    stop: str | list[str] | None = None
+
+
+def chat_of_responses(body: ResponsesBody, before: Sequence[dict[str, Any]]) -> ChatBody:
+    """The request of chat that has the same answer.
+
+    Args:
+        before: the conversation that ``previous_response_id`` names.
+    """
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [*instructions, *before, *messages_of_input(body.input)]
+    fields = {"messages": messages, "max_completion_tokens": body.max_output_tokens, "stop": body.stop}
+    return check_body(ChatBody, fields | body.fields_of_chat())
+
+
+def messages_of_input(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of ``input``.
+
+    Raises:
+        ApiError: 400, an item is no message of text.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not items:
+        raise ApiError(400, "input: it is empty; give a text, or a list of messages", param="input")
+    return [_message_of_item(f"input.{index}", item) for index, item in enumerate(items)]
+
+
+def _message_of_item(name: str, item: dict[str, Any]) -> dict[str, Any]:
+    kind, role = item.get("type", "message"), item.get("role")
+    if kind != "message":
+        raise ApiError(400, f"{name}: an item of type {quote_short(kind)}; only messages are supported", param="input")
+    if role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise ApiError(400, f"{name}.role: it is {quote_short(role)}; give one of {known}", param="input")
+    content = item.get("content")
+    if isinstance(content, str):
+        return {"role": _ROLES[role], "content": content}
+    if not isinstance(content, list):
+        raise ApiError(400, f"{name}.content: it is {quote_short(content)}; give a text", param="input")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            message = f"{name}.content.{index}: a part of type {quote_short(kind)}; only text is supported"
+            raise ApiError(400, message, param="input")
+    return {"role": _ROLES[role], "content": "".join(part["text"] for part in content)}

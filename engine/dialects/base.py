@@ -1,0 +1,26 @@
+"""A dialect of pairs, as the rest of the engine knows it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from engine.generation import PairInfo
+from engine.protocol import GenerationBody
+
+__all__ = ["PairDialect"]
+
+
+class PairDialect(ABC):
+    """Reads from requests which part of a pair this instance plays."""
+
+    registration: dict[str, Any]
+    """What the instance says of its dialect when it registers."""
+
+    @abstractmethod
+    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+        """The part of a pair that the request has this instance play; None: none, it answers by itself.
+
+        Raises:
+            ApiError: 400, the engine whose dialect it is would refuse the request.
+        """

@@ -1,0 +1,21 @@
+"""FastDeploy's dialect, our own: both instances at once, and prefill writes to decode's connector port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.dialects.base import PairDialect
+from engine.generation import PairInfo
+from engine.protocol import GenerationBody
+
+__all__ = ["FastDeployDialect"]
+
+
+class FastDeployDialect(PairDialect):
+    """Reads ``disaggregate_info``."""
+
+    def __init__(self) -> None:
+        self.registration: dict[str, Any] = {}
+
+    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+        return body.disaggregate_info

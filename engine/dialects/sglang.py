@@ -1,0 +1,63 @@
+"""SGLang's dialect: both instances at once, who meet by ``bootstrap_room`` at prefill's ``bootstrap_port``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.dialects.base import PairDialect
+from engine.generation import FetchPrompt, KeepPrompt, PairInfo
+from engine.protocol import ApiError, GenerationBody, quote_short
+
+__all__ = ["SglangDialect"]
+
+MEETING_SECONDS = 60.0
+"""How long one waits for the other; SGLang does for 300 s."""
+DEFAULT_PORT = 8998
+_MAX_ROOM = 2**63 - 1
+
+
+class SglangDialect(PairDialect):
+    """Reads ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``; instances of a pair answer nothing else.
+
+    Args:
+        role: ``mixed``, ``prefill`` or ``decode``.
+        port: where decode instances meet this one.
+    """
+
+    def __init__(self, role: str, port: int) -> None:
+        self.registration: dict[str, Any] = {"engine": "sglang"}
+        if role == "prefill":
+            self.registration["bootstrap_port"] = port
+        self._role = role
+
+    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+        if self._role == "mixed":
+            return None
+        room = _read_only(body.bootstrap_room, "bootstrap_room")
+        if room is None:
+            message = f"Invalid request: Disaggregated request received without bootstrap room id. rid={request_id!r}"
+            raise ApiError(400, message, param="bootstrap_room")
+        if type(room) is not int or not 0 <= room <= _MAX_ROOM:
+            message = f"bootstrap_room: it is {quote_short(room)}; give a whole number from 0 to 2**63 - 1"
+            raise ApiError(400, message, param="bootstrap_room")
+        if self._role == "prefill":
+            return KeepPrompt(f"room {room}", MEETING_SECONDS, waits_for_decode=True)
+        host = _read_only(body.bootstrap_host, "bootstrap_host")
+        if not isinstance(host, str) or not host:
+            message = f"bootstrap_host: it is {quote_short(host)}; give the prefill instance's address"
+            raise ApiError(400, message, param="bootstrap_host")
+        port = _read_only(body.bootstrap_port, "bootstrap_port")
+        port = DEFAULT_PORT if port is None else port
+        if type(port) is not int or not 0 < port < 65536:
+            message = f"bootstrap_port: it is {quote_short(port)}; give a port"
+            raise ApiError(400, message, param="bootstrap_port")
+        return FetchPrompt(f"room {room}", host, port, takes_token=True, wait_seconds=MEETING_SECONDS)
+
+
+def _read_only(value: Any, name: str) -> Any:
+    """The value of a field that is a list where a request has several prompts, of which this engine takes one."""
+    if not isinstance(value, list):
+        return value
+    if len(value) != 1:
+        raise ApiError(400, f"{name}: it has {len(value)} members for one prompt; give one", param=name)
+    return value[0]

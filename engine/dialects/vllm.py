@@ -1,0 +1,79 @@
+"""vLLM's dialect with its NixlConnector: prefill first, then decode with the ``kv_transfer_params`` it answered.
+
+Prefill keeps the prompt's KV for decode, for a bounded time. Fields are read, and requests refused, as vLLM does:
+parameters that lack something do not fail the request, which then computes its prompt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from engine.dialects.base import PairDialect
+from engine.generation import FetchPrompt, KeepPrompt, KeptPrompt, PairInfo
+from engine.protocol import ApiError, ChatBody, GenerationBody
+
+__all__ = ["VllmDialect"]
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 30.0
+"""vLLM's ``kv_lease_duration``."""
+_REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+class VllmDialect(PairDialect):
+    """Reads and writes ``kv_transfer_params``.
+
+    Args:
+        host, port: where decode instances ask for the prompts that are kept here.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.registration: dict[str, Any] = {"engine": "vllm", "kv_connector": "nixl"}
+        self._host, self._port = host, port
+        self._engine_id = str(uuid.uuid4())
+
+    def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
+        limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
+        limit = body.max_tokens if limit is None else limit
+        if limit is not None and body.min_tokens > limit:
+            message = f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}."
+            raise ApiError(400, message, param="min_tokens")
+        params = body.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            return KeepPrompt(f"{request_id}-{uuid.uuid4().hex[:8]}", LEASE_SECONDS, describe=self._describe_prompt)
+        if not params.get("do_remote_prefill") or not params.get("remote_block_ids"):
+            return None
+        if any(name not in params for name in _REMOTE_FIELDS) or not _is_port(params["remote_port"]):
+            log.warning("Got invalid KVTransferParams: %s. This request will not utilize KVTransfer", params)
+            return None
+        host, port = str(params["remote_host"]), int(params["remote_port"])
+        return FetchPrompt(str(params["remote_request_id"]), host, port, takes_token=False)
+
+    def _describe_prompt(self, kept: KeptPrompt) -> dict[str, Any]:
+        """The members of a prefill's answer by which decode finds the prompt."""
+        return {
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_block_ids": [kept.blocks],
+                "remote_engine_id": self._engine_id,
+                "remote_request_id": kept.key,
+                "remote_host": self._host,
+                "remote_port": self._port,
+                "tp_size": 1,
+                "dcp_size": 1,
+                "pp_size": 1,
+                "remote_num_tokens": kept.prompt.num_tokens,
+                "remote_blocks_expiry_time": None,
+                "transfer_mode": "pull",
+            }
+        }
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, (int, str)) and str(value).isdecimal() and 0 < int(value) < 65536

@@ -1,0 +1,220 @@
+"""P's side of hand-overs that D begins: prompts that are kept under a key until D asks for them.
+
+D asks over a connection to P's connector port, with one JSON object a line; P then hands the prompt over as always::
+
+    D -> P   fetch     key, request_id, host and port of D's connector, wait_seconds
+    P -> D   found     the prompt is computed, and is handed over as request_id
+             missing   reason      it is not kept here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from engine.disaggregation.memory import BlockMemory
+from engine.disaggregation.prefill import hand_over
+from engine.disaggregation.wire import LINE_LIMIT, SILENCE_SECONDS, Prompt, receive_message, send_message
+from engine.request import TokenLogprobs
+
+__all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt"]
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 300.0
+
+
+class KeptPrompt:
+    """One prompt, from the moment that its request is there until it was handed over or dropped.
+
+    It owns a reference on each of its ``blocks``, which go to the hand-over.
+    """
+
+    def __init__(self, key: str, request_id: str, prompt: Prompt) -> None:
+        loop = asyncio.get_running_loop()
+        self.key = key
+        self.request_id = request_id
+        self.prompt = prompt
+        self.blocks: list[int] = []
+        self.is_dropped = False
+        self.is_asked_for = False
+        self.token: int | None = None
+        self.logprobs: TokenLogprobs | None = None
+        self.cached_tokens = (0, 0)
+        self.wait_for_pool: Callable[[], Awaitable[None]] | None = None
+        self._ready: asyncio.Future[str] = loop.create_future()  # why it is not, or ""
+        self._taken: asyncio.Future[bool] = loop.create_future()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its KV is computed, and kept."""
+        return self.token is not None and not self.is_dropped
+
+    def add_blocks(self, _: int, blocks: Sequence[int]) -> None:
+        """Take over blocks, as the engine's listener is given them."""
+        self.blocks += blocks
+
+    def complete(
+        self,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        cached_tokens: tuple[int, int],
+        wait_for_pool: Callable[[], Awaitable[None]],
+    ) -> None:
+        """All of the prompt is computed.
+
+        Args:
+            token, logprobs: the answer's first.
+            cached_tokens: of the prompt, in the own cache and in the pool.
+            wait_for_pool: returns when other instances can read it from the pool.
+        """
+        self.token, self.logprobs, self.cached_tokens, self.wait_for_pool = (
+            token,
+            logprobs,
+            cached_tokens,
+            wait_for_pool,
+        )
+        if not self._ready.done():
+            self._ready.set_result("")
+
+    async def wait_until_ready(self) -> str:
+        """Wait until it is computed; why it never will be, or ""."""
+        return await asyncio.shield(self._ready)
+
+    async def wait_until_taken(self, seconds: float) -> bool:
+        """Wait until D has it; whether that came about in so many seconds."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._taken), seconds)
+        except asyncio.TimeoutError:
+            return False
+
+    def end(self, reason: str, *, is_taken: bool) -> None:
+        """Tell those who wait that it is over."""
+        if not self._ready.done():
+            self._ready.set_result(reason)
+        if not self._taken.done():
+            self._taken.set_result(is_taken)
+
+
+class KeptPrompts:
+    """The prompts that this instance keeps for decode instances.
+
+    Args:
+        memory: the blocks that are handed over; None: prompts go through the pool only.
+    """
+
+    def __init__(self, memory: BlockMemory | None = None) -> None:
+        self._memory = memory
+        self._kept: dict[str, KeptPrompt] = {}
+        self._opened = asyncio.Condition()
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has_key(self, key: str) -> bool:
+        """Whether a prompt is kept under this key."""
+        return key in self._kept
+
+    def open(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
+        """Begin to keep a prompt that is not computed yet."""
+        kept = self._kept[key] = KeptPrompt(key, request_id, prompt)
+        telling = asyncio.get_running_loop().create_task(self._tell_opened())
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        return kept
+
+    def drop(self, kept: KeptPrompt, reason: str) -> None:
+        """Keep it no longer; a hand-over that has begun goes on."""
+        kept.end(reason, is_taken=False)
+        kept.is_dropped = True
+        if self._kept.get(kept.key) is kept:
+            del self._kept[kept.key]
+        if not kept.is_asked_for:
+            blocks, kept.blocks = kept.blocks, []
+            if self._memory is not None and blocks:
+                self._memory.release_blocks(blocks)
+
+    def drop_later(self, kept: KeptPrompt, seconds: float) -> None:
+        """Keep it for so long at most."""
+
+        def on_expiry() -> None:
+            if not kept.is_dropped:
+                log.warning("%s: no decode instance asked for its prompt in %g s", kept.request_id, seconds)
+                self.drop(kept, "it was kept for its time")
+
+        asyncio.get_running_loop().call_later(seconds, on_expiry)
+
+    async def serve_fetch(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """Answer a D that asks for a prompt, and hand that over.
+
+        Raises:
+            ValueError, KeyError, TypeError: the message is not what it should be.
+        """
+        key, request_id = str(message["key"]), str(message["request_id"])
+        host, port = str(message["host"]), int(message["port"])
+        wait_seconds = min(float(message["wait_seconds"]), MAX_WAIT_SECONDS)
+        kept = await self._find(key, wait_seconds)
+        reason = await kept.wait_until_ready() if kept else "no prompt is kept under this key"
+        if kept is not None and kept.is_asked_for:
+            reason = "another request has asked for it"
+        if kept is None or reason:
+            send_message(writer, "missing", reason=reason)
+            return
+        kept.is_asked_for = True
+        send_message(writer, "found")
+        await self._hand_over(kept, host, port, request_id)
+
+    async def _hand_over(self, kept: KeptPrompt, host: str, port: int, request_id: str) -> None:
+        assert kept.token is not None
+        assert kept.wait_for_pool is not None
+        try:
+            async with hand_over(host, port, request_id, kept.prompt, self._memory) as sender:
+                if self._memory is not None:
+                    sender.queue_blocks(0, list(kept.blocks))
+                delivered = await sender.deliver_directly(kept.token, kept.logprobs, *kept.cached_tokens)
+                if not delivered and sender.is_wanted:
+                    await kept.wait_for_pool()
+                    log.debug("request %s: handed over through the pool: %s", kept.request_id, sender.trouble)
+                    sender.report_save(*kept.cached_tokens)
+        finally:
+            kept.end("it was handed over", is_taken=True)
+            self.drop(kept, "it was handed over")
+
+    async def _find(self, key: str, wait_seconds: float) -> KeptPrompt | None:
+        """The prompt under this key, which may come within so many seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with self._opened:
+                await asyncio.wait_for(self._opened.wait_for(lambda: key in self._kept), wait_seconds or 0.001)
+        return self._kept.get(key)
+
+    async def _tell_opened(self) -> None:
+        async with self._opened:
+            self._opened.notify_all()
+
+
+async def ask_for_prompt(
+    host: str, port: int, key: str, request_id: str, address: tuple[str, int], wait_seconds: float
+) -> str:
+    """Ask P at ``host`` and ``port`` to hand a prompt over to D's connector at ``address``, as ``request_id``.
+
+    Returns:
+        Why P does not; "" when the prompt is computed, and P is about to.
+    """
+    try:
+        connecting = asyncio.open_connection(host, port, limit=LINE_LIMIT)
+        reader, writer = await asyncio.wait_for(connecting, SILENCE_SECONDS)
+    except (OSError, asyncio.TimeoutError) as exc:
+        return f"the prefill instance {host}:{port} was not reached ({type(exc).__name__}: {exc})"
+    try:
+        fields = {"key": key, "request_id": request_id, "host": address[0], "port": address[1]}
+        send_message(writer, "fetch", **fields, wait_seconds=wait_seconds)
+        message = await receive_message(reader, MAX_WAIT_SECONDS)
+        return "" if message["type"] == "found" else str(message.get("reason", message))[:200]
+    except (OSError, EOFError, ValueError, asyncio.TimeoutError) as exc:
+        return f"the prefill instance {host}:{port} broke off ({type(exc).__name__}: {exc})"
+    finally:
+        writer.close()

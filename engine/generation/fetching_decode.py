@@ -1,0 +1,48 @@
+"""The decode instance's part where it asks for the prompt: fetch its KV from prefill, or fail.
+
+It fails because the engines do whose part it plays: vLLM's ``kv_load_failure_policy`` is ``fail`` where nobody sets it,
+and SGLang ends such a request with a ``KVTransferError``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from engine.disaggregation import HandoverResult, ask_for_prompt
+from engine.generation.base import SharedParts
+from engine.generation.decode import DecodeGeneration
+from engine.generation.pair_info import FetchPrompt
+from engine.request import Request
+
+__all__ = ["FetchingDecodeGeneration"]
+
+log = logging.getLogger(__name__)
+
+
+class FetchingDecodeGeneration(DecodeGeneration):
+    """A request whose prompt another instance keeps for this one."""
+
+    _needs_handover = True
+
+    def __init__(self, parts: SharedParts, request: Request, info: FetchPrompt) -> None:
+        super().__init__(parts, request)
+        self._info = info
+
+    def _cached_tokens(self) -> tuple[int, int]:
+        """Of a prompt that was handed over all but its last token, as the engines do whose part this one plays."""
+        return super()._cached_tokens() if self._result is None else (self.sequence.num_prompt_tokens - 1, 0)
+
+    async def _receive_prompt(self) -> HandoverResult | None:
+        info, parts = self._info, self._parts
+        address = (parts.host, parts.receiver.port)
+        reason = await ask_for_prompt(
+            info.host, info.port, info.key, self.request.request_id, address, info.wait_seconds
+        )
+        if reason:
+            log.warning("%s: %s", self.request.request_id, reason)
+            return None
+        result = await super()._receive_prompt()
+        if result and result.prefilled and not info.takes_token:
+            return dataclasses.replace(result, prefilled=dataclasses.replace(result.prefilled, token=None))
+        return result

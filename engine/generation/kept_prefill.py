@@ -1,0 +1,77 @@
+"""The prefill instance's part where decode asks for the prompt: compute it, and keep its KV for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engine.disaggregation import KeptPrompt, Prompt
+from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
+from engine.generation.pair_info import KeepPrompt
+from engine.protocol import ApiError, quote_short
+from engine.request import Request
+
+__all__ = ["KeptPrefillGeneration"]
+
+log = logging.getLogger(__name__)
+
+
+class KeptPrefillGeneration(Generation):
+    """A request of which this instance computes the prompt, for a decode instance that asks for it.
+
+    Raises:
+        ApiError: 400, another prompt is kept under this key.
+    """
+
+    def __init__(self, parts: SharedParts, request: Request, info: KeepPrompt) -> None:
+        params = dataclasses.replace(request.params, max_tokens=1, min_tokens=min(1, request.params.min_tokens))
+        super().__init__(parts, dataclasses.replace(request, params=params))
+        self._info = info
+        self._table = parts.receiver.kept
+        self._kept: KeptPrompt | None = None
+        self._is_saved = asyncio.Event()
+        if self._table.has_key(info.key):
+            raise ApiError(400, f"{quote_short(info.key)} is in use by another request; give each one of its own")
+
+    def abort(self) -> None:
+        if self._kept is not None:
+            self._table.drop(self._kept, "the request was aborted")
+        super().abort()
+
+    def describe_transfer(self) -> dict[str, Any]:
+        """The members of the answer that tell decode where the prompt is kept; none where it is not."""
+        return self._info.describe(self._kept) if self._kept and self._kept.is_ready else {}
+
+    async def _answer(self) -> AsyncIterator[Piece]:
+        table, info = self._table, self._info
+        self._kept = kept = table.open(info.key, self.request.request_id, Prompt.of_sequence(self.sequence))
+        is_kept = False
+        try:
+            on_computed = kept.add_blocks if self._parts.memory else None
+            running = self._run_sequence(on_saved=self._is_saved.set, on_computed=on_computed)
+            pieces = [piece async for piece in running]
+            first = pieces[-1]
+            if first.token_id is not None:
+                kept.complete(first.token_id, first.logprobs, self._cached_tokens(), self._wait_for_pool)
+                if info.waits_for_decode:
+                    if not await kept.wait_until_taken(info.seconds) and not self.is_aborted:
+                        log.error("%s: no decode instance came for it in %g s", info.key, info.seconds)
+                        pieces = [Piece("", None, "error", None)]
+                else:
+                    table.drop_later(kept, info.seconds)
+                    is_kept = True
+            for piece in pieces:
+                yield piece
+        finally:
+            if not is_kept:
+                table.drop(kept, "its request has ended")
+
+    async def _wait_for_pool(self) -> None:
+        """Wait until others can read the prompt's blocks from the pool."""
+        await self._is_saved.wait()
+        is_drained = asyncio.Event()
+        self._core.call_after_flush(call_in_loop(is_drained.set))
+        await is_drained.wait()

@@ -1,0 +1,76 @@
+"""ServedCertificate: the certificate that clients know the router by, loaded again whenever its files have changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+from router.settings.router_settings import SettingsError
+from router.settings.tls_files import load_certificate
+
+__all__ = ["ServedCertificate"]
+
+_log = logging.getLogger("router.settings.served_certificate")
+
+LOOK_SECONDS = 2.0
+
+# Of each file: when it was written, and which one it is; None where it is away.
+_Stamp = list[tuple[int, int] | None]
+
+
+class ServedCertificate:
+    """The certificate of one port."""
+
+    def __init__(self, context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
+        """
+        Args:
+            context: the port's; it is given the certificate.
+            certfile, keyfile: as in ``load_certificate``.
+
+        Raises:
+            SettingsError: the certificate or its key cannot be used.
+        """
+        self._context = context
+        self._certfile, self._keyfile = certfile, keyfile
+        self._loaded = self._stamp_files()
+        load_certificate(context, certfile, keyfile)
+
+    def __repr__(self) -> str:
+        return f"<ServedCertificate {self._certfile}>"
+
+    async def keep_current(self) -> None:
+        """Until cancelled: serve each renewed certificate, to connections that begin from then on.
+
+        One that cannot be used is told, and the one before it stays.
+        """
+        seen = self._loaded
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            stamp = self._stamp_files()
+            if stamp == seen != self._loaded:  # both files are written: the second may come a moment after the first
+                self._loaded = stamp
+                self._load_again()
+            seen = stamp
+
+    def _load_again(self) -> None:
+        try:
+            # Tried on another one first: a context that was given half of a pair serves nobody.
+            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
+                load_certificate(context, self._certfile, self._keyfile)
+        except SettingsError as exc:
+            _log.error("the renewed certificate is not taken, and the one before it stays: %s", exc)
+        else:
+            _log.info("the certificate in %s was renewed", self._certfile)
+
+    def _stamp_files(self) -> _Stamp:
+        return [_stamp_file(Path(name)) for name in (self._certfile, self._keyfile) if name]
+
+
+def _stamp_file(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino

@@ -1,0 +1,152 @@
+"""Anthropic's Messages API, spoken to with Anthropic's own client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.support.waiting import wait_until
+
+MODEL = "words"
+QUESTION: Any = [{"role": "user", "content": "Where is the river?"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: SimpleNamespace) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **more: Any) -> Any:
+    # Its own arguments have no temperature any more.
+    extra_body = {"temperature": 0, **more.pop("extra_body", {})}
+    fields = {"max_tokens": 8, "extra_body": extra_body, **more}
+    return client.messages.create(model=MODEL, messages=messages, **fields)
+
+
+def chat(served: SimpleNamespace, messages: Any, **more: Any) -> Any:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, **more}
+    return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
+
+
+def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+    message = ask(client, system="be kind")
+    again = ask(client, system=[{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}])
+    asked = chat(served, [{"role": "system", "content": "be kind"}, *QUESTION])
+    assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
+    assert message.id.startswith("msg_")
+    assert message.content[0].text == again.content[0].text == asked["choices"][0]["message"]["content"] != ""
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    usage, prompt = again.usage, asked["usage"]["prompt_tokens"]
+    assert usage.cache_read_input_tokens == asked["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert (usage.input_tokens + usage.cache_read_input_tokens, usage.output_tokens) == (prompt, 8)
+
+
+def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
+    word = ask(client).content[0].text.split()[2]
+    message = ask(client, stop_sequences=["never said", f" {word}"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", f" {word}")
+    assert len(message.content[0].text.split()) == 2
+
+
+def test_a_stream_is_the_apis_typed_events_in_their_order(client: anthropic.Anthropic) -> None:
+    whole = ask(client)
+    events = list(ask(client, stream=True))
+    kinds = ["message_start", "content_block_start", *["content_block_delta"] * 8, "content_block_stop"]
+    assert [event.type for event in events] == [*kinds, "message_delta", "message_stop"]
+    text = "".join(event.delta.text for event in events if event.type == "content_block_delta")
+    assert text == whole.content[0].text
+    assert events[-2].delta.stop_reason == "max_tokens"
+    assert events[-2].usage.output_tokens == 8
+    start, whole_usage = events[0].message.usage, ask(client).usage
+    assert start.input_tokens == whole_usage.input_tokens
+    assert start.cache_read_input_tokens == whole_usage.cache_read_input_tokens
+
+
+def test_the_clients_own_stream_helper_finds_the_whole_message(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(model=MODEL, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0}) as stream:
+        message: Any = stream.get_final_message()
+    whole = ask(client)
+    assert message.content[0].text == whole.content[0].text
+    assert message.usage.output_tokens == 8
+
+
+def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthropic) -> None:
+    whole = ask(client).content[0].text
+    begun = " ".join(whole.split(" ")[:4])
+    rest = ask(client, [*QUESTION, {"role": "assistant", "content": begun}], max_tokens=5)
+    assert begun + rest.content[0].text == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, but it is 0"),
+        ({"tools": [{"name": "x"}]}, "tools: it is"),
+        ({"thinking": {"type": "enabled"}}, "this engine does not tell thinking from answering"),
+        ({"max_token": 1}, "max_token: this engine knows no such field in this API; did you mean max_tokens?"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 'messages.0.role: it is "system"; give user or assistant'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            'messages.0.content.0: a block of type "image"; only text is supported',
+        ),
+        ({"system": 5}, "system: Input should be"),
+        ({"messages": [{"role": "user", "content": "x" * 9999}]}, "the prompt has at least"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(
+    served: SimpleNamespace, fields: dict[str, Any], sentence: str
+) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 5, **fields}
+    answer = httpx.post(f"{served.url}/v1/messages", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert sentence in answer.json()["error"]["message"]
+
+
+def test_other_errors_have_the_apis_shape_too(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+    answer = httpx.get(f"{served.url}/v1/messages", timeout=60, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+        client.messages.batches.list()
+
+
+def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+    found: list[BaseException] = []
+
+    def ask_long(is_stream: bool) -> None:
+        extra = {"request_id": "long", "ignore_eos": True}
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            list(ask(client, max_tokens=450, stream=is_stream, extra_body=extra))
+        found.append(caught.value)
+
+    for is_stream in (True, False):
+        asking = threading.Thread(target=ask_long, args=(is_stream,))
+        asking.start()
+        wait_until(lambda: served.generations.num_live, "the request to run")
+        aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["msg_long"]}, trust_env=False)
+        assert aborted.json()["aborted"] == ["long"]
+        asking.join()
+    assert len(found) == 2
+    assert all("the request was aborted before its answer ended" in str(error) for error in found)
+
+
+def test_an_engine_that_fails_is_an_error(
+    served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(served.engine.runner, "run", fail)
+    with pytest.raises(anthropic.InternalServerError, match="the engine failed while computing"):
+        ask(client)
+    with pytest.raises(anthropic.APIStatusError, match="the engine failed while computing"):
+        list(ask(client, stream=True))

@@ -1,0 +1,215 @@
+"""OpenAI's Responses API, spoken to with OpenAI's own client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine.apis.responses import Responses
+from engine.protocol import ApiError
+from tests.support.waiting import wait_until
+
+MODEL = "words"
+QUESTION = "Where is the river?"
+
+
+@pytest.fixture(scope="module")
+def client(served: SimpleNamespace) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def respond(client: openai.OpenAI, given: Any = QUESTION, **more: Any) -> Any:
+    return client.responses.create(model=MODEL, input=given, **{"temperature": 0, "max_output_tokens": 8, **more})
+
+
+def chat(client: openai.OpenAI, messages: Any, **more: Any) -> Any:
+    fields = {"temperature": 0, "max_tokens": 8, **more}
+    return client.chat.completions.create(model=MODEL, messages=messages, **fields)
+
+
+def test_a_response_has_the_text_and_the_usage_of_chat(client: openai.OpenAI) -> None:
+    response = respond(client)
+    asked = chat(client, [{"role": "user", "content": QUESTION}])
+    assert response.id.startswith("resp_")
+    assert (response.object, response.model, response.status) == ("response", MODEL, "incomplete")
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output_text == asked.choices[0].message.content != ""
+    assert response.usage.input_tokens == asked.usage.prompt_tokens
+    assert response.usage.output_tokens == 8
+    assert response.usage.total_tokens == asked.usage.total_tokens
+    assert response.usage.input_tokens_details.cached_tokens <= asked.usage.prompt_tokens_details.cached_tokens
+
+
+def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> None:
+    word = respond(client).output_text.split()[2]
+    response = respond(client, extra_body={"stop": [f" {word}"]})
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    assert word not in response.output_text.split()
+
+
+def test_instructions_and_messages_of_text_parts_are_chats_messages(client: openai.OpenAI) -> None:
+    given = [
+        {"role": "developer", "content": "be short"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "where is "}] * 2},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "here"}]},
+        {"role": "user", "content": QUESTION},
+    ]
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "where is where is "},
+        {"role": "assistant", "content": "here"},
+        {"role": "user", "content": QUESTION},
+    ]
+    response = respond(client, given, instructions="be kind")
+    assert response.output_text == chat(client, messages).choices[0].message.content
+    assert response.instructions == "be kind"
+
+
+def test_a_stream_is_the_apis_typed_events_in_their_order(client: openai.OpenAI) -> None:
+    whole = respond(client)
+    events = list(respond(client, stream=True))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 8,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == 8
+    assert {event.item_id for event in events if hasattr(event, "item_id")} == {events[-1].response.output[0].id}
+    assert client.responses.retrieve(events[-1].response.id).output_text == whole.output_text
+
+
+def test_the_clients_own_stream_helper_finds_the_whole_response(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=8) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] == "response.incomplete"
+
+
+def test_a_response_goes_on_from_the_one_before(client: openai.OpenAI) -> None:
+    first = respond(client, instructions="be kind")
+    second = respond(client, "And the sea?", previous_response_id=first.id)
+    third = respond(client, "And the sky?", previous_response_id=second.id)
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And the sea?"},
+        {"role": "assistant", "content": second.output_text},
+        {"role": "user", "content": "And the sky?"},
+    ]
+    assert third.output_text == chat(client, messages).choices[0].message.content
+    assert third.previous_response_id == second.id
+
+
+def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> None:
+    kept, other = respond(client), respond(client, store=False)
+    assert client.responses.retrieve(kept.id).output_text == kept.output_text
+    with pytest.raises(openai.NotFoundError, match=f'this instance keeps no response "{other.id}'):
+        client.responses.retrieve(other.id)
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, previous_response_id=kept.id)
+    assert caught.value.code == "previous_response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(kept.id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools", "this engine calls no tools in this API; leave it out"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "this engine does not tell thinking from answering"),
+        ({"max_output": 5}, "max_output", "no such field in this API; did you mean max_output_tokens?"),
+        ({"xyz": 5}, "xyz", "this engine knows no such field in this API; leave it out"),
+        ({"temperature": -1}, "temperature", "should be greater than or equal to 0, but it is -1"),
+        ({"input": []}, "input", "it is empty"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input",
+            'an item of type "item_reference"; only messages',
+        ),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input", 'input.0.role: it is "tool"; give one of user'),
+        ({"input": [{"role": "user"}]}, "input", "input.0.content: it is null; give a text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            'input.0.content.0: a part of type "input_image"; only text is supported',
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(
+    served: SimpleNamespace, fields: dict[str, Any], param: str, sentence: str
+) -> None:
+    body = {"model": MODEL, "input": QUESTION, **fields}
+    answer = httpx.post(f"{served.url}/v1/responses", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert sentence in error["message"]
+
+
+def test_fields_that_change_nothing_are_let_through(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "tools": [],
+        "parallel_tool_calls": True,
+        "truncation": "disabled",
+        "metadata": {"a": "b"},
+    }
+    response = respond(client, **fields, prompt_cache_key="k", text={"format": {"type": "text"}}, user="u")
+    assert response.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_response_that_is_aborted_is_no_completed_one(
+    served: SimpleNamespace, client: openai.OpenAI, is_stream: bool
+) -> None:
+    found: list[Any] = []
+
+    def ask() -> None:
+        extra = {"request_id": "long", "ignore_eos": True}
+        response = respond(client, max_output_tokens=450, stream=is_stream, extra_body=extra)
+        found.append(list(response)[-1].response if is_stream else response)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: served.generations.num_live, "the request to run")
+    aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["resp_long"]}, trust_env=False)
+    assert aborted.json()["aborted"] == ["long"]
+    asking.join()
+    assert found[0].status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(found[0].id)
+
+
+def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
+    served: SimpleNamespace, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(served.engine.runner, "run", fail)
+    *_, last = list(respond(client, stream=True))
+    assert last.type == "response.failed"
+    assert last.response.error.message.startswith("the engine failed while computing this request")
+    with pytest.raises(openai.InternalServerError):
+        respond(client)
+
+
+def test_prefill_instances_keep_no_responses(served: SimpleNamespace) -> None:
+    with pytest.raises(ApiError, match="keeps no response"):
+        Responses(served.completions, None).retrieve("resp_x")

@@ -1,0 +1,125 @@
+"""SGLang's dialect: both instances are asked at once, and meet by room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.dialects import SglangDialect
+from engine.protocol import ApiError
+from tests.engine.dialects.pairs import DialectPair, dialect_pair
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.pair import HOST
+
+
+@contextlib.asynccontextmanager
+async def sglang_pair(folder: Path, tokenizer: Any) -> AsyncIterator[DialectPair]:
+    async with dialect_pair(folder, tokenizer, SglangDialect) as pair:
+        yield pair
+
+
+def meet_at(pair: DialectPair, room: Any, **more: Any) -> dict[str, Any]:
+    """The fields that the router adds for both."""
+    port = pair.prefill.side.receiver.port
+    return {"bootstrap_host": HOST, "bootstrap_port": port, "bootstrap_room": room, **more}
+
+
+def tokens_of(whole: Any) -> list[list[int]]:
+    return [choice["completion_token_ids"] for choice in whole["choices"]]
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@in_event_loop
+async def test_both_meet_whoever_comes_first(tiny_checkpoint: Path, word_tokenizer: Any, first: str) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        expected = await pair.alone.complete(temperature=2.0, seed=7)
+        fields = meet_at(pair, 2**62, temperature=2.0, seed=7)
+        legs = {"prefill": pair.prefill, "decode": pair.decode}
+        early = asyncio.create_task(legs.pop(first).complete(**fields))
+        kept, live = pair.prefill.side.receiver.kept, pair.decode.side.generations
+        await eventually(lambda: len(kept) or live.num_live, "the first to wait")
+        (late,) = [await leg.complete(**fields) for leg in legs.values()]
+        answers = {first: await early}
+        answer = answers.get("decode", late)
+        assert tokens_of(answer) == tokens_of(expected)
+        assert tokens_of(answers.get("prefill", late)) == [tokens_of(expected)[0][:1]]
+        assert pair.decode.side.handed_over("direct") == 1
+
+
+@in_event_loop
+async def test_choices_and_one_member_lists_meet_too(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        sampled: dict[str, Any] = {"n": 2, "temperature": 2.0, "seed": 3}
+        expected = tokens_of(await pair.alone.complete(**sampled))
+        fields = {name: [value] for name, value in meet_at(pair, 5).items()}
+        legs = [each.complete(**fields, **sampled) for each in (pair.prefill, pair.decode)]
+        _, answer = await asyncio.gather(*legs)
+        assert tokens_of(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"bootstrap_room": None}, "Disaggregated request received without bootstrap room id"),
+        ({"bootstrap_room": -1}, "bootstrap_room: it is -1; give a whole number"),
+        ({"bootstrap_room": 2**63}, "bootstrap_room: it is"),
+        ({"bootstrap_room": [1, 2]}, "bootstrap_room: it has 2 members for one prompt; give one"),
+        ({"bootstrap_host": None}, "bootstrap_host: it is null"),
+        ({"bootstrap_port": "x"}, 'bootstrap_port: it is "x"; give a port'),
+    ],
+)
+@in_event_loop
+async def test_decode_answers_nobody_it_cannot_meet_for(
+    tiny_checkpoint: Path, word_tokenizer: Any, fields: dict[str, Any], sentence: str
+) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        with pytest.raises(ApiError, match=sentence):
+            await pair.decode.complete(**meet_at(pair, 5, **fields))
+
+
+@in_event_loop
+async def test_a_room_is_for_one_request(
+    tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        waiting = asyncio.create_task(pair.prefill.complete(**meet_at(pair, 5)))
+        await eventually(lambda: len(pair.prefill.side.receiver.kept), "prefill to wait")
+        with pytest.raises(ApiError, match='"room 5" is in use by another request'):
+            await pair.prefill.complete(**meet_at(pair, 5))
+        with pytest.raises(ApiError, match="received without bootstrap room id"):
+            await pair.prefill.complete()
+        await pair.decode.complete(**meet_at(pair, 5))
+        await waiting
+
+
+@in_event_loop
+async def test_who_waits_in_vain_fails(
+    tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.dialects.sglang.MEETING_SECONDS", 0.2)
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        for side, room in ((pair.prefill, 1), (pair.decode, 2)):
+            with pytest.raises(ApiError) as caught:
+                await side.complete(**meet_at(pair, room))
+            assert caught.value.status == 500
+        await pair.pair.until_free()
+
+
+@pytest.mark.parametrize("aborted", ["prefill", "decode"])
+@in_event_loop
+async def test_a_leg_that_is_aborted_while_it_waits_leaves_nothing(
+    tiny_checkpoint: Path, word_tokenizer: Any, aborted: str
+) -> None:
+    async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
+        side = {"prefill": pair.prefill, "decode": pair.decode}[aborted]
+        waiting = asyncio.create_task(side.complete(**meet_at(pair, 5), request_id="r"))
+        kept = pair.prefill.side.receiver.kept
+        await eventually(lambda: side.side.generations.num_live and (aborted == "decode" or len(kept)), "it to wait")
+        assert side.side.generations.abort_requests(["cmpl-r_0"]) == ["r"]
+        assert (await waiting)["choices"][0]["finish_reason"] == "abort"
+        await pair.pair.until_free()

@@ -1,0 +1,165 @@
+"""Several choices of one request: the prompt is computed once, and each choice is an answer of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.completions import Completions
+from engine.disaggregation import HandoverReceiver
+from engine.generation import Choices, Generations
+from engine.protocol import ApiError, ChatBody, CompletionBody
+from engine.request import Request, SamplingParams
+from tests.engine.event_loop import eventually, in_event_loop
+from tests.engine.pair import PROMPT, pair_of
+from tests.engine.running import Engine
+
+SAMPLED: dict[str, Any] = {"temperature": 2.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(tiny_checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def generations(engine: Engine, word_tokenizer: Any) -> Generations:
+    return Generations(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
+
+
+@pytest.fixture
+def completions(engine: Engine, generations: Generations, word_tokenizer: Any) -> Completions:
+    return Completions(generations, word_tokenizer, "tiny", 256, engine.runner.vocab_size)
+
+
+async def answer(completions: Completions, **fields: Any) -> Any:
+    body = {"prompt": list(PROMPT), "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
+    return await (await completions.begin_completion(CompletionBody.model_validate(body))).collect_whole()
+
+
+async def stream(completions: Completions, **fields: Any) -> list[Any]:
+    body = {"prompt": list(PROMPT), "max_tokens": 8, "temperature": 0, "return_token_ids": True, "stream": True}
+    begun = await completions.begin_completion(CompletionBody.model_validate(body | fields))
+    *events, done = [event async for event in begun.stream_events()]
+    assert done == b"data: [DONE]\n\n"
+    return [json.loads(event[6:]) for event in events]
+
+
+def ids_of(whole: Any) -> list[list[int]]:
+    return [choice["completion_token_ids"] for choice in whole["choices"]]
+
+
+@in_event_loop
+async def test_greedy_choices_are_equal_and_sampled_ones_differ(completions: Completions) -> None:
+    greedy = await answer(completions, n=3)
+    assert [choice["index"] for choice in greedy["choices"]] == [0, 1, 2]
+    assert ids_of(greedy) == 3 * ids_of(await answer(completions))
+    sampled = ids_of(await answer(completions, n=3, **SAMPLED))
+    assert len(set(map(tuple, sampled))) == 3
+    assert sampled == ids_of(await answer(completions, n=3, **SAMPLED))
+    assert sampled[:1] == ids_of(await answer(completions, **SAMPLED))
+    unseeded = ids_of(await answer(completions, n=3, temperature=2.0))
+    assert len(set(map(tuple, unseeded))) == 3
+
+
+@in_event_loop
+async def test_the_prompt_is_counted_and_computed_once(engine: Engine, completions: Completions) -> None:
+    engine.core.clear_prefix_cache()
+    before = engine.metric("fastdeploy:prefix_gpu_cache_token_num_total")
+    usage = (await answer(completions, n=3))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (100, 24, 124)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") - before == 2 * 96
+
+
+@in_event_loop
+async def test_a_streams_events_name_their_choice(completions: Completions) -> None:
+    *chunks, last = await stream(completions, n=3, stream_options={"include_usage": True}, **SAMPLED)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 24)
+    told: list[list[int]] = [[], [], []]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        told[choice["index"]] += choice["completion_token_ids"]
+    assert told == ids_of(await answer(completions, n=3, **SAMPLED))
+    ends = [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"] == "length"]
+    assert sorted(ends) == [0, 1, 2]
+    assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in chunks) == 3
+
+
+@in_event_loop
+async def test_chat_has_choices_too(completions: Completions) -> None:
+    fields = {"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": list(PROMPT), "n": 2}
+    body = ChatBody.model_validate({**fields, "max_tokens": 4, "temperature": 0})
+    whole = await (await completions.begin_chat(body)).collect_whole()
+    assert [choice["message"]["role"] for choice in whole["choices"]] == ["assistant", "assistant"]
+
+
+@in_event_loop
+async def test_tokens_generated_before_belong_to_one_choice(completions: Completions) -> None:
+    with pytest.raises(ApiError, match="completion_token_ids: they are one answer's beginning, but n is 2; give 1"):
+        await answer(completions, n=2, completion_token_ids=[1])
+
+
+@in_event_loop
+async def test_an_abort_by_the_requests_name_ends_all_choices(generations: Generations) -> None:
+    choices = begin_endless(generations)
+    reading = asyncio.create_task(reasons_of(choices))
+    await eventually(lambda: generations.num_live == 3, "all choices to run")
+    assert generations.abort_requests(["chatcmpl-r_0"]) == ["r"]
+    assert await reading == ["abort", "abort", "abort"]
+
+
+@in_event_loop
+async def test_an_abort_before_the_first_token_ends_all_choices(engine: Engine, generations: Generations) -> None:
+    choices = begin_endless(generations)
+    reading = asyncio.create_task(reasons_of(choices))
+    await eventually(lambda: generations.num_live, "the first choice to run")
+    generations.abort_all()
+    assert await reading == ["abort", "abort", "abort"]
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+
+
+@in_event_loop
+async def test_a_client_that_leaves_ends_all_choices(engine: Engine, generations: Generations) -> None:
+    async with contextlib.aclosing(begin_endless(generations).pieces()) as pieces:
+        async for index, _ in pieces:
+            if index == 2:
+                break
+    assert generations.num_live == 0
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+
+
+@in_event_loop
+async def test_a_pair_hands_every_choice_over(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        request = Request("r", PROMPT, SamplingParams(8, temperature=2.0, seed=5))
+        legs = [side.generations.begin_choices(request, pair.info, 3) for side in (pair.prefill, pair.decode)]
+        _, told = await asyncio.gather(*map(tokens_of, legs))
+        alone = await tokens_of(pair.prefill.generations.begin_choices(request, None, 3))
+        assert told == alone
+        assert len(set(map(tuple, told))) == 3
+        assert pair.decode.handed_over("direct") == 3
+        assert legs[1].usage()["prompt_tokens"] == 100
+
+
+def begin_endless(generations: Generations) -> Choices:
+    return generations.begin_choices(Request("r", PROMPT, SamplingParams(150, temperature=0)), None, 3)
+
+
+async def reasons_of(choices: Choices) -> list[str | None]:
+    return [piece.finish_reason async for _, piece in choices.pieces() if piece.finish_reason]
+
+
+async def tokens_of(choices: Choices) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in range(len(choices))]
+    async for index, piece in choices.pieces():
+        if piece.token_id is not None:
+            tokens[index].append(piece.token_id)
+    return tokens

@@ -1,0 +1,144 @@
+"""A certificate that is renewed while the router runs, as TLS clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.settings import ServedCertificate, served_certificate
+from tests.support.certificates import Certificate, make_certificate
+from tests.support.processes import child
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Certificate:
+    """The one that the router starts with, by the names that it knows."""
+    return make_certificate(_make_folder(tmp_path, "served"))
+
+
+@pytest.fixture
+def renewed(tmp_path: Path) -> Certificate:
+    return make_certificate(_make_folder(tmp_path, "renewed"))
+
+
+def _make_folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def replace(files: Certificate, by: Certificate) -> None:
+    """Write the files anew, one after the other, as a renewal does."""
+    shutil.copy(by.certfile, files.certfile)
+    shutil.copy(by.keyfile, files.keyfile)
+
+
+@contextlib.asynccontextmanager
+async def serving(files: Certificate) -> AsyncIterator[Callable[[ssl.SSLContext], Awaitable[bool]]]:
+    """A port that looks for a renewed certificate; gives a function that tries whether a client believes it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served = ServedCertificate(context, str(files.certfile), str(files.keyfile))
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    keeping = asyncio.ensure_future(served.keep_current())
+    try:
+        yield lambda trust: asyncio.to_thread(_is_believed, port, trust)
+    finally:
+        keeping.cancel()
+        server.close()
+
+
+def _is_believed(port: int, trust: ssl.SSLContext) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
+        try:
+            trust.wrap_socket(plain, server_hostname="127.0.0.1").close()
+        except ssl.SSLCertVerificationError:
+            return False
+    return True
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    give_up_at = time.monotonic() + 20
+    while not await condition():
+        assert time.monotonic() < give_up_at, "it does not come to pass"
+        await asyncio.sleep(0.01)
+
+
+def test_new_connections_get_the_renewed_certificate(
+    first: Certificate, renewed: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    old, new = first.trust(), renewed.trust()
+
+    async def run() -> None:
+        async with serving(first) as is_believed:
+            assert await is_believed(old)
+            replace(first, renewed)
+            await until(lambda: is_believed(new))
+            assert not await is_believed(old)
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_used_is_told_and_the_one_before_it_stays(
+    first: Certificate, renewed: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    old, new = first.trust(), renewed.trust()
+
+    async def is_told() -> bool:
+        return "the renewed certificate is not taken, and the one before it stays: the key in" in caplog.text
+
+    async def run() -> None:
+        async with serving(first) as is_believed:
+            shutil.copy(renewed.certfile, first.certfile)  # and its key is forgotten
+            await until(is_told)
+            assert await is_believed(old)
+            replace(first, renewed)
+            await until(lambda: is_believed(new))
+
+    asyncio.run(run())
+
+
+def test_files_that_are_away_for_a_moment_do_no_harm(
+    first: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_certificate, "LOOK_SECONDS", 0.01)
+    old = first.trust()
+
+    async def is_told() -> bool:
+        return "No such file or directory" in caplog.text
+
+    async def run() -> None:
+        async with serving(first) as is_believed:
+            first.keyfile.rename(first.keyfile.with_suffix(".away"))
+            await until(is_told)
+            assert await is_believed(old)
+
+    asyncio.run(run())
+
+
+def test_all_processes_of_a_router_take_it(first: Certificate, renewed: Certificate, tmp_path: Path) -> None:
+    old, new = first.trust(), renewed.trust()
+    argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "2"]
+    argv += ["--ssl-certfile", str(first.certfile), "--ssl-keyfile", str(first.keyfile)]
+    with child(argv, tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output, "its start")
+        found = re.search(r"router listens at (https://\S+:\d+)", process.output)
+        assert found, process.output
+        assert httpx.get(f"{found[1]}/health", verify=old, trust_env=False).status_code == 200
+        replace(first, renewed)
+        wait_until(lambda: process.output.count("was renewed") == 2, "both processes to take it")
+        for _ in range(4):
+            assert httpx.get(f"{found[1]}/health", verify=new, trust_env=False).status_code == 200

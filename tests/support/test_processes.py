@@ -1,0 +1,45 @@
+"""Children of a test, and what they start."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from tests.support.processes import child
+
+# As Debian starts Chromium: a shell that waits for the program, and does not hand SIGTERM on.
+WRAPPER = ("sh", "-ec", 'sleep 600 & echo $!; wait "$!"')
+
+
+def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+    with child(WRAPPER, tmp_path / "log") as wrapper:
+        wrapper.wait_for(lambda: wrapper.output.endswith("\n"), "the program's pid")
+        program = Path(f"/proc/{int(wrapper.output)}/stat")
+        assert program.exists()
+    assert not program.exists() or program.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_outlives_a_child_that_was_killed_ends_when_the_block_is_left(tmp_path: Path) -> None:
+    with child(WRAPPER, tmp_path / "log") as wrapper:
+        wrapper.wait_for(lambda: wrapper.output.endswith("\n"), "the program's pid")
+        program = Path(f"/proc/{int(wrapper.output)}/stat")
+        wrapper.kill()
+        assert program.exists()
+    assert not program.exists() or program.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_forked_child_has_its_own_words_environment_and_folder(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv[1:3], os.environ['WORD'], os.getcwd(), flush=True); os._exit(7)"
+    argv = [sys.executable, "-m", "timeit", "-n1", "-r1", code]
+    with child(argv, tmp_path / "log", {"WORD": "river"}, tmp_path, is_forked=True) as forked:
+        assert forked.wait() == 7
+    assert forked.output == f"['-n1', '-r1'] river {tmp_path}\n"
+
+
+def test_a_forked_child_ends_as_it_is_told(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "timeit", "-n1", "-r1", "print('begun', flush=True); import time; time.sleep(600)"]
+    with child(argv, tmp_path / "log", is_forked=True) as forked:
+        forked.wait_for(lambda: "begun" in forked.output, "its start")
+        assert forked.exit_code is None
+    assert forked.exit_code == -signal.SIGTERM
