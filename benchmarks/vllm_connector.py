@@ -327,7 +327,8 @@ def main() -> None:
     flags = shlex.split(options.flags)
     with scratch("benchmark") as folder, Cluster(folder, model) as cluster:
         ports = {
-            name: cluster.start_vllm(name, *flags, connector=name != "plain") for name in ("plain", "first", "second")
+            name: cluster.start_vllm(name, *flags, connector=None if name == "plain" else "kvstore")
+            for name in ("plain", "first", "second")
         }
         for name, port in ports.items():
             cluster.wait_ready(name, port)

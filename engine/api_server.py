@@ -62,6 +62,7 @@ from engine.model_runner import (
 )
 from engine.protocol import (
     AbortBody,
+    AbortRidBody,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -152,7 +153,7 @@ class Instance:
         self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
         self.receiver = HandoverReceiver(memory)
-        self._dialect = self._choose_dialect()
+        self.dialect = self._choose_dialect()
         host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
         self.generations = Generations(
             self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host
@@ -165,7 +166,7 @@ class Instance:
             runner.vocab_size,
             runner.repetition_penalty,
             runner.default_max_tokens,
-            self._dialect,
+            self.dialect,
         )
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
@@ -242,7 +243,7 @@ class Instance:
             "is_paused": False,
             "version": None,
             "connected_decodes": [],
-            **self._dialect.registration,
+            **self.dialect.registration,
         }
 
 
@@ -318,6 +319,17 @@ def _add_orders(app: FastAPI, instance: Instance) -> None:
         not_found = [] if body.abort_all else list_unknown_ids(body.req_ids, aborted)
         return JSONResponse({"code": 0, "message": "success", "aborted": aborted, "not_found": not_found})
 
+    if isinstance(instance.dialect, SglangDialect):
+
+        @app.post("/abort_request")
+        async def abort_rid(request: Request) -> Response:
+            body = parse_body(AbortRidBody, await read_body(request))
+            if body.abort_all:
+                instance.generations.abort_all()
+            elif body.rid:
+                instance.generations.abort_requests([body.rid])
+            return Response(status_code=200)
+
     @app.post("/clear_prefix_cache")
     @app.post("/reset_prefix_cache")  # vLLM's path
     async def clear_prefix_cache(request: Request) -> Response:
@@ -340,6 +352,13 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
         return JSONResponse(instance.completions.describe_model(model_id))
+
+    server = instance.dialect.describe_server()
+    for path in server:
+
+        @app.get(path)
+        async def describe_server(request: Request) -> Response:
+            return JSONResponse(server[request.url.path])
 
     @app.get("/health")
     async def health() -> Response:

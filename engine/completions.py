@@ -82,7 +82,7 @@ class Completions:
             "id": self.model,
             "object": "model",
             "created": self._created,
-            "owned_by": "fastdeploy-kvstore",
+            "owned_by": self._dialect.owner,
             "max_model_len": self._max_model_len,
         }
         return {"object": "list", "data": [model]}
@@ -173,7 +173,7 @@ class Completions:
         self._check_tokens(prompt, param)
         self._check_tokens(body.completion_token_ids or [], "completion_token_ids")
         self._check_tokens(body.stop_token_ids or [], "stop_token_ids")
-        request_id = body.request_id or str(uuid.uuid4())
+        request_id = self._dialect.find_request_id(body) or str(uuid.uuid4())
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(tokens),

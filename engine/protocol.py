@@ -22,6 +22,7 @@ from engine.request import SamplingParams
 
 __all__ = [
     "AbortBody",
+    "AbortRidBody",
     "ApiError",
     "Body",
     "ChatBody",
@@ -208,6 +209,7 @@ class GenerationBody(Body):
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
+    rid: Any = None
 
     @field_validator("stop")
     @classmethod
@@ -265,6 +267,13 @@ class DetokenizeBody(Body):
     """POST /detokenize (vLLM's form)."""
 
     tokens: list[int]
+
+
+class AbortRidBody(Body):
+    """POST /abort_request (SGLang's form)."""
+
+    rid: str = ""
+    abort_all: bool = False
 
 
 class AbortBody(Body):

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -421,13 +420,13 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
         router.auth.identify_client(headers)
     if members.get("abort_all"):
         await _abort_here_and_elsewhere(router, None)
-        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        outcome = await router.aborter.abort_everywhere(router.registry, members)
         not_found = outcome.not_found
     else:
         assert isinstance(req_ids, list)
         found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
-        body = orjson.dumps({**members, "req_ids": [*req_ids, *engine_ids]})
-        outcome = await router.aborter.abort_everywhere(router.registry, body)
+        members = {**members, "req_ids": [*req_ids, *engine_ids]}
+        outcome = await router.aborter.abort_everywhere(router.registry, members)
         unknown = list_unknown_ids(req_ids, outcome.aborted)
         not_found = [each for each in unknown if not (isinstance(each, str) and each in found)]
     return json_reply(

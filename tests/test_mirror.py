@@ -80,6 +80,13 @@ TESTED_IN = {
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
     "engine/apis/responses_body.py": "tests/engine/apis/test_responses.py",
     "engine/apis/typed_events.py": "tests/engine/apis/test_responses.py",
+    # Pairs of each dialect, asked as their routers ask them.
+    "engine/dialects/base.py": "tests/engine/dialects/test_vllm.py",
+    "engine/dialects/fastdeploy.py": "tests/end_to_end/test_dialects.py",
+    "engine/disaggregation/kept.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/fetching_decode.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/kept_prefill.py": "tests/engine/dialects/test_vllm.py",
+    "engine/generation/pair_info.py": "tests/engine/dialects/test_sglang.py",
     # The strategies of the three roles, beside each other.
     "engine/generation/base.py": "tests/engine/test_generation.py",
     "engine/generation/decode.py": "tests/engine/test_generation.py",

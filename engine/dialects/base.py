@@ -16,6 +16,16 @@ class PairDialect(ABC):
 
     registration: dict[str, Any]
     """What the instance says of its dialect when it registers."""
+    owner = "fastdeploy-kvstore"
+    """Whose the models are that it lists."""
+
+    def describe_server(self) -> dict[str, dict[str, Any]]:
+        """Paths by which an engine of this dialect is known, and their answers."""
+        return {}
+
+    def find_request_id(self, body: GenerationBody) -> str | None:
+        """The id that the client gave the request."""
+        return body.request_id
 
     @abstractmethod
     def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:

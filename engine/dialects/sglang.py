@@ -24,11 +24,21 @@ class SglangDialect(PairDialect):
         port: where decode instances meet this one.
     """
 
+    owner = "sglang"
+
     def __init__(self, role: str, port: int) -> None:
         self.registration: dict[str, Any] = {"engine": "sglang"}
         if role == "prefill":
             self.registration["bootstrap_port"] = port
-        self._role = role
+        self._role, self._port = role, port
+
+    def describe_server(self) -> dict[str, dict[str, Any]]:
+        mode = "null" if self._role == "mixed" else self._role
+        return {"/server_info": {"disaggregation_mode": mode, "disaggregation_bootstrap_port": self._port}}
+
+    def find_request_id(self, body: GenerationBody) -> str | None:
+        rid = _read_only(body.rid, "rid")
+        return rid if isinstance(rid, str) and rid else body.request_id
 
     def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
         if self._role == "mixed":

@@ -18,6 +18,8 @@ __all__ = ["VllmDialect"]
 
 log = logging.getLogger(__name__)
 
+VERSION = "0.32.0"
+"""Of the vLLM whose part is played."""
 LEASE_SECONDS = 30.0
 """vLLM's ``kv_lease_duration``."""
 _REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -30,10 +32,15 @@ class VllmDialect(PairDialect):
         host, port: where decode instances ask for the prompts that are kept here.
     """
 
+    owner = "vllm"
+
     def __init__(self, host: str, port: int) -> None:
         self.registration: dict[str, Any] = {"engine": "vllm", "kv_connector": "nixl"}
         self._host, self._port = host, port
         self._engine_id = str(uuid.uuid4())
+
+    def describe_server(self) -> dict[str, dict[str, Any]]:
+        return {"/version": {"version": VERSION}}
 
     def read_pair(self, body: GenerationBody, request_id: str) -> PairInfo | None:
         if body.stream_options is not None and not body.stream:

@@ -3,15 +3,15 @@
 This is the asyncio side; the engine's thread is reached through ``EngineCore`` only. How a request is answered
 depends on the instance's role and is chosen once, when the instance starts:
 
-base.py     one request while it is answered: its tokens become pieces of text; the parts that all requests share
-mixed.py    the instance computes the prompt and the answer
-prefill.py  the instance computes the prompt and hands it over, directly or through the pool
-decode.py   the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
-pair_info.py        the part of a pair that a request has an instance play
-kept_prefill.py     the prefill instance's part where decode asks for the prompt: keep its KV for a while
-fetching_decode.py  the decode instance's part where it asks for the prompt
-choices.py  the n choices of one request: the prompt computed once, the answers beside each other
-live.py     all requests that are being answered: begun for the role, found again to be aborted
+base.py             one request while it is answered: its tokens become pieces of text; the parts that all requests share
+mixed.py            the instance computes the prompt and the answer
+prefill.py          the instance computes the prompt and hands it over, directly or through the pool
+decode.py           the instance waits for the prompt's KV and goes on from there, or computes the prompt itself
+kept_prefill.py     the instance computes the prompt and keeps its KV for a decode instance that asks for it
+fetching_decode.py  the instance asks a prefill instance for the prompt's KV, or fails
+pair_info.py        the part of a pair that a request has an instance play, in whichever dialect it was asked
+choices.py          the n choices of one request: the prompt computed once, the answers beside each other
+live.py             all requests that are being answered: begun for the role, found again to be aborted
 """
 
 from engine.disaggregation import KeptPrompt

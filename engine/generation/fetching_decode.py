@@ -30,8 +30,10 @@ class FetchingDecodeGeneration(DecodeGeneration):
         self._info = info
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Of a prompt that was handed over all but its last token, as the engines do whose part this one plays."""
-        return super()._cached_tokens() if self._result is None else (self.sequence.num_prompt_tokens - 1, 0)
+        """Where the first token is chosen here, all of the prompt but its last token counts as cached, as in vLLM."""
+        if self._result is None or self._info.takes_token:
+            return super()._cached_tokens()
+        return self.sequence.num_prompt_tokens - 1, 0
 
     async def _receive_prompt(self) -> HandoverResult | None:
         info, parts = self._info, self._parts

@@ -8,18 +8,47 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from cluster import MODEL, fail, metric
 
 from engine.make_model import WORDS
 
-__all__ = ["ANSWER_TOKENS", "BLOCK", "answered", "blocks", "complete", "wait_answered", "wait_for", "words"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "BLOCK",
+    "PATHS",
+    "Answer",
+    "answered",
+    "ask",
+    "blocks",
+    "complete",
+    "wait_answered",
+    "wait_for",
+    "words",
+]
 
 BLOCK = 128
 """Tokens in a block: what vLLM takes on CPU where nobody says otherwise."""
 
 ANSWER_TOKENS = 16
 DEADLINE_S = 60.0
+
+LIMITS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
+PATHS = tuple(LIMITS)
+"""The APIs that generate."""
+
+
+class Answer(NamedTuple):
+    """What an instance said, and how many tokens it says the prompt has (0 in a stream)."""
+
+    text: str
+    prompt_tokens: int
 
 
 def words(count: int, seed: int) -> str:
@@ -28,21 +57,30 @@ def words(count: int, seed: int) -> str:
 
 
 def complete(port: int, prompt: str, *, stream: bool = False) -> str:
-    """A greedy answer; one that does not come ends the program."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-    body["stream"] = stream
+    """A greedy completion; one that does not come ends the program."""
+    return ask(port, "/v1/completions", prompt, stream=stream).text
+
+
+def ask(port: int, path: str, prompt: str, *, stream: bool = False) -> Answer:
+    """A greedy answer by one of ``PATHS``; one that does not come ends the program."""
+    said = [{"role": "user", "content": prompt}]
+    given = {"/v1/completions": ("prompt", prompt), "/v1/responses": ("input", prompt)}
+    name, value = given.get(path, ("messages", said))
+    body = {"model": MODEL, name: value, LIMITS[path]: ANSWER_TOKENS, "temperature": 0, "stream": stream}
+    if path != "/v1/messages":
+        body["ignore_eos"] = True
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
             if not stream:
-                return str(json.load(answer)["choices"][0]["text"])
-            events = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
+                return _read_whole(path, json.load(answer))
+            events = [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: {")]
     except OSError as exc:
-        said = exc.read().decode(errors="replace") if isinstance(exc, urllib.error.HTTPError) else ""
-        fail(f"port {port} did not answer a request: {exc} {said}".rstrip())
-    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+        told = exc.read().decode(errors="replace") if isinstance(exc, urllib.error.HTTPError) else ""
+        fail(f"port {port} did not answer a request to {path}: {exc} {told}".rstrip())
+    return Answer("".join(map(_read_event, events)), 0)
 
 
 def answered(port: int) -> int:
@@ -61,8 +99,32 @@ def wait_for(port: int, operation: str, count: int) -> None:
 
 
 def wait_answered(port: int, count: int) -> None:
-    """Until an instance has answered so many requests; a router's client may have its answer before prefill ends."""
+    """Until an instance has answered so many requests; its metrics may come after its answers."""
     _wait(lambda: answered(port), count, f"the instance on port {port} has answered {{}} requests")
+
+
+def _read_whole(path: str, answer: Any) -> Answer:
+    usage = answer["usage"]
+    if path == "/v1/messages":
+        cached = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
+        return Answer(answer["content"][0]["text"], usage["input_tokens"] + sum(cached))
+    if path == "/v1/responses":
+        return Answer(answer["output"][0]["content"][0]["text"], usage["input_tokens"])
+    choice = answer["choices"][0]
+    return Answer(choice["text"] if "text" in choice else choice["message"]["content"], usage["prompt_tokens"])
+
+
+def _read_event(event: Any) -> str:
+    """What an event of any of the APIs adds to the text."""
+    if "error" in event:
+        fail(f"a stream ended with {event['error']}")
+    if "choices" in event:
+        return "".join(
+            choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"]
+        )
+    if event["type"] == "content_block_delta":
+        return str(event["delta"].get("text", ""))
+    return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
 
 
 def _wait(counted: Callable[[], int], count: int, sentence: str) -> None:

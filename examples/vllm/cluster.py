@@ -18,9 +18,11 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-__all__ = ["Cluster", "Master", "Process", "fail", "metric", "namespaces", "scratch", "wait_for_interrupt"]
+__all__ = ["Cluster", "Connector", "Master", "Process", "fail", "metric", "namespaces", "scratch", "wait_for_interrupt"]
+
+Connector = Literal["kvstore", "nixl"]
 
 START_S = 400.0
 STOP_S = 20.0
@@ -140,41 +142,49 @@ class Cluster:
             process.stop()
         self.master.stop()
 
-    def start_vllm(self, name: str, *flags: str, connector: bool = True, **options: object) -> int:
+    def start_vllm(self, name: str, *flags: str, connector: Connector | None = "kvstore", **options: object) -> int:
         """Begin to start an instance; its port. ``wait_ready`` waits for it.
 
         Args:
             name: the instance's, and its log's.
             flags: further flags of ``vllm serve``.
-            connector: whether it has our connector.
+            connector: ours, vLLM's own, or none.
             options: of ``kv_connector_extra_config``, beside the pool.
         """
-        (port,) = free_ports(1)
+        port, side_channel = free_ports(2)
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
         argv += ["--shutdown-timeout", "10"]  # else vLLM kills its workers, which then do not take leave of the pool
-        if connector:
-            transfer = {
-                "kv_connector": "KVStoreConnector",
-                "kv_connector_module_path": "kvstore_backend.integrations.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"pool": self.master.pool, **options},
-            }
-            argv += ["--kv-transfer-config", json.dumps(transfer)]
+        transfer: dict[str, object] = {}
+        if connector == "kvstore":
+            transfer["kv_connector"] = "KVStoreConnector"
+            transfer["kv_connector_module_path"] = "kvstore_backend.integrations.vllm"
+            transfer["kv_connector_extra_config"] = {"pool": self.master.pool, **options}
+        elif connector == "nixl":
+            transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+        if transfer:
+            argv += ["--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_both"})]
         # One compute thread each: several instances share this machine's cores.
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
+        # NixlConnector on CPU: through TCP and shared memory; each instance tells of its blocks at a port of its own.
+        env |= {"UCX_TLS": "tcp,self,sm", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
         self._processes[name] = Process([*map(str, argv), *flags], self.folder / f"{name}.log", env)
         return port
 
-    def start_router(self, roles: Mapping[int, str]) -> int:
+    def start_router(self, roles: Mapping[int, str], connector: Connector = "kvstore") -> int:
         """Our router before instances that do not know it: a register file names them; its port.
 
         Args:
             roles: of the instances, by port; all ``mixed``, or each ``prefill`` or ``decode``.
+            connector: theirs, which decides how a pair is asked.
         """
         (port,) = free_ports(1)
-        lines = [f"  - {{role: {role}, host_ip: 127.0.0.1, port: {instance}}}\n" for instance, role in roles.items()]
+        kind = f"engine: vllm, kv_connector: {connector}"
+        lines = [
+            f"  - {{role: {role}, host_ip: 127.0.0.1, port: {instance}, {kind}}}\n" for instance, role in roles.items()
+        ]
         (self.folder / "instances.yaml").write_text("instances:\n" + "".join(lines))
         (self.folder / "router.yaml").write_text(f"manager:\n  register-path: {self.folder / 'instances.yaml'}\n")
         argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", str(port)]

@@ -1,34 +1,41 @@
-"""vLLM on CPU with prefill and decode apart, one Mooncake pool between them, our router in splitwise mode before them.
+"""vLLM on CPU with prefill and decode apart, our router in splitwise mode before them.
 
-    python examples/vllm/run_pd.py [--keep]
+    python examples/vllm/run_pd.py [--connector kvstore|nixl] [--prompts N] [--runs N] [--keep]
 
-The router sends each request to both at once, unchanged. Prefill answers every request with one token
-(``--override-generation-config``) and saves the prompt's blocks; decode waits for them (``prefill_wait_s``), loads
-them, computes what is left, and answers. Exits 0 only if vLLM's own metrics say so: of two prompts in a row, every
-whole block was loaded; of eight more, half at least (what comes too late is computed); and if all answers are those of
-an instance without connector, asked before.
-What must be installed: ``README.md`` here.
+The router asks prefill first, for one token, then decode. With our connector (``kvstore``) prefill's answer says that
+the prompt's blocks are in the pool, a Mooncake one, from which decode loads them; with vLLM's own NixlConnector
+(``nixl``, on CPU too) the answer has ``kv_transfer_params``, which decode takes to fetch them from prefill. Requests
+come by four APIs in turn, every other one as a stream. Exits 0 only if vLLM's own metrics say, for each run, that
+prefill computed every prompt and said one token, that decode was given at least 95 % of the prompt tokens that it can
+be given (our connector: of whole blocks; NixlConnector: of all), and if all answers are those of an instance without
+connector, asked before. What must be installed: ``README.md`` here.
 """
 
 from __future__ import annotations
 
 import argparse
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from asking import ANSWER_TOKENS, BLOCK, answered, blocks, complete, wait_answered, words
-from cluster import Cluster, fail, metric, scratch, wait_for_interrupt
+from asking import ANSWER_TOKENS, BLOCK, PATHS, Answer, answered, ask, wait_answered, words
+from cluster import Cluster, Connector, fail, metric, scratch, wait_for_interrupt
 
 from engine.make_model import default_folder, make_model
 
-ONE_TOKEN = ("--override-generation-config", '{"max_new_tokens": 1}')
-PREFILL_WAIT_S = 10.0
 # The first transfers open connections and commit memory, which may take longer than the pool allows.
-WARM_UP_TOKENS = 1200
-MOST_WARM_UPS = 20
-# What comes later than the pool's deadlines allow is computed, which two cores under load make happen.
-ENOUGH = 0.5
-LENGTHS = (2000, 1500, 100, 700, 1025, 300, 1900, 640)  # tokens; one prompt is shorter than a block
+WARM_UPS = 2
+ENOUGH = 0.95
+LENGTHS = (640, 300, 1025, 100, 700, 1900, 129, 500)  # words; one prompt is shorter than a block
+
+
+class Prompt(NamedTuple):
+    """A text, by which API it is asked, and what an instance alone answers."""
+
+    text: str
+    path: str
+    stream: bool
+    alone: Answer
 
 
 class Counted(NamedTuple):
@@ -37,10 +44,8 @@ class Counted(NamedTuple):
     requests: int
     generated: int
     computed: int
-    """Tokens of prompts; those that were loaded follow."""
-    loaded: int
-    blocks: int
-    """Loaded, by our own count."""
+    """Tokens of prompts; those that it was given follow."""
+    given: int
 
     @classmethod
     def of(cls, port: int) -> Counted:
@@ -54,74 +59,92 @@ class Counted(NamedTuple):
             int(metric(port, "vllm:generation_tokens_total")),
             prompt_tokens("local_compute"),
             prompt_tokens("external_kv_transfer"),
-            blocks(port, "load"),
         )
 
     def __sub__(self, before: Counted) -> Counted:
         return Counted(*map(operator.sub, self, before))
 
 
-def warm_up(prefill: int, decode: int, router: int) -> None:
-    """Ask until two prompts in a row were handed over whole."""
-    whole = 0
-    for seed in range(MOST_WARM_UPS):
-        loaded = blocks(decode, "load")
-        complete(router, words(WARM_UP_TOKENS, seed))
-        for port in (prefill, decode):
-            wait_answered(port, seed + 1)
-        whole = whole + 1 if blocks(decode, "load") - loaded == (WARM_UP_TOKENS - 1) // BLOCK else 0
-        if whole == 2:
-            return
-    fail(f"of {MOST_WARM_UPS} prompts, no two in a row were handed over whole")
+class Pair(NamedTuple):
+    """A prefill and a decode instance, and the router before them, by their ports."""
+
+    prefill: int
+    decode: int
+    router: int
+    connector: Connector
+
+    def run(self, prompts: Sequence[Prompt]) -> str:
+        """Ask the router, and see by the instances' metrics who did what; in one line, what they did."""
+        before = Counted.of(self.prefill), Counted.of(self.decode)
+        for prompt in prompts:
+            said = ask(self.router, prompt.path, prompt.text, stream=prompt.stream)
+            if said.text != prompt.alone.text:
+                fail(
+                    f"{prompt.path} answers {said.text!r} to a prompt of {prompt.alone.prompt_tokens:,} tokens, "
+                    f"and an instance without connector {prompt.alone.text!r}"
+                )
+        for port, count in zip((self.prefill, self.decode), before, strict=True):
+            wait_answered(port, count.requests + len(prompts))
+        by_prefill, by_decode = Counted.of(self.prefill) - before[0], Counted.of(self.decode) - before[1]
+        total = sum(prompt.alone.prompt_tokens for prompt in prompts)
+        if by_prefill != (expected := Counted(len(prompts), len(prompts), total, 0)):
+            fail(f"prefill's metrics say {by_prefill}, not {expected}")
+        most = sum(map(self.most_given, prompts))
+        if not ENOUGH * most <= by_decode.given <= most:
+            fail(f"decode was given {by_decode.given:,} tokens of prompts, of {most:,}")
+        given = by_decode.given
+        if by_decode != (expected := Counted(len(prompts), len(prompts) * ANSWER_TOKENS, total - given, given)):
+            fail(f"decode's metrics say {by_decode}, not {expected}")
+        share = 100 * given / most
+        return f"prefill computed {total:,} tokens, decode was given {given:,} of {most:,} ({share:.1f} %)"
+
+    def most_given(self, prompt: Prompt) -> int:
+        """How many of a prompt's tokens decode may be given."""
+        tokens = prompt.alone.prompt_tokens
+        return tokens if self.connector == "nixl" else (tokens - 1) // BLOCK * BLOCK
 
 
-def ask(prefill: int, decode: int, router: int, prompts: list[str]) -> list[str]:
-    """Ask the router, and see by the instances' metrics who did what."""
-    warm_up(prefill, decode, router)
-    print(f"asking through the router: {len(prompts)} prompts, every other answer as a stream")
-    before = Counted.of(prefill), Counted.of(decode)
-    answers = [complete(router, prompt, stream=bool(number % 2)) for number, prompt in enumerate(prompts)]
-    wait_answered(prefill, before[0].requests + len(prompts))
-    by_prefill, by_decode = Counted.of(prefill) - before[0], Counted.of(decode) - before[1]
-    expected = Counted(len(prompts), len(prompts), sum(LENGTHS), 0, 0)
-    if by_prefill != expected:
-        fail(f"prefill's metrics say {by_prefill}, not {expected}")
-    whole = sum((length - 1) // BLOCK for length in LENGTHS) * BLOCK
-    if not ENOUGH * whole <= by_decode.loaded <= whole:
-        fail(f"decode had {by_decode.loaded:,} tokens from the pool; its whole blocks hold {whole:,}")
-    computed, loaded = sum(LENGTHS) - by_decode.loaded, by_decode.loaded
-    expected = Counted(len(prompts), len(prompts) * ANSWER_TOKENS, computed, loaded, loaded // BLOCK)
-    if by_decode != expected:
-        fail(f"decode's metrics say {by_decode}, not {expected}")
-    print(f"  prefill computed {sum(LENGTHS):,} tokens of prompts, and answered each with one token")
-    print(f"  decode had {loaded:,} of them from the pool, of {whole:,} in whole blocks, and computed {computed:,}")
-    return answers
+def ask_alone(port: int, run: int, count: int) -> list[Prompt]:
+    """The prompts of one run, which no other run has, and what an instance without connector answers."""
+    prompts = []
+    for number in range(count):
+        text = words(LENGTHS[number % len(LENGTHS)], seed=1000 * run + number)
+        path = PATHS[number // 2 % len(PATHS)]
+        prompts.append(Prompt(text, path, bool(number % 2), ask(port, path, text)))
+    return prompts
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="in each run; default: 16")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="how often, with new prompts; default: 1")
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
     options = parser.parse_args()
     model = default_folder()
     make_model(model)
-    prompts = [words(length, seed=length) for length in LENGTHS]
     with scratch("run_pd") as folder, Cluster(folder, model) as cluster:
-        print(f"starting an instance without connector, which takes a minute; logs are in {folder}")
-        alone = cluster.start_vllm("alone", connector=False)
+        print(f"starting an instance without connector, which takes a minute; logs are in {folder}", flush=True)
+        alone = cluster.start_vllm("alone", connector=None)
         cluster.wait_ready("alone", alone)
-        expected = [complete(alone, prompt) for prompt in prompts]
+        runs = [ask_alone(alone, run, options.prompts) for run in range(options.runs)]
         cluster.stop("alone")
-        print("starting a prefill and a decode instance")
-        prefill = cluster.start_vllm("prefill", *ONE_TOKEN)
-        decode = cluster.start_vllm("decode", prefill_wait_s=PREFILL_WAIT_S)
+        print(f"starting a prefill and a decode instance, connector {options.connector}", flush=True)
+        prefill, decode = (cluster.start_vllm(name, connector=options.connector) for name in ("prefill", "decode"))
         cluster.wait_ready("prefill", prefill)
         cluster.wait_ready("decode", decode)
-        router = cluster.start_router({prefill: "prefill", decode: "decode"})
-        for length, answer, own in zip(LENGTHS, ask(prefill, decode, router, prompts), expected, strict=True):
-            if answer != own:
-                fail(f"the answer to the prompt of {length:,} tokens is not that of the instance without connector")
-        print(f"  all {len(prompts)} answers are those of the instance without connector")
+        router = cluster.start_router({prefill: "prefill", decode: "decode"}, options.connector)
+        pair = Pair(prefill, decode, router, options.connector)
+        for seed in range(WARM_UPS):
+            ask(router, "/v1/completions", words(1200, seed=10**6 + seed))
+        for port in (prefill, decode):
+            wait_answered(port, WARM_UPS)
+        for number, prompts in enumerate(runs, 1):
+            print(
+                f"run {number} of {len(runs)}: {len(prompts)} prompts by {len(PATHS)} APIs, half as streams", flush=True
+            )
+            print(f"  {pair.run(prompts)}; all answers are those of the instance without connector", flush=True)
         print("VERIFIED")
         if options.keep:
             print(f"router: http://127.0.0.1:{router}  prefill: {prefill}  decode: {decode}  model: m")

@@ -88,6 +88,9 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
         BadBody: it is not a JSON object, or its ``request_id`` is not a string.
     """
     members = _parse_object(data if large is None else large.shorten())
+    for name, numbers in large.numbers.items() if large is not None else ():
+        if members.get(name) == []:
+            members[name] = numbers
     request_id = members.get("request_id")
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")

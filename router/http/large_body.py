@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import orjson
 
 __all__ = ["UNCHECKED_BYTES", "BadBody", "LargeBody", "hide_escapes", "show_escapes", "weigh_values"]
 
@@ -25,6 +28,8 @@ KEPT_PIECES = 6
 # the garbage collector has to know, too.
 QUOTE_WEIGHT, BRACKET_WEIGHT = 2, 6
 MAX_WEIGHT = 1_250_000
+# Up to here all is parsed at once.
+FEW_VALUES = 250_000
 TOO_FINE = (
     "the body is divided too finely to be parsed in time: of numbers alone it may have 1000000, of strings 250000, of "
     "arrays and objects 150000"
@@ -36,6 +41,9 @@ _ESCAPE_BYTES = 12
 _CHARACTER_BYTES = 4
 # One of its own, that is no half of a pair.
 _WHOLE_ESCAPE = re.compile(rb"[^\\]\\u[0-9a-cefA-CEF][0-9a-fA-F]{3}")
+# The beginning of a prompt that may be token ids.
+_PROMPT = re.compile(rb'"(prompt|prompt_token_ids)"[ \t\r\n]*:[ \t\r\n]*\[')
+_PROMPT_BYTES = 64
 # So far is looked for a place at which a text may be cut.
 _SEARCHED_BYTES = 512
 
@@ -52,6 +60,8 @@ class LargeBody:
     """A body to be looked through with ``check_values``; then ``shorten`` gives the part that is to be parsed."""
 
     def __init__(self, data: bytes) -> None:
+        self.numbers: dict[str, list[Any]] = {}
+        """By their names, long arrays that were parsed in pieces; ``shorten`` leaves them empty."""
         self._data = data
         self._cuts: list[tuple[int, int]] = []
         self._shortened: bytes | None = None
@@ -65,17 +75,51 @@ class LargeBody:
         Raises:
             BadBody: it has so many values that parsing it would hold up the router.
         """
-        data = self._data
+        weight = yield from self._weigh_values()
+        if weight > FEW_VALUES:
+            yield from self._parse_numbers()
+
+    def _weigh_values(self) -> Generator[None, None, int]:
+        data, weight = self._data, 0
         if len(data) > SHORTENED_BYTES:
-            yield from self._check_exactly()
-            return
-        weight = 0
+            return (yield from self._check_exactly())
         for start in range(0, len(data), PIECE_BYTES):
             weight += weigh_values(data, start, start + PIECE_BYTES)
             if weight > MAX_WEIGHT:
-                yield from self._check_exactly()
-                return
+                return (yield from self._check_exactly())
             yield
+        return weight
+
+    def _parse_numbers(self) -> Iterator[None]:
+        """Parse a long prompt of token ids in pieces, if there is one, and nothing else in it."""
+        data = self._data
+        for start in range(0, len(data), PIECE_BYTES):
+            found = _PROMPT.search(data, start, start + PIECE_BYTES + _PROMPT_BYTES)
+            yield
+            if found is not None:
+                break
+        else:
+            return
+        first = start = found.end()
+        end = data.find(b"]", first)
+        if end < 0 or data.find(b'"', first, end) >= 0:
+            return
+        numbers: list[Any] = []
+        while start < end:
+            comma = data.find(b",", start + PIECE_BYTES, end)
+            last = end if comma < 0 else comma
+            try:
+                parsed = orjson.loads(b"[%s]" % data[start:last])
+            except orjson.JSONDecodeError:
+                return
+            if not parsed or last == end - 1:
+                return  # there is a comma too many, or nothing at all: the parser is to say so
+            numbers += parsed
+            start = last + 1
+            yield
+        self._cuts.append((first, end))
+        self._cuts.sort()
+        self.numbers[found[1].decode()] = numbers
 
     def shorten(self) -> bytes:
         """The body without the parts left out: the same values, but for the ends of very long texts."""
@@ -97,7 +141,7 @@ class LargeBody:
         cuts_before = bisect_left(self._places, place)
         return place + self._left_out[cuts_before - 1] if cuts_before else place
 
-    def _check_exactly(self) -> Iterator[None]:
+    def _check_exactly(self) -> Generator[None, None, int]:
         """Count no commas, brackets and escaped quotes that stand in texts; and note which texts can be cut."""
         data, size = self._data, len(self._data)
         weight, start, in_text, is_clean, kept = 0, 0, False, False, 0
@@ -119,6 +163,7 @@ class LargeBody:
                 raise BadBody(TOO_FINE)
             start, is_clean = end, ends_clean
             yield
+        return weight
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:

@@ -1,7 +1,8 @@
 """Aborts: tells engines to stop requests whose response nobody will read.
 
 Closing a connection is not enough: FastDeploy's engine stops at a disconnect only when configured to, and the
-KV that a prefill instance has already handed over waits at the decode instance for good.
+KV that a prefill instance has already handed over waits at the decode instance for good. SGLang's takes seconds to
+notice. vLLM's stops at once, and has nothing else that could be asked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
-from router.fleet import Instance, Tasks
+from router.fleet import EngineKind, Instance, Tasks
 from router.http import ConnectionPool, UpstreamError
 
 __all__ = ["ABORT_PATH", "AbortOutcome", "Aborter", "list_unknown_ids", "names_any"]
@@ -23,6 +24,7 @@ __all__ = ["ABORT_PATH", "AbortOutcome", "Aborter", "list_unknown_ids", "names_a
 _log = logging.getLogger("router.serving.aborts")
 
 ABORT_PATH = "/v1/abort_requests"
+_SGLANG_PATH = "/abort_request"
 ABORT_SECONDS = 5.0
 
 _PREFIX, _NUMBER = re.compile("^(chatcmpl|cmpl)-"), re.compile(r"_\d+$")
@@ -37,7 +39,7 @@ class AbortOutcome(NamedTuple):
 
 
 class Aborter:
-    """Sends ``POST /v1/abort_requests`` to instances."""
+    """Sends ``POST /v1/abort_requests`` to instances, or what their engines have for it."""
 
     def __init__(self, upstream: ConnectionPool, tasks: Tasks, count: Callable[[str], None]) -> None:
         """
@@ -54,10 +56,10 @@ class Aborter:
         _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
-    async def abort_everywhere(self, instances: Iterable[Instance], body: bytes) -> AbortOutcome:
-        """Send ``body`` to all ``instances`` at once and gather their answers."""
+    async def abort_everywhere(self, instances: Iterable[Instance], members: Mapping[str, Any]) -> AbortOutcome:
+        """Tell all ``instances`` at once, by these members of FastDeploy's form, and gather their answers."""
         outcome = AbortOutcome([], [], [])
-        responses = await asyncio.gather(*(self._post(instance, body) for instance in instances))
+        responses = await asyncio.gather(*(self._abort_at(instance, members) for instance in instances))
         for response in responses:
             if isinstance(response, str):
                 outcome.errors.append(response)
@@ -69,21 +71,33 @@ class Aborter:
         return outcome
 
     async def _abort_quietly(self, instance: Instance, engine_ids: Sequence[str]) -> None:
-        response = await self._post(instance, orjson.dumps({"req_ids": list(engine_ids)}))
+        response = await self._abort_at(instance, {"req_ids": list(engine_ids)})
         if isinstance(response, str):
             _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
 
-    async def _post(self, instance: Instance, body: bytes) -> dict[str, Any] | str:
-        """The instance's response, or one sentence about why there is none."""
+    async def _abort_at(self, instance: Instance, members: Mapping[str, Any]) -> dict[str, Any] | str:
+        """The instance's response to an abort in FastDeploy's form, or one sentence about why there is none."""
+        engine = instance.registration.engine
+        if engine is EngineKind.FASTDEPLOY:
+            return await self._post(instance, ABORT_PATH, members)
+        if engine is not EngineKind.SGLANG:
+            return {}  # its connections are closed, and there is no more to do
+        if members.get("abort_all"):
+            return await self._post(instance, _SGLANG_PATH, {"rid": "", "abort_all": True})
+        ids = {each for each in members["req_ids"] if isinstance(each, str) and each}
+        responses = await asyncio.gather(*(self._post(instance, _SGLANG_PATH, {"rid": each}) for each in ids))
+        return next((each for each in responses if isinstance(each, str)), {})
+
+    async def _post(self, instance: Instance, path: str, members: Mapping[str, Any]) -> dict[str, Any] | str:
         headers = [(b"content-type", b"application/json")]
         try:
             response = await self._upstream.fetch(
-                instance.address, "POST", ABORT_PATH, headers=headers, body=body, timeout=ABORT_SECONDS
+                instance.address, "POST", path, headers=headers, body=orjson.dumps(members), timeout=ABORT_SECONDS
             )
         except UpstreamError as exc:
             return str(exc)
         if response.status != 200:
-            return f"{instance.key} answered POST {ABORT_PATH} with {response.status}"
+            return f"{instance.key} answered POST {path} with {response.status}"
         try:
             value = orjson.loads(response.body)
         except orjson.JSONDecodeError:

@@ -39,12 +39,16 @@ PREFILL_GRACE_SECONDS = 5.0
 REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 
 _PD_ERROR = PD_ERROR.encode()
+# FastDeploy's and SGLang's.
+_HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
 # Of an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # What vLLM's streams begin with before there is a token: chat, responses, messages.
 _PREAMBLE = re.compile(
     rb'"role": ?"assistant", ?"content": ?""|"type": ?"(?:response\.(?:created|in_progress)|message_start|ping)"'
 )
+# What vLLM says in a whole answer where prefill's KV did not come; of other troubles it says more.
+_LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
@@ -160,7 +164,8 @@ class Attempt:
             engine_ids: the names of the request's sequences at engines; None where it cannot be aborted by them.
             ask_decode: gives the answering leg its request, made of prefill's answer; None where it has one, and both
                 are sent at once.
-            may_err_late: a stream may begin and only then say that decode could not have prefill's KV.
+            may_err_late: decode says that it could not have prefill's KV by an error of its own, in a stream only when
+                that has begun.
             hold_bytes: so much of a response that is no event stream is held until it is whole, so that a leg dying
                 half-way can still be made good.
         """
@@ -199,7 +204,10 @@ class Attempt:
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                raise await _read_refusal(self.answering)
+                failure = await _read_refusal(self.answering)
+                # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+                failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
+                raise failure
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
@@ -296,10 +304,11 @@ class Attempt:
             LegFailed: there is an error instead.
         """
         exchange = self.answering.exchange
-        while (events := _EVENT_DATA.findall(first)) and all(map(_PREAMBLE.search, events)) and not exchange.is_taken:
+        while all(map(_PREAMBLE.search, events := _EVENT_DATA.findall(first))) and not exchange.is_taken:
             first += await exchange.chunk()
-        if events and _ERROR.search(events[-1]):
-            message = f"{self.answering.instance.key} has an error instead of an answer: {events[-1].decode()[:500]}"
+        said = next((event for event in events if not _PREAMBLE.search(event)), b"")
+        if _ERROR.search(said):
+            message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
             raise LegFailed(self.answering.instance, message, in_hand_over=True)
         return first
 
@@ -367,6 +376,10 @@ def _tells_pd_error(body: bytes) -> bool:
     return False
 
 
+def _tells_late_error(response: Response | None) -> bool:
+    return response is not None and response.status >= 500 and _LATE_ERROR.search(response.body) is not None
+
+
 async def _read_refusal(leg: Leg) -> LegFailed:
     late = f"{leg.instance.key} answered with {leg.exchange.status}, and no more within {REFUSAL_SECONDS:g} s"
     timer = asyncio.get_running_loop().call_later(REFUSAL_SECONDS, leg.exchange.fail, TimedOut(late))
@@ -381,5 +394,5 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     message = f"{leg.instance.key} answered with {response.status}"
     if response.status in REDIRECTIONS:
         message += ", a redirection, which the router neither follows nor passes on"
-    in_hand_over = response.status >= 500 and _PD_ERROR in body
+    in_hand_over = response.status >= 500 and _HAND_OVER_ERROR.search(body) is not None
     return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)

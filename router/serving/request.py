@@ -197,11 +197,11 @@ class ServingRequest:
             if not meant:
                 return (), ()
             self.request_id = ids.request_id
-        if self.attempt is None:
+        if self.attempt is None or self.attempt.engine_ids is None:  # none runs, or by closing its connections
             self.fail(RequestEnded(_ABORTED))
             return meant, ()
         self._is_aborted = True
-        return meant, self.attempt.engine_ids.list_ids() if self.attempt.engine_ids else ()
+        return meant, self.attempt.engine_ids.list_ids()
 
     async def _pass_limits(self, client: str) -> None:
         """Have the request let in where there are limits.
@@ -343,23 +343,15 @@ class ServingRequest:
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                try:
-                    attempt = self._make_attempt(parsed, selection)
-                except NotReady as unready:
-                    await self._learn_of_prefill(unready, selection)
-                    attempt = self._make_attempt(parsed, selection)
+                attempt = await self._prepare_attempt(parsed, selection)
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
                     self.attempt.give_up(culprit=failure.instance)
                 if selection.prefill is not None:
-                    self._services.pairs.forget_pair(selection.prefill, selection.answering)
+                    self._services.pairs.forget_prefill(selection.prefill)
                 self._end_attempt(str(failure))
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
@@ -370,6 +362,23 @@ class ServingRequest:
                     selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
                 except NoInstance:
                     raise failure from None
+
+    async def _prepare_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
+        """An attempt with the selected instances, once all is known of them that must be; nothing is sent yet.
+
+        Raises:
+            LegFailed: an instance does not tell what must be known of it.
+            RequestEnded: it cannot be served, or was ended.
+        """
+        while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(_ABORTED)
+            try:
+                return self._make_attempt(parsed, selection)
+            except NotReady as unready:
+                await self._learn_of_prefill(unready, selection)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill what must be known of it.
@@ -436,10 +445,10 @@ class ServingRequest:
             RequestEnded: they cannot serve it.
         """
         services, number = self._services, self._num_attempts
-        self._num_attempts += 1
         # An engine may still know the id of the attempt before.
         request_id = f"{self.request_id}-retry{number}" if number else self.request_id
         asking = ask_instances(services.pairs, selection, parsed, request_id)
+        self._num_attempts += 1
         self._selection, self._pair = asking.selection, asking.pair
         pair = asking.pair
         if services.is_debugging:

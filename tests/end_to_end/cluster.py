@@ -91,7 +91,7 @@ def instance(
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
     is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
     with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
-        process.wait_for(lambda: _answers(port), "answering", deadline_s=90)
+        process.wait_for(lambda: _answers(port), "answering", deadline_s=120)
         running = Instance(process, port)
         if master is not None:
             wait_until(lambda: running.metric("kvstore_pool_open") == 1, "the pool to be joined")

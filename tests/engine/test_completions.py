@@ -15,6 +15,7 @@ import pytest
 
 from engine.api_server import create_app
 from engine.completions import Completions
+from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -189,7 +190,8 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    instance: Any = SimpleNamespace(run_lifespan=None, completions=SimpleNamespace(list_models=fail))
+    completions = SimpleNamespace(list_models=fail)
+    instance: Any = SimpleNamespace(run_lifespan=None, completions=completions, dialect=FastDeployDialect())
     transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         answer = await client.get("/v1/models")

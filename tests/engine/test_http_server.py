@@ -18,6 +18,7 @@ import uvicorn
 from engine import http_server
 from engine.api_server import create_app
 from engine.completions import Completions
+from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.http_server import MAX_HEAD_BYTES, InstanceProtocol
@@ -43,6 +44,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             run_lifespan=no_lifespan,
             core=engine.core,
             metrics=EngineMetrics(),
+            dialect=FastDeployDialect(),
             generations=generations,
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )

@@ -71,7 +71,7 @@ class Child:
         """What it wrote so far, stdout and stderr together."""
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
         """Wait until ``condition`` is true; a child that ends first fails at once, with what it wrote."""
 
         def ready_or_ended() -> bool:
@@ -82,7 +82,7 @@ class Child:
 
         wait_until(ready_or_ended, f"{what} of {self}", deadline_s)
 
-    def wait(self, deadline_s: float = 30.0) -> int:
+    def wait(self, deadline_s: float = 60.0) -> int:
         """Wait until it ended by itself; its exit code."""
         return self._process.wait(deadline_s)
 
@@ -101,7 +101,7 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def stop(self, patience_s: float = 10.0) -> None:
+    def stop(self, patience_s: float = 30.0) -> None:
         """End it politely with SIGTERM, then with SIGKILL."""
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)

@@ -131,7 +131,7 @@ class StrictVllm:
             elif self.connector == "mooncake":
                 self._sent[params["transfer_id"]] = instance
             else:
-                self._pool.update(blocks_of(asked.prompts[0]))
+                self._pool.update(*map(blocks_of, asked.prompts))
             answer_id = f"{_prefix(asked)}{request_id}"
             await _answer(respond, asked.whole(answer_id, cached, asked.generate(), kv_transfer_params=given))
 
@@ -154,6 +154,11 @@ class StrictVllm:
                 self.alone += not found
             elif params is None:
                 self.alone += 1
+            elif _is_several(asked):
+                # The real one's engine dies of several prompts; of several samples only one may read the lease.
+                self.violations.append("decode: kv_transfer_params with several prompts or samples")
+                respond.cut()
+                return
             else:
                 failed = await (
                     self._fetch(params, request, respond)
@@ -234,10 +239,10 @@ class StrictVllm:
             broken = f"the limit is {asked.limit} ({', '.join(asked.limit_names)}), not 1"
         elif not request_id:
             broken = "no X-Request-Id"
-        elif len(asked.prompts) > 1 or asked.samples > 1:
-            broken = "several prompts or samples: only the first one's kv_transfer_params are told"
         elif self.connector == "kvstore":
             broken = "kv_transfer_params, but our connector has none" if params is not None else ""
+        elif _is_several(asked):
+            broken = "several prompts or samples: only the first one's kv_transfer_params are told"
         elif not isinstance(params, dict):
             broken = f"kv_transfer_params is {params!r}"
         else:
@@ -390,6 +395,10 @@ async def _refuse(respond: Responder, sentence: str) -> None:
 
 async def _answer(respond: Responder, body: bytes) -> None:
     await respond.answer(200, body, ("content-type", "application/json"))
+
+
+def _is_several(asked: Asked) -> bool:
+    return len(asked.prompts) > 1 or asked.samples > 1
 
 
 def _prefix(asked: Asked) -> str:

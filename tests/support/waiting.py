@@ -12,7 +12,7 @@ __all__ = ["port_answers", "wait_until"]
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, deadline_s: float = 30.0, pause_s: float = 0.02) -> T:
+def wait_until(condition: Callable[[], T], what: str, deadline_s: float = 60.0, pause_s: float = 0.02) -> T:
     """Call ``condition`` until it answers something true, and return that.
 
     Raises:

@@ -10,7 +10,8 @@ given a request at the same time as a prefill instance: how long a prompt waits 
 
 This file is vLLM's side of it: the calls of vLLM 0.32's ``KVConnectorBase_V1``, put into the words of ``scheduler.py``
 and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
-is asynchronous: a step neither waits for a look-up nor for a transfer.
+is asynchronous: a step neither waits for a look-up nor for a transfer, but for the saves of a request for one token,
+which is how a router asks for prefill.
 """
 
 from __future__ import annotations
@@ -250,8 +251,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing yet: blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Begin to save the blocks that the forward pass has filled; nobody writes to full blocks, so nobody waits."""
-        self._mover.start_saves(self._get_connector_metadata().plan.saves)
+        """Begin to save the blocks that the forward pass has filled; nobody writes to full blocks, so nobody waits.
+
+        But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
+        """
+        plan = self._get_connector_metadata().plan
+        self._mover.start_saves(plan.saves)
+        self._mover.wait_for_saves(plan.awaited)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The first of four calls at the end of a step; it takes outcomes, and the others tell of the same ones.

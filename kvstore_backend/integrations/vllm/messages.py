@@ -35,10 +35,17 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """From the scheduler to every worker: the transfers to begin in this step, saves after its forward pass."""
+    """From the scheduler to every worker.
+
+    Attributes:
+        loads: to begin in this step.
+        saves: to begin after its forward pass.
+        awaited: numbers of saves, begun now or before, whose end is waited for before the step's tokens are told.
+    """
 
     loads: Sequence[Transfer] = ()
     saves: Sequence[Transfer] = ()
+    awaited: Sequence[int] = ()
 
 
 @dataclass

@@ -4,9 +4,11 @@ It never waits for the pool: look-ups run on threads of their own, and a request
 for again in the next step. (A step may wait 2 ms in all, as most look-ups take less than one, where the next step may
 be 50 ms away.) Ownership of blocks: ``messages.py``.
 
-Where prefill and decode are instances of their own, and both are given a request at once, decode waits for the blocks
-that prefill saves: it looks them up again and again, until all blocks of the prompt are there or nothing new has come
-for ``prefill_wait_s``. Blocks that are not there then it computes itself.
+Where prefill and decode are instances of their own, prefill is asked for one token, then decode for the answer. A
+request for one token is one for its KV: it is answered when its blocks are in the pool (``Plan.awaited``), so that
+decode finds them. Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them
+up again and again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that
+are not there then it computes itself.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ class Request(Protocol):
 
     @property
     def num_computed_tokens(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]: ...
@@ -203,16 +208,20 @@ class SchedulerHalf:
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
         """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
         self._patience = _PATIENCE_SECONDS
+        prefilled: set[str] = set()
         for request_id, count in scheduled.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 computed = tracked.request.num_computed_tokens + count
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
+                if tracked.request.max_tokens == 1 and computed >= tracked.request.num_tokens:
+                    prefilled.add(request_id)
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
         if self._is_waiting and not (scheduled or loads or saves or self._pins):
             time.sleep(_IDLE_SECONDS)
         self._is_waiting = False
-        return Plan(loads, saves)
+        awaited = [number for number, pin in self._pins.items() if pin.request_id in prefilled and not pin.is_load]
+        return Plan(loads, saves, awaited)
 
     def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
         """Hear that a request ended, before its blocks are freed; blocks that became full last are saved."""

@@ -6,6 +6,7 @@ Ownership of blocks: ``messages.py``.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,9 @@ from kvstore_backend.pool import BlockPool
 from kvstore_backend.transfers import DirectMemory, Outcome, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
+
+# A step that answers a prefill waits so long for its saves; a pool that is slower has decode compute what is missing.
+_SAVE_WAIT_SECONDS = 2.0
 
 
 @dataclass
@@ -45,8 +49,10 @@ class WorkerHalf:
     def __init__(self, pool: BlockPool, memory: KVMemory) -> None:
         self.namespace = pool.namespace
         self._memory = memory
+        self._pool = pool
         self._counts = Counts(pool.namespace.digest)
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Condition()  # guards the next three; told of the end of saves
+        self._saving: set[int] = set()
         self._loaded = Loaded()
         self._report = Report()
         for span in memory.list_allocations():
@@ -63,9 +69,21 @@ class WorkerHalf:
     def start_saves(self, saves: Iterable[Transfer]) -> None:
         """Begin to write blocks whose contents are complete."""
         for save in saves:
+            with self._lock:
+                self._saving.add(save.number)
             self._transfers.save(
                 save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
             )
+
+    def wait_for_saves(self, numbers: Iterable[int]) -> bool:
+        """Until others can read what these saves brought to the pool; False: it takes too long, or has failed."""
+        awaited, end = set(numbers), time.monotonic() + _SAVE_WAIT_SECONDS
+        if not awaited:
+            return True
+        with self._lock:
+            if not self._lock.wait_for(lambda: not awaited & self._saving, _SAVE_WAIT_SECONDS):
+                return False
+        return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def take_outcomes(self) -> tuple[Loaded, Report]:
         """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
@@ -101,6 +119,8 @@ class WorkerHalf:
     def _on_save_end(self, save: Transfer, outcome: Outcome) -> None:
         # "ok" means that the pool has the block now; many it had before, so bytes would say too much.
         missing = len(save.blocks) - outcome.count
+        self._saving.discard(save.number)
+        self._lock.notify_all()
         self._counts.add_operation("save", outcome.seconds, ok=outcome.count, failed=missing)
 
     def _on_release(self, transfer: Transfer) -> None:

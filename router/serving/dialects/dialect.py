@@ -11,7 +11,10 @@ from router.http import ConnectionPool, Usage, encode_request_id
 from router.serving.api import EngineIds
 from router.serving.parsed_request import ParsedRequest
 
-__all__ = ["MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "name_in_header"]
+__all__ = [
+    *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "list_dropped"),
+    "name_in_header",
+]
 
 # More than a prefill instance generates, even where it guesses several tokens at once.
 MAX_PREFILL_TOKENS = 8
@@ -19,6 +22,8 @@ MIN_HANDED_OVER_TOKENS = 256
 """A prompt of so many tokens has blocks to hand over, whatever their size."""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
+# By these members of their own, a client could have an instance hand KV over with any other.
+_OF_PAIRS = ("disaggregate_info", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 class LegAsk(NamedTuple):
@@ -88,6 +93,13 @@ class Pair(ABC):
         if (prefill.completion_tokens or 0) > MAX_PREFILL_TOKENS and prefill is not decode:
             return f"prefill generated {prefill.completion_tokens} tokens, as if it were alone"
         return ""
+
+
+def list_dropped(parsed: ParsedRequest, *more: str) -> list[str]:
+    """Members that a client sent, and that an instance of a pair does not get: those by which pairs know each other."""
+    assert parsed.body is not None
+    given = parsed.body.members
+    return [name for name in (*_OF_PAIRS, *more) if name in given]
 
 
 def name_in_header(request_id: str) -> bytes:

@@ -6,13 +6,20 @@ Our own connector for vLLM works so: no parameters, only the order.
 from __future__ import annotations
 
 from router.http import Usage
-from router.serving.dialects.dialect import MIN_HANDED_OVER_TOKENS, NO_MEMBERS, LegAsk, NotAsPair, Pair, name_in_header
+from router.serving.dialects.dialect import (
+    MIN_HANDED_OVER_TOKENS,
+    NO_MEMBERS,
+    LegAsk,
+    Pair,
+    list_dropped,
+    name_in_header,
+)
 from router.serving.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
 
 # Of a stream, and of more tokens than one; a background answer would only be announced.
-_DROPPED = ("stream_options", "min_tokens", "best_of", "background")
+_NOT_OF_ONE_TOKEN = ("stream_options", "min_tokens", "best_of", "background")
 _ONE_ANSWER = {"stream": b'"stream":false'}
 
 
@@ -23,9 +30,7 @@ class InOrderPair(Pair):
 
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         head = name_in_header(request_id)
-        if parsed.num_prompts > 1:
-            raise NotAsPair("several prompts in one request", decode_serves_alone=True)
-        return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, head=head), None
+        return cut_to_one_token(parsed, head), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
         if decode.cached_tokens == 0 and (decode.prompt_tokens or 0) >= MIN_HANDED_OVER_TOKENS:
@@ -43,9 +48,13 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
             one[name] = b'"%s":1' % name.encode()
     if given.get("n") is not None:
         one["n"] = b'"n":1'
-    return LegAsk(one, [name for name in _DROPPED if name in given], head)
+    return LegAsk(one, list_dropped(parsed, *_NOT_OF_ONE_TOKEN), head)
 
 
-def ask_by_header(request_id: str) -> LegAsk:
-    """What an instance alone is asked where the id stands in a header."""
-    return LegAsk(NO_MEMBERS, head=name_in_header(request_id))
+def ask_by_header(parsed: ParsedRequest, request_id: str, *, is_of_pair: bool) -> LegAsk:
+    """What an instance alone is asked where the id stands in a header.
+
+    Args:
+        is_of_pair: it could work with another one, and is to do so for nobody but the router.
+    """
+    return LegAsk(NO_MEMBERS, list_dropped(parsed) if is_of_pair else (), name_in_header(request_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from router.fleet import EngineKind, Instance, KvConnector
+from router.fleet import EngineKind, Instance, KvConnector, Role
 from router.serving.api import EngineIds
 from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
@@ -33,20 +33,22 @@ class Pairs:
         """The pair of these two, which ``may_pair`` has allowed."""
         keys = (prefill.key, decode.key)
         known = self._known.get(keys)
-        if (
-            known is not None
-            and known.registrations[0] is prefill.registration
-            and known.registrations[1] is decode.registration
-        ):
-            return known
+        if known is not None:
+            first, second = known.registrations
+            if first is prefill.registration and second is decode.registration:
+                return known
+            if first == prefill.registration and second == decode.registration:  # a heartbeat
+                known.registrations = prefill.registration, decode.registration
+                return known
         if len(self._known) >= MAX_PAIRS:
             self._known.clear()
         pair = self._known[keys] = _make_pair(prefill, decode)
         return pair
 
-    def forget_pair(self, prefill: Instance, decode: Instance) -> None:
-        """An attempt failed: learn anew what was learnt of these two, as one may have been started again."""
-        self._known.pop((prefill.key, decode.key), None)
+    def forget_prefill(self, prefill: Instance) -> None:
+        """An attempt failed: learn anew what was learnt of this instance, as it may have been started again."""
+        for keys in [keys for keys in self._known if keys[0] == prefill.key]:
+            del self._known[keys]
 
 
 def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
@@ -56,7 +58,8 @@ def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tup
         return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)
     if engine is EngineKind.SGLANG:
         return ask_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
-    return ask_by_header(request_id), None
+    is_of_pair = instance.role is not Role.MIXED
+    return ask_by_header(parsed, request_id, is_of_pair=is_of_pair), None
 
 
 def _make_pair(prefill: Instance, decode: Instance) -> Pair:

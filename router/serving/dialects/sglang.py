@@ -11,7 +11,7 @@ import random
 from router.fleet import Instance
 from router.http import encode_member
 from router.serving.api import EngineIds
-from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair
+from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, list_dropped
 from router.serving.parsed_request import ParsedRequest
 
 __all__ = ["SglangPair", "ask_sglang", "name_sglang_sequences"]
@@ -40,16 +40,18 @@ class SglangPair(Pair):
             room = random.getrandbits(_ROOM_BITS)
             values = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
         members |= {name: encode_member(name, value) for name, value in values.items()}
-        ask = LegAsk(members)
+        ask = LegAsk(members, list_dropped(parsed, "request_id"))
         return ask, ask, name_sglang_sequences(parsed, request_id)
 
 
 def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
     """What an instance alone is asked: to know the request by ``rid``, where the API has that."""
+    assert parsed.body is not None
+    dropped = ("request_id",) if "request_id" in parsed.body.members else ()
     if not parsed.api.takes_rid:
-        return LegAsk(NO_MEMBERS)
+        return LegAsk(NO_MEMBERS, dropped)
     ids = EngineIds("", request_id, parsed.num_prompts).list_ids()
-    return LegAsk({"rid": encode_member("rid", ids if parsed.is_batch else ids[0])})
+    return LegAsk({"rid": encode_member("rid", ids if parsed.is_batch else ids[0])}, dropped)
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:

@@ -8,6 +8,7 @@ bootstrap server for the id of its engine; so both may be asked at once. Read in
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import orjson
 
 from router.fleet import Instance
-from router.http import Address, ConnectFailed, ConnectionPool, Usage, encode_member
+from router.http import Address, ConnectFailed, ConnectionPool, UpstreamError, Usage, encode_member
 from router.serving.dialects.dialect import (
     MIN_HANDED_OVER_TOKENS,
     NO_MEMBERS,
@@ -24,6 +25,7 @@ from router.serving.dialects.dialect import (
     NotAsPair,
     NotReady,
     Pair,
+    list_dropped,
     name_in_header,
 )
 from router.serving.dialects.in_order import cut_to_one_token
@@ -59,7 +61,7 @@ class NixlPair(Pair):
         head = name_in_header(request_id)
         prefill = cut_to_one_token(parsed, head)
         members = {**prefill.members, "kv_transfer_params": _TO_REMOTE_DECODE}
-        return prefill._replace(members=members), LegAsk(NO_MEMBERS, ("kv_transfer_params",), head), None
+        return prefill._replace(members=members), LegAsk(NO_MEMBERS, list_dropped(parsed), head), None
 
     def ask_after(self, answer: bytes) -> Mapping[str, bytes]:
         try:
@@ -85,16 +87,27 @@ class MooncakePair(Pair):
         address = prefill.address
         self._bootstrap = Address(address.host, prefill.registration.bootstrap_port)
         self._engines: dict[str, str] = {}  # ids of prefill's engines, by data-parallel rank
+        self._learning: asyncio.Task[str] | None = None
 
     async def _learn_engines(self, upstream: ConnectionPool) -> None:
-        response = await upstream.fetch(self._bootstrap, "GET", "/query", timeout=QUERY_SECONDS)
+        """Ask for them, once for all requests that wait for them."""
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.create_task(self._query_engines(upstream))
+        if trouble := await asyncio.shield(self._learning):
+            raise ConnectFailed(trouble)
+
+    async def _query_engines(self, upstream: ConnectionPool) -> str:
+        """Why the engines' ids are not there; '' if they are."""
         try:
+            response = await upstream.fetch(self._bootstrap, "GET", "/query", timeout=QUERY_SECONDS)
             told = orjson.loads(response.body)
             self._engines = {rank: str(told[rank]["engine_id"]) for rank in told}
+        except UpstreamError as exc:
+            return str(exc)
         except (ValueError, KeyError, TypeError):
-            self._engines = {}
-        if not self._engines:
-            raise ConnectFailed(f"{self._bootstrap} does not tell an engine's id at /query: it is no bootstrap server")
+            pass
+        no_server = f"{self._bootstrap} does not tell an engine's id at /query: it is no bootstrap server"
+        return "" if self._engines else no_server
 
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         _require_one_sequence(parsed)
@@ -118,7 +131,7 @@ class MooncakePair(Pair):
         prefill = cut_to_one_token(parsed, prefill_head)
         members = {**prefill.members, "ignore_eos": b'"ignore_eos":true', **_encode_params(sends)}
         dropped = [*prefill.dropped, "stop_token_ids"]
-        return LegAsk(members, dropped, prefill_head), LegAsk(_encode_params(fetches), head=head), None
+        return LegAsk(members, dropped, prefill_head), LegAsk(_encode_params(fetches), list_dropped(parsed), head), None
 
 
 def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:

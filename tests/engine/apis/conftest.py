@@ -17,6 +17,7 @@ from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
 from engine.completions import Completions
+from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.http_server import InstanceProtocol
@@ -40,6 +41,7 @@ def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
         completions = Completions(generations, word_tokenizer, MODEL, 500, engine.runner.vocab_size)
         instance: Any = SimpleNamespace(
             core=engine.core,
+            dialect=FastDeployDialect(),
             engine=engine,
             generations=generations,
             completions=completions,

@@ -33,6 +33,14 @@ def tokens_of(whole: Any) -> list[list[int]]:
     return [choice["completion_token_ids"] for choice in whole["choices"]]
 
 
+def test_an_instance_registers_and_is_known_as_sglangs() -> None:
+    prefill, decode = SglangDialect("prefill", 7000), SglangDialect("decode", 7001)
+    assert prefill.registration == {"engine": "sglang", "bootstrap_port": 7000}
+    assert decode.registration == {"engine": "sglang"}
+    info = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 7000}
+    assert prefill.describe_server() == {"/server_info": info}
+
+
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 @in_event_loop
 async def test_both_meet_whoever_comes_first(tiny_checkpoint: Path, word_tokenizer: Any, first: str) -> None:
@@ -117,7 +125,7 @@ async def test_a_leg_that_is_aborted_while_it_waits_leaves_nothing(
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         side = {"prefill": pair.prefill, "decode": pair.decode}[aborted]
-        waiting = asyncio.create_task(side.complete(**meet_at(pair, 5), request_id="r"))
+        waiting = asyncio.create_task(side.complete(**meet_at(pair, 5), rid="r"))
         kept = pair.prefill.side.receiver.kept
         await eventually(lambda: side.side.generations.num_live and (aborted == "decode" or len(kept)), "it to wait")
         assert side.side.generations.abort_requests(["cmpl-r_0"]) == ["r"]

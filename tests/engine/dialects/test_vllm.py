@@ -42,6 +42,12 @@ def tokens_of(whole: Any) -> list[list[int]]:
     return [choice["completion_token_ids"] for choice in whole["choices"]]
 
 
+def test_an_instance_registers_and_is_known_as_vllms() -> None:
+    dialect = VllmDialect(HOST, 7000)
+    assert dialect.registration == {"engine": "vllm", "kv_connector": "nixl"}
+    assert dialect.describe_server() == {"/version": {"version": "0.32.0"}}
+
+
 @pytest.mark.parametrize("length", [5, 96, 100])
 @in_event_loop
 async def test_decode_goes_on_from_what_prefill_keeps(tiny_checkpoint: Path, word_tokenizer: Any, length: int) -> None:

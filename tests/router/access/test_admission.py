@@ -117,6 +117,21 @@ def test_who_is_refused_where_others_wait_for_moments_is_told_to_come_back_in_a_
         assert refusal(guests.ask("a")).headers == [(b"retry-after", b"1")]
 
 
+def test_who_is_refused_where_others_wait_for_long_is_told_to_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Guests(admission(max_concurrent_requests=1, max_queued_requests=1)) as guests:
+        now = 0.0
+        monkeypatch.setattr(guests.loop, "time", lambda: now)
+        guests.ask("a")
+        for _ in range(20):
+            guests.ask("a")
+            now += 30.0
+            guests.leave("a")
+        guests.ask("a")
+        ((name, seconds),) = refusal(guests.ask("a")).headers
+        assert name == b"retry-after"
+        assert 20 < int(seconds) <= 30
+
+
 def test_clients_take_turns_and_each_ones_requests_keep_their_order() -> None:
     with Guests(admission(max_concurrent_requests=1)) as guests:
         guests.ask("x")

@@ -177,3 +177,16 @@ def test_without_an_admin_token_the_rest_stays_open(
     router = make_router(register_token_file=written(tmp_path / "token", "t"))
     assert router.client.get("/registered").status_code == 200
     assert "whoever reaches 0.0.0.0 can drain its instances" in caplog.text
+
+
+def test_a_holders_priority_is_the_keys_and_a_request_may_lower_it(tmp_path: Path) -> None:
+    auth = keyed(tmp_path, "alice: {key: sk-1, priority: 3}\nbob: sk-2\n")
+    assert (auth.find_priority("alice", []), auth.find_priority("bob", [])) == (3, 0)
+    assert [auth.find_priority("alice", [(b"x-priority", asked)]) for asked in (b"-2", b"9")] == [-2, 3]
+    assert Auth(RouterSettings()).find_priority("", [(b"x-priority", b"9")]) == 9
+
+
+def test_caches_are_kept_apart_only_where_the_operator_says_so(tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys", "alice: sk-1\n")
+    assert Auth(RouterSettings(api_keys_file=keys)).cache_salts is None
+    assert Auth(RouterSettings(api_keys_file=keys, cache_salt_per_key=True)).cache_salts is not None

@@ -88,7 +88,7 @@ class Small:
 
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "_SEARCHED_BYTES": 30}
+        sizes = {"PIECE_BYTES": 64, "SHORTENED_BYTES": 100, "KEPT_PIECES": 1, "_SEARCHED_BYTES": 30, "FEW_VALUES": 0}
         for name, size in sizes.items():
             self.patch.setattr(large_body, name, size)
 
@@ -111,7 +111,7 @@ def make_members(seed: int) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for _ in range(chance.randint(0, 5)):
         members[chance.choice(names)] = chance.choice(
-            [make_text(), [make_text(), {"x": make_text(), "request_id": 1}], 7]
+            [make_text(), [make_text(), {"x": make_text(), "request_id": 1}], 7, list(range(chance.randint(0, 200)))]
         )
         if chance.random() < 0.3:
             members["request_id"] = chance.choice(["theirs", None])
@@ -131,6 +131,29 @@ def test_a_shortened_body_is_spliced_as_the_whole_one(seed: int, is_ascii: bool,
         added = {name: encode_member(name, "ours") for name in ("request_id", "cache_salt")}
         assert splice(body, added) == splice(parse_inference(data), added)
         assert body.members.keys() == members.keys()
+        assert all(body.members[name] == value for name, value in members.items() if value and is_numbers(value))
+
+
+def is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) for each in value)
+
+
+def test_of_a_million_token_ids_only_some_are_parsed_at_once() -> None:
+    data = FINE_ENOUGH["a million token ids"]
+    large = look_through(data)
+    assert len(large.shorten()) < PIECE_BYTES
+    body = parse_inference(data, large)
+    assert (body.members["prompt_token_ids"], body.prompt_tokens) == (list(range(1_000_000)), 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"[1,2,%s3,]", b"[1,,2,%s3]", b'["a]",%s3]', b"[1,[2,%s3]]", b"[,%s3]", b"[%s3", b'[%s{"a":[]}]']
+)
+def test_what_is_no_list_of_numbers_is_left_to_the_parser(prompt: bytes) -> None:
+    data = b'{"prompt": %s}' % (prompt % (b"1234," * 50))
+    with Small():
+        large = look_through(data)
+        assert large.shorten() == data
 
 
 def test_a_large_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

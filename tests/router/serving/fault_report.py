@@ -22,6 +22,8 @@ class Report:
     """Requests that ended in another way than they should: another status, no clear error, a wrong text."""
     left_running: int
     """Legs that an instance still works on though nobody waits for them, and loads that do not count back to zero."""
+    violations: int = 0
+    """Rules of a dialect that were broken, where the instances check them."""
 
 
 REPORTS: list[Report] = []
@@ -29,7 +31,9 @@ REPORTS: list[Report] = []
 
 def table() -> Iterator[str]:
     """A heading and one line a fault."""
-    yield f"{'fault':<58}{'requests':>9}{'served':>8}{'lost':>6}{'wrong':>7}{'left running':>14}"
+    yield f"{'fault':<58}{'requests':>9}{'served':>8}{'lost':>6}{'wrong':>7}{'left running':>14}{'violations':>12}"
     for row in REPORTS:
-        counts = f"{row.requests:>9}{row.served:>8}{row.lost:>6}{row.wrong:>7}{row.left_running:>14}"
+        counts = (
+            f"{row.requests:>9}{row.served:>8}{row.lost:>6}{row.wrong:>7}{row.left_running:>14}{row.violations:>12}"
+        )
         yield f"{row.fault:<58}{counts}"

@@ -10,7 +10,7 @@ import pytest
 from router.access import Admission, SharedAdmission
 from router.http import Refused
 from router.settings import RouterSettings
-from router.sharing import WorkerLink
+from router.sharing import WorkerLink, gate
 from router.sharing.gate import Gate
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
@@ -143,5 +143,25 @@ def test_requests_at_another_router_count_until_it_is_gone() -> None:
         await until(lambda: limited.admission.waiting == 1)
         hub.hub.on_distant_message(["limits", "other", {}, {}])
         await second
+
+    run_linked(run)
+
+
+def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "TELL_SECONDS", 0.05)
+    told: list[tuple[dict[str, int], dict[str, int]]] = []
+
+    async def run(hub: LinkedHub) -> None:
+        limited = await Limited.start(hub, 5)
+        hub.hub.gate = Gate(limited.admission, lambda *figures: told.append(figures))
+        await asyncio.gather(limited.workers[0].enter("c", 0, 7), limited.workers[1].enter("c", 0, 20))
+        await until(lambda: bool(told) and told[-1][0] == {"c": 2})
+        limited.workers[0].leave("c", 3)
+        await until(lambda: told[-1][0] == {"c": 1})
+        limited.workers[1].leave("c")
+        await until(lambda: told[-1] == ({}, {}))
+        assert sum(charged.get("c", 0) for _, charged in told) == 30
 
     run_linked(run)

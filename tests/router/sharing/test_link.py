@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
-from router.sharing import NO_LINK
+from router.sharing import NO_LINK, WorkerLink
 from router.sharing import link as link_module
+from router.sharing.wire import open_wire
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
 
@@ -147,3 +149,29 @@ def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
         await until(lambda: graces == [25.0])
 
     run_linked(run)
+
+
+def test_a_worker_tells_its_supervisor_of_its_start_and_of_its_state() -> None:
+    heard: list[list[Any]] = []
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        wire = await open_wire(ours, heard.append, lambda: None)
+        wire.send_message("state", "")
+        link = WorkerLink("0", is_first=True, is_late=False)
+        await link.connect(theirs)
+        link.send_log_line(20, "router", "text")
+        link.report_connections({"connections": 3, "taken": 5})
+        link.declare_ready()
+        link.report_refusal("the file is not there")
+        await until(lambda: len(heard) == 4)
+        link.disconnect()
+        wire.close()
+
+    asyncio.run(run())
+    assert heard == [
+        ["log", 20, "router", "text"],
+        ["count", {"connections": 3, "taken": 5}],
+        ["ready"],
+        ["refuse", "the file is not there"],
+    ]

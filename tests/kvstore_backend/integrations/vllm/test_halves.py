@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
+from kvstore_backend.backend import Status, Value
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
@@ -62,6 +64,7 @@ class Request:
     salt: str = ""
     lora_request: Any = None
     num_output_tokens: int = 0
+    max_tokens: int = 16
     block_hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +118,7 @@ class Instance:
         for worker in self.workers:
             worker.start_loads(plan.loads)
             worker.start_saves(plan.saves)
+            worker.wait_for_saves(plan.awaited)
         return plan
 
     def end_transfers(self) -> Loaded:
@@ -398,6 +402,45 @@ def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: 
     hanging.store.go_on()
     second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+class SlowWrites(FaultInjector):
+    """A store that takes its time to write."""
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        time.sleep(0.2)
+        return super()._put(keys, values)
+
+
+def prefill(instance: Instance, request: Request, table: list[int]) -> Plan:
+    """The step that computes the rest of a request; ends when its tokens may be told."""
+    if not request.num_computed_tokens:
+        instance.scheduler.on_allocation(request, lambda: table, 0)
+    count = request.num_tokens - request.num_computed_tokens
+    return instance.begin({request.request_id: count}, {request.request_id: table})
+
+
+def test_a_request_for_one_token_is_answered_when_its_blocks_are_in_the_pool(store: StorageBackend) -> None:
+    with contextlib.closing(Instance(SlowWrites(store))) as first, contextlib.closing(Instance(store)) as second:
+        request = make_request(max_tokens=1)
+        first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
+        assert first.begin({"a": 10}, {"a": [0, 1, 2, 3, 4, 5]}).awaited == []
+        request.num_computed_tokens = 10
+        plan = prefill(first, request, [0, 1, 2, 3, 4, 5])
+        assert len(plan.awaited) == 2, "the save of its first chunk has not ended either"
+        assert second.match_request(make_request(name="b")) == 20
+        assert prefill(first, make_request(name="c"), [6, 7, 8, 9, 10, 11]).awaited == []
+
+
+def test_an_answer_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_backend.integrations.vllm.worker._SAVE_WAIT_SECONDS", 0.05)
+    second = hanging.instance
+    hanging.store.faults = [Fault.HANGS]
+    prefill(second, Request("b", list(range(100, 122)), max_tokens=1), [10, 11, 12, 13, 14, 15])
+    assert not second.workers[0].wait_for_saves(second.scheduler._pins)
+    hanging.store.go_on()
+    second.end_transfers()
+    assert second.workers[0].wait_for_saves([1])
 
 
 def test_a_request_that_is_aborted_while_it_loads_saves_nothing(two: tuple[Instance, Instance]) -> None:
