@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_resume_http import Preempting
+from tests.router.serving.resume.test_preemption_http import Preempting
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, stalls, streams
 from tests.support.waiting import wait_until
 
