@@ -22,6 +22,7 @@ from router.http import (
     find_request_id,
     parse_inference,
     prepare_head,
+    rename_model,
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.aborts import names_any
@@ -72,7 +73,11 @@ class ParsedRequest:
         self.wants_stream = False
         if request.path not in GENERATING:
             self.request_id = sent_id or _make_request_id()
-            self.features = RequestFeatures(estimate_tokens(request.body), model=find_model(request.body))
+            model = find_model(request.body)
+            if model in aliases:
+                model = aliases[model]
+                self.data = rename_model(request.body, model)
+            self.features = RequestFeatures(estimate_tokens(request.body), model=model)
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
             message = f"{request.path} takes POST, not {request.method}"
