@@ -79,7 +79,13 @@ class ParsedRequest:
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
             self.api = GENERATING[request.path]
-            self.body = body = _parse_body(request, large)
+            try:
+                self.body = body = parse_inference(request.body, large)
+            except BadBody as exc:
+                raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            if len(body.request_id or "") > MAX_ID_CHARACTERS:
+                message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
+                raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
             members: Mapping[str, Any] = body.members
             if aliases:
                 members = self._resolve_alias(aliases, members)
@@ -148,17 +154,6 @@ def guess_ids(request: ClientRequest, asked: Collection[str]) -> EngineIds:
     except BadBody:
         pass  # it is told so in its turn
     return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
-
-
-def _parse_body(request: ClientRequest, large: LargeBody | None) -> InferenceBody:
-    try:
-        body = parse_inference(request.body, large)
-    except BadBody as exc:
-        raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-    if len(body.request_id or "") > MAX_ID_CHARACTERS:
-        message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
-        raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
-    return body
 
 
 def _make_request_id() -> str:
