@@ -335,18 +335,18 @@ class ServingRequest:
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                try:
-                    attempt = self._make_attempt(parsed, selection)
-                except NotReady as unready:
-                    await self._learn_of_prefill(unready, selection)
-                    attempts -= 1
-                    continue
+                while True:
+                    if self._ended is not None:
+                        raise self._ended
+                    if self._is_aborted:
+                        raise RequestEnded(_ABORTED)
+                    try:
+                        attempt = self._make_attempt(parsed, selection)
+                        break
+                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
+                        await self._learn_of_prefill(unready, selection)
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
