@@ -280,19 +280,19 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await _complete(request, ResponsesBody, instance.responses.begin)
+        return await _complete(request, ResponsesBody, instance.responses.begin_response)
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str) -> Response:
-        return JSONResponse(instance.responses.retrieve(response_id))
+        return JSONResponse(instance.responses.retrieve_response(response_id))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str) -> Response:
-        return JSONResponse(instance.responses.delete(response_id))
+        return JSONResponse(instance.responses.delete_response(response_id))
 
     @app.post("/v1/messages")
     async def message(request: Request) -> Response:
-        return await _complete(request, MessagesBody, instance.messages.begin)
+        return await _complete(request, MessagesBody, instance.messages.begin_message)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

@@ -53,7 +53,7 @@ class Messages:
     def __init__(self, completions: Completions) -> None:
         self._completions = completions
 
-    async def begin(self, body: MessagesBody) -> MessagesResponse:
+    async def begin_message(self, body: MessagesBody) -> MessagesResponse:
         """POST /v1/messages, checked and ready to run.
 
         Raises:

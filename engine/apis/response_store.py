@@ -40,22 +40,22 @@ class ResponseStore:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
         self._num_characters = 0
 
-    def keep(self, response_id: str, kept: KeptResponse) -> None:
+    def keep_response(self, response_id: str, kept: KeptResponse) -> None:
         """Keep a response, unless it alone is more than all may be."""
-        self.remove(response_id)
+        self.remove_response(response_id)
         self._kept[response_id] = kept
         self._num_characters += kept.num_characters
         while len(self._kept) > self._max_responses or self._num_characters > self._max_characters:
-            self.remove(next(iter(self._kept)))
+            self.remove_response(next(iter(self._kept)))
 
-    def find(self, response_id: str) -> KeptResponse | None:
+    def find_response(self, response_id: str) -> KeptResponse | None:
         """The response with this id, if it is kept."""
         kept = self._kept.get(response_id)
         if kept is not None:
             self._kept.move_to_end(response_id)
         return kept
 
-    def remove(self, response_id: str) -> bool:
+    def remove_response(self, response_id: str) -> bool:
         """Let a response go; whether it was kept."""
         kept = self._kept.pop(response_id, None)
         if kept is not None:

@@ -34,7 +34,7 @@ class Responses:
         self._completions = completions
         self._store = store
 
-    async def begin(self, body: ResponsesBody) -> ResponsesResponse:
+    async def begin_response(self, body: ResponsesBody) -> ResponsesResponse:
         """POST /v1/responses, checked and ready to run.
 
         Raises:
@@ -50,29 +50,29 @@ class Responses:
         store = self._store if body.store else None
         return ResponsesResponse(f"resp_{unique}", choices, body, messages, self._completions.model, store)
 
-    def retrieve(self, response_id: str) -> dict[str, Any]:
+    def retrieve_response(self, response_id: str) -> dict[str, Any]:
         """GET /v1/responses/{id}.
 
         Raises:
             ApiError: 404, it is not kept here.
         """
-        kept = self._store.find(response_id) if self._store else None
+        kept = self._store.find_response(response_id) if self._store else None
         if kept is None:
             raise _not_found(response_id)
         return kept.response
 
-    def delete(self, response_id: str) -> dict[str, Any]:
+    def delete_response(self, response_id: str) -> dict[str, Any]:
         """DELETE /v1/responses/{id}.
 
         Raises:
             ApiError: 404, it is not kept here.
         """
-        if not (self._store and self._store.remove(response_id)):
+        if not (self._store and self._store.remove_response(response_id)):
             raise _not_found(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     def _find_previous(self, response_id: str) -> KeptResponse:
-        kept = self._store.find(response_id) if self._store else None
+        kept = self._store.find_response(response_id) if self._store else None
         if kept is None:
             message = f"previous_response_id: this instance keeps no response {quote_short(response_id)}"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
@@ -162,7 +162,7 @@ class ResponsesResponse:
         whole = self._describe(status, output=output, usage=_describe_usage(self._choices.usage()))
         if self._store is not None and status in _LAST_EVENT:
             answer = {"role": "assistant", "content": text}
-            self._store.keep(self._id, KeptResponse(whole, [*self._messages, answer]))
+            self._store.keep_response(self._id, KeptResponse(whole, [*self._messages, answer]))
         return whole
 
     def _describe(self, status: str, **members: Any) -> dict[str, Any]:

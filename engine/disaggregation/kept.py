@@ -57,7 +57,7 @@ class KeptPrompt:
         """Take over blocks, as the engine's listener is given them."""
         self.blocks += blocks
 
-    def complete(
+    def record_computed(
         self,
         token: int,
         logprobs: TokenLogprobs | None,
@@ -91,7 +91,7 @@ class KeptPrompt:
         except asyncio.TimeoutError:
             return False
 
-    def end(self, reason: str, *, is_taken: bool) -> None:
+    def end_waits(self, reason: str, *, is_taken: bool) -> None:
         """Tell those who wait that it is over."""
         if not self._ready.done():
             self._ready.set_result(reason)
@@ -119,7 +119,7 @@ class KeptPrompts:
         """Whether a prompt is kept under this key."""
         return key in self._kept
 
-    def open(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
+    def open_prompt(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
         """Begin to keep a prompt that is not computed yet."""
         kept = self._kept[key] = KeptPrompt(key, request_id, prompt)
         telling = asyncio.get_running_loop().create_task(self._tell_opened())
@@ -127,9 +127,9 @@ class KeptPrompts:
         telling.add_done_callback(self._telling.discard)
         return kept
 
-    def drop(self, kept: KeptPrompt, reason: str) -> None:
+    def drop_prompt(self, kept: KeptPrompt, reason: str) -> None:
         """Keep it no longer; a hand-over that has begun goes on."""
-        kept.end(reason, is_taken=False)
+        kept.end_waits(reason, is_taken=False)
         kept.is_dropped = True
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
@@ -144,7 +144,7 @@ class KeptPrompts:
         def on_expiry() -> None:
             if not kept.is_dropped:
                 log.warning("%s: no decode instance asked for its prompt in %g s", kept.request_id, seconds)
-                self.drop(kept, "it was kept for its time")
+                self.drop_prompt(kept, "it was kept for its time")
 
         asyncio.get_running_loop().call_later(seconds, on_expiry)
 
@@ -157,7 +157,7 @@ class KeptPrompts:
         key, request_id = str(message["key"]), str(message["request_id"])
         host, port = str(message["host"]), int(message["port"])
         wait_seconds = min(float(message["wait_seconds"]), MAX_WAIT_SECONDS)
-        kept = await self._find(key, wait_seconds)
+        kept = await self._find_prompt(key, wait_seconds)
         reason = await kept.wait_until_ready() if kept else "no prompt is kept under this key"
         if kept is not None and kept.is_asked_for:
             reason = "another request has asked for it"
@@ -181,10 +181,10 @@ class KeptPrompts:
                     log.debug("request %s: handed over through the pool: %s", kept.request_id, sender.trouble)
                     sender.report_save(*kept.cached_tokens)
         finally:
-            kept.end("it was handed over", is_taken=True)
-            self.drop(kept, "it was handed over")
+            kept.end_waits("it was handed over", is_taken=True)
+            self.drop_prompt(kept, "it was handed over")
 
-    async def _find(self, key: str, wait_seconds: float) -> KeptPrompt | None:
+    async def _find_prompt(self, key: str, wait_seconds: float) -> KeptPrompt | None:
         """The prompt under this key, which may come within so many seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._opened:

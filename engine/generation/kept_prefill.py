@@ -38,7 +38,7 @@ class KeptPrefillGeneration(Generation):
 
     def abort(self) -> None:
         if self._kept is not None:
-            self._table.drop(self._kept, "the request was aborted")
+            self._table.drop_prompt(self._kept, "the request was aborted")
         super().abort()
 
     def describe_transfer(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class KeptPrefillGeneration(Generation):
 
     async def _answer(self) -> AsyncIterator[Piece]:
         table, info = self._table, self._info
-        self._kept = kept = table.open(info.key, self.request.request_id, Prompt.of_sequence(self.sequence))
+        self._kept = kept = table.open_prompt(info.key, self.request.request_id, Prompt.of_sequence(self.sequence))
         is_kept = False
         try:
             on_computed = kept.add_blocks if self._parts.memory else None
@@ -55,7 +55,7 @@ class KeptPrefillGeneration(Generation):
             pieces = [piece async for piece in running]
             first = pieces[-1]
             if first.token_id is not None:
-                kept.complete(first.token_id, first.logprobs, self._cached_tokens(), self._wait_for_pool)
+                kept.record_computed(first.token_id, first.logprobs, self._cached_tokens(), self._wait_for_pool)
                 if info.waits_for_decode:
                     if not await kept.wait_until_taken(info.seconds) and not self.is_aborted:
                         log.error("%s: no decode instance came for it in %g s", info.key, info.seconds)
@@ -67,7 +67,7 @@ class KeptPrefillGeneration(Generation):
                 yield piece
         finally:
             if not is_kept:
-                table.drop(kept, "its request has ended")
+                table.drop_prompt(kept, "its request has ended")
 
     async def _wait_for_pool(self) -> None:
         """Wait until others can read the prompt's blocks from the pool."""

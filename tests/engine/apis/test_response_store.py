@@ -11,28 +11,28 @@ def kept(text: str = "x") -> KeptResponse:
 
 def test_the_response_that_was_used_the_longest_ago_goes_first() -> None:
     store = ResponseStore(max_responses=2)
-    store.keep("a", kept())
-    store.keep("b", kept())
-    assert store.find("a")
-    store.keep("c", kept())
-    assert [store.find(name) is not None for name in "abc"] == [True, False, True]
+    store.keep_response("a", kept())
+    store.keep_response("b", kept())
+    assert store.find_response("a")
+    store.keep_response("c", kept())
+    assert [store.find_response(name) is not None for name in "abc"] == [True, False, True]
 
 
 def test_long_conversations_drive_others_out() -> None:
     store = ResponseStore(max_characters=10)
-    store.keep("a", kept("12345"))
-    store.keep("b", kept("12345"))
-    store.keep("c", kept("1"))
-    assert [store.find(name) is not None for name in "abc"] == [False, True, True]
-    store.keep("d", kept("12345678901"))
-    assert [store.find(name) is not None for name in "bcd"] == [False, False, False]
+    store.keep_response("a", kept("12345"))
+    store.keep_response("b", kept("12345"))
+    store.keep_response("c", kept("1"))
+    assert [store.find_response(name) is not None for name in "abc"] == [False, True, True]
+    store.keep_response("d", kept("12345678901"))
+    assert [store.find_response(name) is not None for name in "bcd"] == [False, False, False]
 
 
 def test_a_response_that_was_removed_makes_room() -> None:
     store = ResponseStore(max_characters=10)
-    store.keep("a", kept("1234567890"))
-    assert store.remove("a")
-    assert not store.remove("a")
-    store.keep("b", kept("12345"))
-    store.keep("b", kept("1234567890"))
-    assert store.find("b")
+    store.keep_response("a", kept("1234567890"))
+    assert store.remove_response("a")
+    assert not store.remove_response("a")
+    store.keep_response("b", kept("12345"))
+    store.keep_response("b", kept("1234567890"))
+    assert store.find_response("b")

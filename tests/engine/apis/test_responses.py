@@ -212,4 +212,4 @@ def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
 
 def test_prefill_instances_keep_no_responses(served: SimpleNamespace) -> None:
     with pytest.raises(ApiError, match="keeps no response"):
-        Responses(served.completions, None).retrieve("resp_x")
+        Responses(served.completions, None).retrieve_response("resp_x")
