@@ -1,7 +1,7 @@
 """What clients see of instances that are killed in the middle of streams: nothing, while another one lives.
 
     python benchmarks/resume.py [--tokens 64] [--step 1]            kill -9 at every token of a greedy stream
-    python benchmarks/resume.py --load [--seconds 60] [--every 10]  200 streams at once, an instance killed every ten seconds
+    python benchmarks/resume.py --load [--seconds 60] [--every 10]  200 streams, an instance killed every ten seconds
 
 Two mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. In the first
 form the instance that answers is killed with SIGKILL once the client has read so many tokens, for each number of them,
@@ -83,7 +83,10 @@ class Fleet:
     def _start(self, name: str, module: str, *flags: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                [sys.executable, "-m", module, *flags],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         if name == "router":
             self._running_router = process
@@ -178,7 +181,9 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
     for thread in threads:
         thread.join()
     metrics = httpx.get(f"http://127.0.0.1:{fleet.router}/metrics", trust_env=False).text
-    resumed = sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("router_resumptions_total{"))
+    resumed = sum(
+        float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("router_resumptions_total{")
+    )
     print(f"{tally.total()} streams, {tally['whole']} whole, {kills} kills, {resumed:.0f} times one went on elsewhere")
     return [f"{count} times: {how}" for how, count in tally.items() if how != "whole"]
 
@@ -188,7 +193,9 @@ def running_fleet() -> Iterator[Fleet]:
     """The fleet, ended at the end."""
     with tempfile.TemporaryDirectory() as name:
         model = f"{name}/model"
-        subprocess.run([sys.executable, "-m", "engine.make_model", model], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "engine.make_model", "--output", model], check=True, stdout=subprocess.DEVNULL
+        )
         fleet = Fleet(Path(name), model)
         try:
             yield fleet
