@@ -193,7 +193,9 @@ def running_fleet() -> Iterator[Fleet]:
     """The fleet, ended at the end."""
     with tempfile.TemporaryDirectory() as name:
         model = f"{name}/model"
-        subprocess.run([sys.executable, "-m", "engine.make_model", model], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "engine.make_model", "--output", model], check=True, stdout=subprocess.DEVNULL
+        )
         fleet = Fleet(Path(name), model)
         try:
             yield fleet
