@@ -40,8 +40,9 @@ SPEAKERS = {"router.http.connection", "router.http.server", "router.register"}
 # 45 before there were workers: launch/, which was one file, has eight more, sharing/ and its use by app.py six, and the
 # simulator, whose routers tell each other of loads and prompts by the real parts, three. Reading a request,
 # once a part of serving/request.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads
-# what its instances registered and writes members of a body.
-MAX_ARROWS = 74
+# what its instances registered and writes members of a body; the ways to resume a stream and to tell a request's story,
+# once parts of it too, eight.
+MAX_ARROWS = 82
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

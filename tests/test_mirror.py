@@ -42,11 +42,17 @@ TESTED_IN = {
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/api.py": "tests/router/serving/test_attempt.py",
-    "router/serving/asking.py": "tests/router/serving/test_attempt.py",
+    "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
+    "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
+    # The mergers, fed with an engine's events; and what they are for, over HTTP.
+    "router/serving/resume/continuation.py": "tests/router/serving/resume/test_resuming.py",
+    "router/serving/resume/events.py": "tests/router/serving/resume/test_stream.py",
+    "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",
+    "router/serving/resume/whole.py": "tests/router/serving/resume/test_stream.py",
     "router/serving/retry.py": "tests/router/serving/test_attempt.py",
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",

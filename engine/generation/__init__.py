@@ -3,7 +3,7 @@
 This is the asyncio side; the engine's thread is reached through ``EngineCore`` only. How a request is answered
 depends on the instance's role and is chosen once, when the instance starts:
 
-base.py             one request while it is answered: its tokens become pieces of text; the parts that all requests share
+base.py             one request while it is answered: its tokens become text; the parts that all requests share
 mixed.py            the instance computes the prompt and the answer
 prefill.py          the instance computes the prompt and hands it over, directly or through the pool
 decode.py           the instance waits for the prompt's KV and goes on from there, or computes the prompt itself

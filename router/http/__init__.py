@@ -24,6 +24,7 @@ from router.http.body import (
     find_model,
     parse_inference,
     parse_object,
+    rename_model,
     splice_parts,
     whole_number,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "read_cached_figures",
     "read_usage",
     "refusal_reply",
+    "rename_model",
     "set_figures",
     "show_escapes",
     "splice_parts",

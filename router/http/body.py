@@ -17,7 +17,7 @@ from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_esc
 
 __all__ = [
     *("InferenceBody", "encode_member", "estimate_tokens", "find_model", "parse_inference", "parse_object", "splice"),
-    *("splice_parts", "whole_number"),
+    *("rename_model", "splice_parts", "whole_number"),
 ]
 
 # Of the control plane: a list of 100,000 request ids to abort has 4 MB.
@@ -95,7 +95,7 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
     token_ids = members.get("prompt_token_ids")
-    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
+    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else len(data) // _BYTES_PER_TOKEN
     n, prompt = members.get("n"), members.get("prompt")
     choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -114,13 +114,29 @@ def find_model(data: bytes) -> str:
         except orjson.JSONDecodeError:
             return ""
         return name if isinstance(name, str) else ""
-    found = _MODEL.search(data[:_MODEL_BYTES]) or _MODEL.search(data[-_MODEL_BYTES:])
+    found = _search_model(data)
     if found is None:
         return ""
     try:
         return str(orjson.loads(found[1])) if found[1] else found[2].decode()
     except ValueError:
         return ""
+
+
+def rename_model(data: bytes, model: str) -> bytes:
+    """A body with ``model`` in place of the name that ``find_model`` has found."""
+    if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
+        body = InferenceBody(data, orjson.loads(data), None, 0, 1)
+        return splice(body, {"model": encode_member("model", model)})
+    found = _search_model(data)
+    assert found is not None
+    start, end = found.span(1 if found[1] else 2)
+    return data[:start] + (orjson.dumps(model) if found[1] else model.encode()) + data[end:]
+
+
+def _search_model(data: bytes) -> re.Match[bytes] | None:
+    """Where a large body, or a form, names its model: near its beginning, or near its end."""
+    return _MODEL.search(data, 0, _MODEL_BYTES) or _MODEL.search(data, max(0, len(data) - _MODEL_BYTES))
 
 
 def whole_number(value: Any) -> int | None:

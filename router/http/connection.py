@@ -35,7 +35,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._parser: Any = None
         self._exchange: Exchange | None = None
-        self._is_dropped = False
+        self.is_open = True
+        """Whether a request may be sent on it, once it was made; its exchange may still get a response where not."""
         self._is_paused = False
         self._keep_alive = False
         # The response that is being received: its headers, whether one of them says where its body ends, the pieces of
@@ -45,11 +46,6 @@ class Connection(asyncio.Protocol):
         self._is_informational = False
         self._pieces: list[bytes] = []
         self._is_whole = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a request may be sent on it."""
-        return not self._is_dropped and not self._transport.is_closing()
 
     def send_request(self, exchange: Exchange, request: Sequence[bytes]) -> None:
         """Begin ``exchange``, which from now on is told of all bytes that come, by writing the parts of its request.
@@ -68,7 +64,7 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Close it at once, without a word to its exchange."""
         self._exchange = None
-        self._is_dropped = True
+        self.is_open = False
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -103,16 +99,20 @@ class Connection(asyncio.Protocol):
             self._exchange, self._is_whole = None, False
             exchange.on_data(body, True)
             self._end_exchange()
-        elif exchange.on_data(body, False) and not self._is_paused and not self._is_dropped:
+        elif exchange.on_data(body, False) and not self._is_paused and self.is_open:
             self._is_paused = True
             self._transport.pause_reading()
         if error is not None:
             self._fail_exchange(error)
             self.abort()
 
+    def eof_received(self) -> None:
+        """Called by asyncio, which closes the connection then."""
+        self.is_open = False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
-        self._is_dropped = True
+        self.is_open = False
         self._parser = None  # it holds us, and only the collector could free both
         self._pool.discard_open(self)
         exchange = self._exchange
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
 
     def _end_exchange(self) -> None:
         """The response is whole: let another exchange have the connection, if it may be used again."""
-        if self._is_dropped:
+        if not self.is_open:
             return
         if self._is_paused:
             self.resume_reading()

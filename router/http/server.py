@@ -391,7 +391,7 @@ class RouterProtocol(HttpToolsProtocol):
         if request.arriving is not None:
             # Not copied, which would hold the router up; nobody changes it any more.
             request.body, request.arriving = cast(bytes, request.arriving), None
-        if self._has_its_turn(request):
+        if not self.pipeline or self._has_its_turn(request):
             self._start_asgi_task(request, self._data_plane)
 
     def on_response_complete(self) -> None:

@@ -10,8 +10,8 @@ keep_alive.py   comments to clients that wait for a stream's first token
 asking.py       the legs of an attempt, as the dialects of their instances have them
 dialects/       how the instances of each engine are asked: alone, or as a pair
 attempt.py      one try at one instance or one pair
-resume.py       segments of a preempted request merged into one response
-trace.py        the way of each request in the log, at level debug
+resume/         segments of a request that was preempted, or whose instance died, merged into one response
+story.py        what is known of the request: for its headers, its record and the log
 selection.py    the instance or the pair that serves a request
 aborts.py       requests that nobody waits for, stopped at their engines
 """

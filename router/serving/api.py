@@ -19,13 +19,14 @@ class Api(NamedTuple):
     """Whether it cannot be told to go on behind an end-of-text token (``ignore_eos``)."""
     takes_rid: bool = False
     """Whether SGLang takes an id of the client's (``rid``)."""
+    is_chat: bool = False
     is_continuable: bool = False
     """Whether its answer can be continued by another instance, and merged into one."""
 
 
 GENERATING: Mapping[str, Api] = {
     "/v1/chat/completions": Api(
-        "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_continuable=True
+        "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_chat=True, is_continuable=True
     ),
     "/v1/completions": Api("cmpl-", ("max_tokens",), takes_rid=True, is_continuable=True),
     "/v1/responses": Api("resp_", ("max_output_tokens",)),

@@ -19,6 +19,7 @@ __all__ = ["Asking", "LegMaker", "ask_instances"]
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
 _NOTHING = LegAsk({})
+_PARAMS = "kv_transfer_params"
 
 
 class Asking(NamedTuple):
@@ -92,14 +93,14 @@ class LegMaker:
         if selection.prefill is None or asking.prefill is None:
             return answering, None
         if asking.prefill is not asking.answering:
-            data = self._encode_body(asking.prefill, self._members)
+            data = self._encode_body(asking.prefill, self._cut_members(asking.prefill))
         return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
 
     def ask_decode(self, leg: Leg, answer: bytes) -> None:
         """Give decode's leg its request, now that prefill has answered."""
         asking = self._asking
         assert asking.pair is not None
-        data = self._encode_body(asking.answering, {**self._members, **asking.pair.ask_after(answer)})
+        data = self._encode_body(asking.answering, _join(asking.pair.ask_after(answer), self._members))
         address, is_fresh = leg.instance.address, leg.instance.key in self._fresh
         leg.exchange = self._upstream.prepare_exchange(address, self._add_to_head(asking.answering), data, is_fresh)
 
@@ -112,6 +113,22 @@ class LegMaker:
         head = self._parsed.head
         return head._replace(start=head.start + ask.head)
 
+    def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
+        """Of the members that each leg gets, those that do not undo what prefill alone is asked."""
+        undone = {*ask.members, *ask.dropped, "return_token_ids"} - {_PARAMS}
+        return {name: member for name, member in self._members.items() if name not in undone}
+
     def _encode_body(self, ask: LegAsk, members: Mapping[str, bytes]) -> _Data:
         body = self._parsed.body
-        return self._parsed.data if body is None else splice_parts(body, {**ask.members, **members}, ask.dropped)
+        if body is None:
+            return self._parsed.data
+        added = {**ask.members, **members} if _PARAMS not in members else _join(ask.members, members)
+        return splice_parts(body, added, ask.dropped)
+
+
+def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The members of both; ``kv_transfer_params`` of a pair, and of a stream that is resumed, have those of both."""
+    joined = {**first, **second}
+    if _PARAMS in first and _PARAMS in second:
+        joined[_PARAMS] = first[_PARAMS][:-1] + b"," + second[_PARAMS].partition(b"{")[2]
+    return joined

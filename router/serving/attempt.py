@@ -23,7 +23,7 @@ from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, Ti
 from router.serving.aborts import Aborter
 from router.serving.api import EngineIds
 
-__all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed"]
+__all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed", "StreamStalled"]
 
 _log = logging.getLogger("router.serving.attempt")
 
@@ -51,6 +51,10 @@ _PREAMBLE = re.compile(
 _LATE_ERROR = re.compile(rb'"message": ?"Internal server error"')
 _ERROR = re.compile(rb'^ ?\{"(?:error": ?\{|type": ?"error")')
 _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
+
+
+class StreamStalled(TimedOut):
+    """A stream that had begun brought nothing for too long."""
 
 
 class LegFailed(Exception):
@@ -245,6 +249,11 @@ class Attempt:
         """Whether its event stream has begun, and nothing has come since then, on ``time.monotonic``."""
         leg = self.answering
         return self._begun and self.is_event_stream and not leg.is_finished and leg.exchange.is_silent(since)
+
+    def on_stall(self, seconds: float) -> None:
+        """Nothing has come of the stream for so long: the answering leg fails."""
+        message = f"{self.answering.instance.key} has sent nothing of the stream for {seconds:g} s"
+        self.answering.exchange.fail(StreamStalled(message))
 
     def finish(self) -> None:
         """The client has the whole response; prefill gets a moment to end its own."""

@@ -22,6 +22,7 @@ from router.http import (
     find_request_id,
     parse_inference,
     prepare_head,
+    rename_model,
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.aborts import names_any
@@ -72,14 +73,24 @@ class ParsedRequest:
         self.wants_stream = False
         if request.path not in GENERATING:
             self.request_id = sent_id or _make_request_id()
-            self.features = RequestFeatures(estimate_tokens(request.body), model=find_model(request.body))
+            model = find_model(request.body)
+            if model in aliases:
+                model = aliases[model]
+                self.data = rename_model(request.body, model)
+            self.features = RequestFeatures(estimate_tokens(request.body), model=model)
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
             self.api = GENERATING[request.path]
-            self.body = body = _parse_body(request, large)
+            try:
+                self.body = body = parse_inference(request.body, large)
+            except BadBody as exc:
+                raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+            if len(body.request_id or "") > MAX_ID_CHARACTERS:
+                message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
+                raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
             members: Mapping[str, Any] = body.members
             if aliases:
                 members = self._resolve_alias(aliases, members)
@@ -148,17 +159,6 @@ def guess_ids(request: ClientRequest, asked: Collection[str]) -> EngineIds:
     except BadBody:
         pass  # it is told so in its turn
     return EngineIds(GENERATING[request.path].id_prefix, request_id, body.choices if body else 1)
-
-
-def _parse_body(request: ClientRequest, large: LargeBody | None) -> InferenceBody:
-    try:
-        body = parse_inference(request.body, large)
-    except BadBody as exc:
-        raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-    if len(body.request_id or "") > MAX_ID_CHARACTERS:
-        message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
-        raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
-    return body
 
 
 def _make_request_id() -> str:

@@ -74,7 +74,7 @@ class Proxy:
         self._end_older(ApiError(503, "the router is stopping", "router_stopping"), time.perf_counter())
 
     async def watch_the_clock(self) -> None:
-        """End requests that have run for longer than the time-out, and streams that stall, until cancelled."""
+        """End requests that have run for longer than the time-out, and give up streams that stall, until cancelled."""
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
         while True:
             await asyncio.sleep(min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4))
@@ -103,12 +103,11 @@ class Proxy:
         return found, engine_ids
 
     def _end_stalled_streams(self, since: float) -> None:
-        """End the streams whose instance has sent nothing since then; it is told to abort them."""
+        """Give up the instances that have sent nothing of a stream since then; they are told to abort it."""
         for serving in list(self._live):
             attempt = serving.attempt
             if attempt is not None and attempt.is_stalled(since):
-                message = f"{attempt.answering.instance.key} has sent nothing of the stream for {self._stall:g} s"
-                serving.fail(RequestEnded(ApiError(504, message, "stream_stalled")))
+                attempt.on_stall(self._stall)
 
     def _end_older(self, error: ApiError, started_before: float) -> None:
         for serving in [serving for serving in self._live if serving.started <= started_before]:

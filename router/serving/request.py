@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
-
-import orjson
+from typing import Any, NamedTuple
 
 from router.access import Auth, Limits
-from router.fleet import HealthMonitor, Instance, Role
+from router.fleet import EngineKind, HealthMonitor, Role
 from router.http import (
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
@@ -20,33 +18,39 @@ from router.http import (
     BadBody,
     ClientRequest,
     ConnectionPool,
-    Headers,
     LargeBody,
     NoRoom,
     Refused,
+    TimedOut,
     UpstreamError,
     echo_request_id,
     encode_member,
-    encode_request_id,
     end_to_end,
     estimate_tokens,
     find_request_id,
-    read_usage,
 )
 from router.serving.aborts import Aborter
 from router.serving.api import GENERATING
 from router.serving.asking import LegMaker, ask_instances
-from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
-from router.serving.dialects import NotReady, Pair, Pairs
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed, StreamStalled
+from router.serving.dialects import NotReady, Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
-from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.resume import (
+    CannotContinue,
+    ResponseMerger,
+    Resuming,
+    StreamMerger,
+    continue_stream,
+    find_obstacle,
+    tells_ids,
+)
 from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
-from router.serving.trace import log_attempt_end, log_choice, log_request_end
+from router.serving.story import Story
 from router.settings import RouterSettings
-from router.telemetry import AttemptRecord, Audit, RequestRecord, RouterMetrics
+from router.telemetry import Audit, RouterMetrics
 
 __all__ = ["Services", "ServingRequest"]
 
@@ -54,11 +58,8 @@ _log = logging.getLogger("router.serving.request")
 
 # A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
 MAX_ATTEMPTS = 6
-DETOKENIZE_SECONDS = 5.0
 
-_JSON = [(b"content-type", b"application/json")]
 _ABORTED = ApiError(409, "the request was aborted", "aborted")
-_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
 class Services(NamedTuple):
@@ -87,44 +88,31 @@ class ServingRequest:
         "_is_aborted",
         "_keep_alive",
         "_num_attempts",
-        "_pair",
         "_parsed",
-        "_preemptions",
         "_queueing",
-        "_records",
         "_request",
         "_response",
+        "_resuming",
         "_retries",
-        "_selection",
-        "_sent_id",
         "_services",
-        "_started_unix",
-        "_trace_id",
+        "_story",
         "attempt",
-        "client",
-        "request_id",
         "started",
     )
 
     def __init__(self, request: ClientRequest, services: Services) -> None:
-        self.started = time.perf_counter()
+        self._story = story = Story(services)
+        self.started = story.started
         """When it arrived, on ``time.perf_counter``."""
-        self.client: str | None = None
-        """Who asks, once admitted."""
-        self.request_id = ""
         self.attempt: Attempt | None = None
         """The one that runs, or ran last."""
-        self._started_unix = time.time()
         self._request = request
         self._response = ClientResponse(request)
         self._services = services
-        self._trace_id = self._sent_id = ""
         self._parsed: ParsedRequest | None = None  # once it was read
-        self._selection: Selection | None = None
-        self._pair: Pair | None = None
         self._retries = Retries()
-        self._num_attempts = self._preemptions = 0
-        self._records: list[AttemptRecord] = []
+        self._num_attempts = 0
+        self._resuming: Resuming | None = None  # once an instance has put it down
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
         self._ended: RequestEnded | None = None
         # A client has told its engines to stop it: an attempt that fails now is the last.
@@ -141,7 +129,7 @@ class ServingRequest:
                 await self._pass_limits(client)
             else:
                 services.admission.try_enter(client)
-            self.client = client
+            self._story.client = client
             if self._parsed is None:
                 self._parsed = await self._read_request(client)
             await self._answer_client(self._parsed)
@@ -163,13 +151,13 @@ class ServingRequest:
             self._ended = None  # its traceback leads to this request: only the collector could free both
             if self._keep_alive is not None:
                 self._keep_alive.stop()
-            if self.client is not None:
+            if self._story.client is not None:
                 uncharged = 0
                 if self._charged is not None:
                     prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
                     uncharged = response.count_used_tokens(prompt_tokens) - self._charged
-                services.admission.leave(self.client, uncharged)
-            self._write_record()
+                services.admission.leave(self._story.client, uncharged)
+            self._story.write_record(self._request, response, self._parsed, self.attempt)
 
     def fail(self, ended: RequestEnded) -> None:
         """End the request: the task that works on it gets ``ended``."""
@@ -192,11 +180,11 @@ class ServingRequest:
         meant: Collection[str] = ()
         if asked is not None:
             parsed = self._parsed
-            ids = guess_ids(self._request, asked) if parsed is None else parsed.name_at_engines(self.request_id)
+            ids = guess_ids(self._request, asked) if parsed is None else parsed.name_at_engines(self._story.request_id)
             meant = ids.find_meant(asked) if ids.request_id else ()
             if not meant:
                 return (), ()
-            self.request_id = ids.request_id
+            self._story.request_id = ids.request_id
         if self.attempt is None or self.attempt.engine_ids is None:  # none runs, or by closing its connections
             self.fail(RequestEnded(_ABORTED))
             return meant, ()
@@ -248,20 +236,20 @@ class ServingRequest:
         self._watch_client()
         for name, value in request.headers:
             if name == b"traceparent":
-                self._trace_id = value[3:35].decode("latin-1")
+                self._story.trace_id = value[3:35].decode("latin-1")
         try:
-            self._sent_id = self.request_id = find_request_id(request.headers)
+            self._story.sent_id = self._story.request_id = find_request_id(request.headers)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         is_large = len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
         large = await self._look_through() if is_large else None
         salts = self._services.auth.cache_salts
         derive_salt = partial(salts.derive, client) if salts else None
-        parsed = ParsedRequest(request, self._sent_id, large, derive_salt, self._services.selector.aliases)
-        self.request_id = parsed.request_id
+        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
+        self._story.request_id = parsed.request_id
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
-            self._keep_alive = KeepAlive(self._response, seconds, self._own_headers())
+            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_headers())
         if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
             await asyncio.sleep(0)
             _ = parsed.features.chunks
@@ -300,34 +288,35 @@ class ServingRequest:
                 if self._keep_alive is not None:
                     self._keep_alive.stop()
                 if not attempt.is_event_stream and response.holds_whole(attempt):
-                    is_done = response.relay_whole(attempt, first, self._own_headers())
+                    is_done = response.relay_whole(attempt, first, self._story.own_headers())
+                    if not is_done:
+                        await self._go_on_after_preemption()
                 else:
-                    is_done = await self._relay_pieces(attempt, first)
+                    is_done = await self._relay_pieces(parsed, attempt, first)
                 if is_done:
                     break
-                await self._prepare_next_segment()
                 if response.merger is not None and response.merger.complete:
-                    response.finish_from_segments(self._own_headers())
+                    response.finish_from_segments(self._story.own_headers())
                     break
         except LegFailed as failure:
             self._send_failure(failure)
         else:
-            self._end_attempt("answered")
+            self._story.end_attempt(self.attempt, "answered")
 
-    async def _relay_pieces(self, attempt: Attempt, first: bytes) -> bool:
-        """Relay the response as it comes; False if the decode instance preempted the request half-way.
+    async def _relay_pieces(self, parsed: ParsedRequest, attempt: Attempt, first: bytes) -> bool:
+        """Relay the response as it comes; False if another segment is to follow.
 
         Raises:
-            RequestEnded: the answering leg failed, or the request was ended.
+            RequestEnded: the answering leg failed or preempted the request, which cannot go on; or it was ended.
         """
         try:
-            return await self._response.relay_pieces(attempt, first, self._own_headers())
+            if await self._response.relay_pieces(attempt, first, self._story.own_headers()):
+                return True
         except UpstreamError as exc:
-            attempt.break_off(exc)
-            self._end_attempt(f"broke off: {exc}")
-            role = attempt.answering.instance.role.value
-            message = f"{role} instance failed in the middle of its answer: {exc}"
-            raise RequestEnded(ApiError(502, message, f"{role}_failed")) from exc
+            self._go_on_after_break(parsed, attempt, exc)
+        else:
+            await self._go_on_after_preemption()
+        return False
 
     async def _begin_attempt(self, parsed: ParsedRequest) -> bytes:
         """Make attempts until one has the first bytes of a response.
@@ -340,19 +329,33 @@ class ServingRequest:
         try:
             selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
         except NoInstance as none:
+            resuming = self._resuming
+            if resuming is not None and resuming.is_broken:
+                raise RequestEnded(resuming.explain("no other instance can take it")) from None
             raise RequestEnded(none.error) from None
         attempts = 0
         while True:
+            if self._ended is not None:
+                raise self._ended
+            if self._is_aborted:
+                raise RequestEnded(_ABORTED)
             attempts += 1
             try:
-                attempt = await self._prepare_attempt(parsed, selection)
+                try:
+                    attempt = self._make_attempt(parsed, selection)
+                except NotReady as unready:
+                    await self._learn_of_prefill(unready, selection)
+                    attempts -= 1
+                    continue
                 return await attempt.begin()
             except LegFailed as failure:
                 if self.attempt is not None:
                     self.attempt.give_up(culprit=failure.instance)
                 if selection.prefill is not None:
                     self._services.pairs.forget_prefill(selection.prefill)
-                self._end_attempt(str(failure))
+                self._story.end_attempt(self.attempt, str(failure))
+                if self._is_aborted:
+                    raise RequestEnded(_ABORTED) from failure
                 self._blame_instance(failure)
                 if not failure.another_may_serve or attempts == MAX_ATTEMPTS:
                     raise
@@ -363,23 +366,6 @@ class ServingRequest:
                 except NoInstance:
                     raise failure from None
 
-    async def _prepare_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
-        """An attempt with the selected instances, once all is known of them that must be; nothing is sent yet.
-
-        Raises:
-            LegFailed: an instance does not tell what must be known of it.
-            RequestEnded: it cannot be served, or was ended.
-        """
-        while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._is_aborted:
-                raise RequestEnded(_ABORTED)
-            try:
-                return self._make_attempt(parsed, selection)
-            except NotReady as unready:
-                await self._learn_of_prefill(unready, selection)
-
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill what must be known of it.
 
@@ -387,56 +373,60 @@ class ServingRequest:
             LegFailed: it does not tell.
         """
         assert selection.prefill is not None
-        self._selection = selection
+        self._story.selection = selection
         try:
             await unready.learn(self._services.upstream)
         except UpstreamError as exc:
             raise LegFailed(selection.prefill, str(exc)) from exc
 
-    async def _prepare_next_segment(self) -> None:
+    async def _go_on_after_preemption(self) -> None:
         """Prepare the next segment of a request that its decode instance preempted.
 
         Raises:
             RequestEnded: it cannot be continued.
         """
-        merger, selection, settings = self._response.merger, self._selection, self._services.settings
+        merger, selection, services = self._response.merger, self._story.selection, self._services
         assert merger is not None
         assert selection is not None
         decode = selection.answering
-        self._end_attempt("preempted")
-        self._preemptions += 1
-        self._services.metrics.count_preemption(decode.key)
-        if settings.preempt_retry_exclude_decode:
+        self._story.end_attempt(self.attempt, "preempted")
+        services.metrics.count_preemption(decode.key)
+        if services.settings.preempt_retry_exclude_decode:
             self._retries.avoid(decode.key)
-        if isinstance(merger, ResponseMerger):
-            while (ids := merger.ids_to_detokenize) is not None:
-                merger.take_text(await self._detokenize(decode, ids))
-        if merger.complete:
-            return
-        if self._preemptions > settings.preempt_retry_count:
-            message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
-            raise RequestEnded(ApiError(503, message, "preempted"))
-        if merger.resumption() is None:
-            message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
-            raise RequestEnded(ApiError(503, message, "preempted"))
-        if isinstance(merger, StreamMerger):
-            merger.begin_segment()
+        self._resuming = self._resuming or Resuming(services.settings)
+        error = await self._resuming.prepare_after_preemption(merger, decode, services.upstream)
+        if error is not None:
+            raise RequestEnded(error)
 
-    async def _detokenize(self, instance: Instance, ids: list[int]) -> str | None:
-        """The text of ``ids``, asked of an instance; None where it cannot tell."""
-        try:
-            response = await self._services.upstream.fetch(
-                instance.address,
-                "POST",
-                "/detokenize",
-                headers=_JSON,
-                body=orjson.dumps({"tokens": ids}),
-                timeout=DETOKENIZE_SECONDS,
-            )
-            text = orjson.loads(response.body)["prompt"] if response.status == 200 else None
-        except (UpstreamError, ValueError, KeyError, TypeError):
-            return None
-        return text if isinstance(text, str) else None
+    def _go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+        """Prepare the next segment of a stream whose instance died, broke off or hung.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        response, services, instance = self._response, self._services, attempt.answering.instance
+        if isinstance(exc, StreamStalled):
+            attempt.give_up()
+            error = ApiError(504, str(exc), "stream_stalled")
+        else:
+            attempt.break_off(exc)
+            role = instance.role.value
+            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
+        self._story.end_attempt(self.attempt, f"broke off: {exc}")
+        merger = response.merger if isinstance(response.merger, StreamMerger) else None
+        if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
+            raise RequestEnded(error) from exc
+        self._resuming = self._resuming or Resuming(services.settings)
+        is_chat = parsed.api.is_chat
+        failed = self._resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
+        if failed is None and merger is None and response.bytes_sent:
+            engine = instance.registration.engine
+            why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
+            failed = self._resuming.explain(why or "its tokens' ids are not known")
+        if failed is not None:
+            raise RequestEnded(failed) from exc
+        services.metrics.count_resumption(instance.key)
+        self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
@@ -446,16 +436,24 @@ class ServingRequest:
         """
         services, number = self._services, self._num_attempts
         # An engine may still know the id of the attempt before.
-        request_id = f"{self.request_id}-retry{number}" if number else self.request_id
+        request_id = f"{self._story.request_id}-retry{number}" if number else self._story.request_id
         asking = ask_instances(services.pairs, selection, parsed, request_id)
         self._num_attempts += 1
-        self._selection, self._pair = asking.selection, asking.pair
         pair = asking.pair
+        self._story.selection, self._story.pair = asking.selection, pair
         if services.is_debugging:
-            log_choice(self.request_id, number, asking.selection, parsed.features.prompt_tokens)
-        if pair is not None and pair.merges_segments and parsed.api.is_continuable and parsed.body is not None:
-            self._response.expect_segments(parsed.body)
-        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed), self._retries.stale)
+            self._story.log_choice(parsed.features.prompt_tokens)
+        engine = asking.selection.answering.registration.engine
+        if parsed.body is not None and parsed.api.is_continuable:
+            if pair is not None and pair.merges_segments:
+                self._response.expect_segments(parsed.body)
+            elif (
+                parsed.wants_stream
+                and services.settings.stream_resume_count
+                and not find_obstacle(parsed.body, engine, parsed.api.is_chat)
+            ):
+                self._response.expect_segments(parsed.body, engine is not EngineKind.FASTDEPLOY)
+        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed, engine), self._retries.stale)
         answering, prefill = maker.make_legs()
         self.attempt = Attempt(
             answering,
@@ -469,20 +467,43 @@ class ServingRequest:
         )
         return self.attempt
 
-    def _list_members(self, parsed: ParsedRequest) -> dict[str, bytes]:
-        """The members that this attempt's bodies get in any dialect."""
+    def _list_members(self, parsed: ParsedRequest, engine: EngineKind) -> dict[str, bytes]:
+        """The members that this attempt's bodies get in any dialect.
+
+        Raises:
+            RequestEnded: this engine cannot go on with the answer.
+        """
         body, merger = parsed.body, self._response.merger
         members: dict[str, bytes] = {}
         if parsed.cache_salt:
             members["cache_salt"] = parsed.cache_salt
         if parsed.model:
             members["model"] = parsed.model
-        if body is not None and isinstance(merger, StreamMerger) and not body.members.get("return_token_ids"):
+        if merger is None:
+            return members
+        assert body is not None
+        is_wanted = isinstance(merger, StreamMerger) and not body.members.get("return_token_ids")
+        if is_wanted and (engine is EngineKind.FASTDEPLOY or tells_ids(engine, parsed.api.is_chat)):
             members["return_token_ids"] = b'"return_token_ids":true'
-        if self._preemptions and merger is not None:
-            resumption = merger.resumption() or {}
-            members |= {name: encode_member(name, value) for name, value in resumption.items()}
+        if self._resuming is not None:
+            members |= {name: encode_member(name, value) for name, value in self._continue(parsed, engine).items()}
         return members
+
+    def _continue(self, parsed: ParsedRequest, engine: EngineKind) -> Mapping[str, Any]:
+        """What the next segment's instance is asked beside the client's request.
+
+        Raises:
+            RequestEnded: this engine cannot go on with the answer.
+        """
+        merger, resuming = self._response.merger, self._resuming
+        if isinstance(merger, ResponseMerger):
+            return merger.resumption()
+        assert isinstance(merger, StreamMerger)
+        try:
+            return continue_stream(merger, engine, parsed.api.is_chat)
+        except CannotContinue as exc:
+            assert resuming is not None
+            raise RequestEnded(resuming.explain(str(exc))) from None
 
     def _blame_instance(self, failure: LegFailed) -> None:
         """Count a failure for which the instance, and not the request or its partner, is to blame."""
@@ -490,22 +511,17 @@ class ServingRequest:
         if is_broken and not failure.stale and not failure.in_hand_over:
             failure.instance.record_failure(time.monotonic(), str(failure))
 
-    def _end_attempt(self, how: str) -> None:
-        """Keep the reasons of the attempt that has just ended, and how it ended."""
-        decisions = self._selection.decisions if self._selection else ()
-        self._records.append(AttemptRecord(decisions, how))
-        if self._services.is_debugging:
-            log_attempt_end(self.request_id, len(self._records), self.attempt, how)
-
     def _send_failure(self, failure: LegFailed) -> None:
         """Answer with the failure of the last attempt: the instance's own response, unless prefill broke down."""
         response, role = failure.response, failure.instance.role
+        if self._resuming is not None and self._resuming.is_broken:
+            raise RequestEnded(self._resuming.explain(str(failure)))
         if response is not None and response.status in REDIRECTIONS:
             raise RequestEnded(ApiError(502, str(failure), "instance_redirects"))
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
         if response is not None and is_own and not self._request.response_started:
             headers = end_to_end(response.headers, NOT_PASSED_BACK)
-            self._response.send(response.status, headers, response.body, self._own_headers())
+            self._response.send(response.status, headers, response.body, self._story.own_headers())
         elif response is not None and is_own and not self._response.first_byte_at:
             self._response.end_with_refusal(response.status, response.body)
         else:
@@ -516,79 +532,6 @@ class ServingRequest:
         """End the request for the client, however much it has got; and the attempt, if one still runs."""
         if self.attempt is not None:
             self.attempt.give_up()
-        if self._num_attempts > len(self._records):
-            self._end_attempt(error.message if error else "the client left")
-        self._response.end_with(error, self._own_headers())
-
-    def _own_headers(self) -> Headers:
-        """Who served the request, and why; the whole story is at /admin/explain."""
-        headers = []
-        if self.request_id:
-            # A client's own id may hold any printable character.
-            headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
-            headers.append(encode_request_id(self._sent_id or self.request_id))
-        selection = self._selection
-        if selection is not None:
-            decision = selection.decisions[0]
-            for instance in (selection.prefill, selection.answering):
-                if instance is not None:
-                    headers.append((_INSTANCE_HEADERS[instance.role], instance.key.encode()))
-            reason = f"{decision.reasons.get('policy', '')}; cached={decision.cached_tokens}"
-            headers.append((b"x-router-decision", reason.encode()))
-        return headers
-
-    def _write_record(self) -> None:
-        """Keep the story of the request, and let the policies learn from it."""
-        request, response = self._request, self._response
-        record = RequestRecord(
-            request.method,
-            request.path,
-            self._started_unix,
-            request_id=self.request_id,
-            client=self.client or "",
-            trace_id=self._trace_id,
-            status=response.status,
-            error=response.error_code,
-            streamed=response.is_event_stream,
-            first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
-            total_ms=(time.perf_counter() - self.started) * 1e3,
-            bytes_sent=response.bytes_sent,
-            chunks=response.chunks,
-            attempts=self._records,
-        )
-        parsed, selection = self._parsed, self._selection
-        if selection is not None and self.attempt is not None and parsed is not None and parsed.body is not None:
-            self._note_outcome(record, parsed, selection, self.attempt)
-        self._services.audit.add_record(record)
-        if self._services.is_debugging:
-            log_request_end(record)
-
-    def _note_outcome(
-        self, record: RequestRecord, parsed: ParsedRequest, selection: Selection, attempt: Attempt
-    ) -> None:
-        """Note who generated the answer, and the engine's figures; let the policy learn if all went well."""
-        usage = said = self._response.read_usage()
-        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        if selection.prefill is None:
-            leg, record.mixed = attempt.answering, selection.answering.key
-        else:
-            assert attempt.prefill is not None
-            leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
-            record.decode_cached_tokens = said.cached_tokens
-            usage = read_usage(attempt.prefill_answer) or said
-            pair = self._pair if not record.error else None
-            if pair is not None and (why := pair.find_lost_hand_over(attempt.prefill_answer, usage, said)):
-                self._report_computed_twice(selection.prefill, selection.answering, why)
-        record.cached_tokens = usage.cached_tokens
-        record.predicted_cached_tokens = selection.decisions[0].cached_tokens
-        if not record.error and record.status < 400:
-            ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
-            self._services.selector.learn(selection, parsed.features, usage, queued_before=leg.queued_before, ttft=ttft)
-
-    def _report_computed_twice(self, prefill: Instance, decode: Instance, why: str) -> None:
-        count = self._services.metrics.count_computed_twice(decode.key)
-        if count == 1 or count % 1000 == 0:
-            _log.warning(
-                "%s and %s are a pair, but %s; so decode computes prompts again (%d so far)",
-                *(prefill.key, decode.key, why, count),
-            )
+        if self._num_attempts > self._story.num_ended:
+            self._story.end_attempt(self.attempt, error.message if error else "the client left")
+        self._response.end_with(error, self._story.own_headers())

@@ -95,10 +95,14 @@ class ClientResponse:
         # What prefill said of its cache; None until it is known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
-    def expect_segments(self, body: InferenceBody) -> None:
-        """The response may come in several segments: the decode instance may preempt the request half-way."""
+    def expect_segments(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
+        """The response may come in several segments: an instance may preempt the request half-way, or die.
+
+        Args:
+            keeps_prompt: as ``StreamMerger`` has it.
+        """
         if self.merger is None:
-            self.merger = StreamMerger(body) if body.members.get("stream") else ResponseMerger(body)
+            self.merger = StreamMerger(body, keeps_prompt) if body.members.get("stream") else ResponseMerger(body)
 
     def hold_bytes(self, body: InferenceBody | None) -> int:
         """How much of a response that is no event stream must be there before it is relayed."""

@@ -14,17 +14,20 @@ __all__ = ["Retries"]
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
 
+_NONE: frozenset[str] = frozenset()
+
 
 class Retries:
     """The instances at which a request has failed, by their keys."""
 
-    __slots__ = ("_avoided", "_excluded", "_failures", "stale")
+    __slots__ = ("_avoided", "_excluded", "_failures", "_hung", "stale")
 
     def __init__(self) -> None:
         self.stale: set[str] = set()
         """Instances whose idle connections had been closed: the next attempt uses a connection of its own there."""
         self._excluded: set[str] = set()  # not to be used again
         self._avoided: set[str] = set()  # used again only if there is no other
+        self._hung: frozenset[str] | set[str] = _NONE
         self._failures = 0
 
     def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
@@ -44,6 +47,17 @@ class Retries:
     def avoid(self, key: str) -> None:
         """Use this instance again only if there is no other."""
         self._avoided.add(key)
+
+    def begin_again(self, key: str, *, is_hung: bool) -> None:
+        """The instance failed half-way: what failed before that may be used again, and it itself as a last resort.
+
+        Args:
+            is_hung: it is not to be used again, as it might hang without end.
+        """
+        self._hung |= {key} if is_hung else set()
+        self._excluded = set(self._hung)
+        self._avoided = {key}
+        self._failures = 0
 
     async def record_failure_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
         """Note which instances the next attempt should not use, and give the others a moment."""

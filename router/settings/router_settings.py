@@ -77,6 +77,11 @@ class RouterSettings:
     preempt_retry_exclude_decode: bool = _declare(
         False, "server.preempt-retry-exclude-decode", "continue it at another decode instance, if there is one"
     )
+    stream_resume_count: int = _declare(
+        5,
+        "server.stream-resume-count",
+        "times that a stream is resumed at another instance when its own died, broke off or hung half-way; 0 never",
+    )
     policy: str = _declare("pool_aware", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
     prefill_policy: str = _declare(
         "pool_aware", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES

@@ -62,10 +62,7 @@ class Hub:
         if self.uplink is not None:
             self.uplink.send_to_routers("gone", name)
         for key, question in list(self._questions.items()):
-            if key[0] == name:
-                question.timer.cancel()
-                del self._questions[key]
-            elif name in question.waiting_for:
+            if name in question.waiting_for:
                 self._note_answer(key, name, [])
 
     def stop_workers(self, grace: float) -> None:

@@ -71,6 +71,7 @@ class RouterMetrics:
         self._aborts: dict[str, int] = {}
         self._preemptions: dict[str, int] = {}
         self._computed_twice: dict[str, int] = {}
+        self._resumptions: dict[str, int] = {}
         self._tokens = {"prompt": 0, "completion": 0, "cached": 0, "decode_cached": 0}
         self._placed_by_prefix = 0
         self._placed_on_a_hit = 0
@@ -104,6 +105,10 @@ class RouterMetrics:
         """Count one prompt that ``decode`` computed though prefill had; the number of those so far."""
         self._count_instance(self._computed_twice, decode)
         return self._computed_twice[decode]
+
+    def count_resumption(self, instance: str) -> None:
+        """Count one stream whose ``instance`` died, broke off or hung, to be resumed elsewhere."""
+        self._count_instance(self._resumptions, instance)
 
     def _count_instance(self, counts: dict[str, int], instance: str) -> None:
         if instance not in counts and len(counts) >= self._max_series:
@@ -202,7 +207,7 @@ class RouterMetrics:
         """Drop the counts by instances that are gone: of pairs, if one is. Those that restart are still registered."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
-        for counts in (self._retries, self._aborts, self._preemptions, self._computed_twice):
+        for counts in (self._retries, self._aborts, self._preemptions, self._resumptions, self._computed_twice):
             for instance in counts.keys() - known:
                 del counts[instance]
         self._max_series = max(MAX_WORKER_SERIES, 2 * len(self._inference))
@@ -260,6 +265,7 @@ class RouterMetrics:
             ("router_aborts", "Requests aborted at an instance because nobody will read their answer", self._aborts),
             ("router_reschedules", "Requests put down half-way, by who did, and taken up again", self._preemptions),
             ("router_prompts_computed_twice", "Prompts of pairs that handed nothing over", self._computed_twice),
+            ("router_resumptions", "Streams whose instance failed half-way, by who did, resumed", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
             for instance, count in counts.items():

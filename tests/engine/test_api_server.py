@@ -579,7 +579,8 @@ class TestStarting:
 
     def test_the_process_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "engine.api_server", "--model", "m", "--host", "127.0.0.1"]
-        with child([*argv, "--port", str(instance.port)], tmp_path / "output", {"FD_LOG_DIR": str(tmp_path)}) as second:
+        argv += ["--port", str(instance.port)]
+        with child(argv, tmp_path / "output", {"FD_LOG_DIR": str(tmp_path)}, is_forked=True) as second:
             assert second.wait() == 2
             assert second.output == (
                 f"engine.api_server: cannot listen on 127.0.0.1:{instance.port}: Address already in use; "
@@ -589,7 +590,7 @@ class TestStarting:
 
 @pytest.mark.parametrize(
     ("max_tokens", "reason"),
-    [(None, None), (30, "length"), (3900, "abort")],
+    [(None, None), (8, "length"), (3900, "abort")],
     ids=["idle", "answering", "busy for long"],
 )
 def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -134,7 +135,12 @@ def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
                 router.start()
                 started.callback(router.stop)
             for instance in instances:
-                assert instance.register(routers[0].url).json() == {"status": "success"}
+                wait_until(partial(_has_registered, instance, routers[0]), f"the registration of {instance.key}")
             return routers[0]
 
         yield start
+
+
+def _has_registered(instance: StandIn, router: RouterUnderTest) -> bool:
+    """Register it; where the machine is busy, its first probe may fail."""
+    return instance.register(router.url).json() == {"status": "success"}

@@ -23,8 +23,8 @@ __all__ = ["StrictSglang"]
 
 ROOM_BITS = 63
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-# What a router may add to a request beside the rooms.
-ADDED = {"stream_options", "return_token_ids", "rid", *BOOTSTRAP}
+# What a router may add to a request beside the rooms; or leave out, as SGLang's own is ``rid``.
+ADDED = {"stream_options", "return_token_ids", "rid", "request_id", *BOOTSTRAP}
 FOREIGN = {"disaggregate_info", "kv_transfer_params", "request_id"}
 
 

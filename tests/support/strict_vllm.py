@@ -36,6 +36,7 @@ NULLS = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "
 # What a router may add to a request beside the dialect's own parameters, or change.
 ADDED = {"stream_options", "return_token_ids", "kv_transfer_params"}
 CUT = {"stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop", "ignore_eos", "n"}
+CUT |= {"stop_token_ids", "best_of", "background"}
 # Members of other engines' dialects.
 FOREIGN = {"disaggregate_info", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 

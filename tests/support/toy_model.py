@@ -237,6 +237,11 @@ def _event(kind: str, **members: Any) -> str:
 
 
 def _read_prompts(path: str, body: dict[str, Any]) -> list[list[int]]:
+    if "completion_token_ids" in body:  # FastDeploy appends them to the prompt
+        rest = {name: value for name, value in body.items() if name != "completion_token_ids"}
+        return [[*_read_prompts(path, rest)[0], *body["completion_token_ids"]]]
+    if path != "/v1/completions" and (given := (body.get("kv_transfer_params") or {}).get("prompt_token_ids")):
+        return [given]  # vLLM takes them in place of what it would make of the messages
     if path == "/v1/completions":
         prompt = body["prompt"]
         listed = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt

@@ -330,6 +330,16 @@ class TestAliases:
         assert (first.received[0].json["model"], first.received[0].json["seed"]) == ("Qwen/Qwen3-8B", 1)
         assert second.received == []
 
+    def test_other_requests_may_use_it_too(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        first, second = start_mixed(stand_in, ("bge",), ("whisper",))
+        router = make_router(first, second, model_alias=("embed=bge", "hear=whisper"))
+        sent = {"model": "embed", "input": "x"}
+        assert router.client.post("/v1/embeddings", json=sent).status_code == 200
+        assert first.received[0].json == {"model": "bge", "input": "x"}
+        form = {"data": {"model": "hear"}, "files": {"file": ("a.wav", bytes(100))}}
+        assert router.client.post("/v1/audio/transcriptions", **form).status_code == 200  # type: ignore[arg-type]
+        assert b'name="model"\r\n\r\nwhisper\r\n' in second.received[0].body
+
     def test_it_holds_for_a_single_model_too(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         (instance,) = start_mixed(stand_in, ("m",))
         router = make_router(instance, model_alias=("chat=m",))

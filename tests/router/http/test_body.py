@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.body import encode_member, find_model, parse_inference, parse_object, splice, whole_number
+from router.http.body import (
+    encode_member,
+    find_model,
+    parse_inference,
+    parse_object,
+    rename_model,
+    splice,
+    whole_number,
+)
 from router.http.large_body import BadBody
 
 ADDED = {"request_id": "r-1", "disaggregate_info": {"prefill_ip": "10.0.0.1", "decode_rdma_ports": ["7100"]}}
@@ -241,3 +249,20 @@ LONG = b'"input":"' + b"x" * 20_000 + b'"'
 )
 def test_the_model_is_found_in_a_body_that_is_not_read_otherwise(data: bytes, model: str) -> None:
     assert find_model(data) == model
+
+
+@pytest.mark.parametrize(
+    ("data", "renamed"),
+    [
+        (b'{"nested":{"model":"n"},"model":"m"}', b'{"nested":{"model":"n"},"model":"whisper"}'),
+        (b'{"model": "m",' + LONG + b"}", b'{"model": "whisper",' + LONG + b"}"),
+        (FORM.replace(b"whisper", b"w"), FORM),
+    ],
+)
+def test_a_model_is_renamed_in_a_body_that_is_not_read_otherwise(data: bytes, renamed: bytes) -> None:
+    changed = rename_model(data, "whisper")
+    assert find_model(changed) == "whisper"
+    if data.startswith(b"{"):
+        assert json.loads(changed) == json.loads(renamed)
+    else:
+        assert changed == renamed

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from router.app import RouterApp
-from router.http import Exchange, RouterProtocol
+from router.http import Address, Exchange, RouterProtocol
 from router.http.connection import Connection
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.fault_report import REPORTS, Report
@@ -28,10 +28,9 @@ MakeStandIn = Callable[..., StandIn]
 
 REQUESTS = 64
 PIECES = 3
-# So short that an instance that hangs is given up within a test; not shorter, as a sound one must always answer.
-PROBES = {"health_check_interval_secs": 0.1, "health_check_timeout_secs": 3.0, "health_failure_threshold": 1}
-# Where no instance hangs, a busy machine may take its time to answer.
-PATIENT_PROBES = {**PROBES, "health_check_timeout_secs": 30.0}
+# A sound instance may take its time on a busy machine; one that hangs is given up within a test.
+PROBES = {"health_check_interval_secs": 0.1, "health_check_timeout_secs": 30.0, "health_failure_threshold": 1}
+HUNG_SECONDS = 0.5
 MIDDLE_OF_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"
 FIRST_EVENT = b'data: {"choices": [{"delta": {"content": "0"}}]}\n\n'
 MIDDLE_OF_STREAM = (
@@ -194,16 +193,38 @@ def fleet(
         for instance in instances:
             sound = {"prefill": prefills(), "decode": decodes(instances)}
             instance.behave = sound.get(instance.role, answer)
-        return Fleet(make_router(*instances, splitwise=splitwise, **settings), instances)
+        running = Fleet(make_router(*instances, splitwise=splitwise, **settings), instances)
+        for worker in running.router.workers:
+            upstream = worker.app.upstream
+            monkeypatch.setattr(upstream, "fetch", impatient_with_hanging(instances, upstream.fetch))
+        return running
 
     return start
+
+
+def impatient_with_hanging(instances: list[StandIn], fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """A pool's ``fetch`` that gives up those that do not answer probes soon after all requests have come to their role.
+
+    Before, it would be too early: requests are to meet them. The others may take their time.
+    """
+
+    async def fetch_soon(address: Address, method: str, target: str, *, timeout: float, **options: Any) -> Any:
+        asked = next(instance for instance in instances if instance.port == address.port)
+        if not asked.answers_probes:
+            mates = [instance for instance in instances if instance.role == asked.role]
+            while sum(len(mate.received) for mate in mates) < REQUESTS:
+                await asyncio.sleep(0.01)
+            timeout = HUNG_SECONDS
+        return await fetch(address, method, target, timeout=timeout, **options)
+
+    return fetch_soon
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_one_of_two(fleet: Callable[..., Fleet], role: str, fault: str, workers: int) -> None:
-    running = fleet(role != "mixed", workers=workers, **(PROBES if "hangs" in fault else PATIENT_PROBES))
+    running = fleet(role != "mixed", workers=workers, **PROBES)
     failing = running.of(role)[0]
     with FAULTS[fault](failing):
         ended = ask_all(running)
@@ -254,7 +275,7 @@ def test_a_hang_that_probes_do_not_show_is_ended_by_the_time_out(fleet: Callable
 def test_where_all_of_a_role_fail_each_client_gets_one_clear_error(
     fleet: Callable[..., Fleet], role: str, fault: str, status: int, code: str, workers: int
 ) -> None:
-    running = fleet(role != "mixed", workers=workers, **(PROBES if "hangs" in fault else PATIENT_PROBES))
+    running = fleet(role != "mixed", workers=workers, **PROBES)
     with contextlib.ExitStack() as faults:
         for failing in running.of(role):
             faults.enter_context(FAULTS[fault](failing))
@@ -289,7 +310,7 @@ def test_clients_that_leave_take_their_legs_with_them(
 def test_what_failed_requests_leave_is_freed_without_the_garbage_collector(
     fleet: Callable[..., Fleet], role: str, fault: str
 ) -> None:
-    running = fleet(role != "mixed", **(PROBES if "hangs" in fault else PATIENT_PROBES))
+    running = fleet(role != "mixed", **PROBES)
     with contextlib.ExitStack() as faults:
         for failing in running.of(role):
             faults.enter_context(FAULTS[fault](failing))

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_resume_http import Preempting
+from tests.router.serving.resume.test_preemption_http import Preempting
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, stalls, streams
 from tests.support.waiting import wait_until
 
@@ -180,7 +180,8 @@ def test_a_stream_that_stalls_is_given_up_and_aborted(make_router: MakeRouter, s
     router = make_router(instance, stream_stall_secs=0.2)
     first, error, done, nothing = router.chat(stream=True, request_id="r").text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"] == {
-        "message": f"{instance.key} has sent nothing of the stream for 0.2 s",
+        "message": f"{instance.key} has sent nothing of the stream for 0.2 s; the stream was not resumed: no other "
+        "instance can take it",
         "type": "timeout",
         "param": None,
         "code": "stream_stalled",

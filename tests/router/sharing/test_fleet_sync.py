@@ -30,9 +30,10 @@ def registered(worker: RouterUnderTest) -> list[dict[str, Any]]:
 
 
 def test_an_instance_that_registered_at_one_is_known_to_the_other_when_it_has_its_answer(
-    workers: list[RouterUnderTest],
+    workers: list[RouterUnderTest], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = workers
+    assert "was not answered" not in caplog.text
     assert [one["url"] for one in registered(second)] == [one["url"] for one in registered(first)]
     assert second.chat().status_code == 200
 
@@ -61,6 +62,41 @@ def test_an_order_that_one_carried_out_holds_for_both(
     path = order.pop("path")
     assert second.client.post(f"/admin/{path}", json={"instance": key, **order}).status_code == 200
     assert registered(first)[0][field] == registered(second)[0][field] == value
+
+
+def test_records_are_renewed_for_those_that_come_later(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.sharing.fleet_sync.RENEWAL_SECONDS", 0.02)
+    instance = stand_in()
+    _, second = make_router(instance, workers=2).workers
+    heard: list[dict[str, Any]] = []
+    second.app.link.subscribe_to_records(lambda key, record: heard.append(record))
+    wait_until(lambda: len(heard) >= 2, "two renewals")
+    assert heard[1]["written_at"] > heard[0]["written_at"]
+    assert not heard[1]["is_news"]
+
+
+def test_an_order_is_not_undone_by_a_record_that_was_made_before_it_and_comes_late(
+    workers: list[RouterUnderTest],
+) -> None:
+    first, second = workers
+    late = _record_of(second)
+    key = registered(first)[0]["url"].removeprefix("http://")
+    assert first.client.post("/admin/drain", json={"instance": key}).status_code == 200
+    tell(first, late)
+    assert registered(first)[0]["state"] == "draining"
+
+
+def test_an_instance_of_a_role_that_this_router_has_not_is_not_taken(
+    workers: list[RouterUnderTest], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = workers
+    record = _record_of(first)
+    tell(second, {**record, "fields": {**record["fields"], "role": "prefill", "port": 1}})
+    assert len(registered(second)) == 1
+    assert not second.client.get("/registered").json()["prefill"]
+    assert "of which another router told, is not taken" in caplog.text
 
 
 def test_an_order_holds_though_the_clock_of_who_gave_it_is_behind(

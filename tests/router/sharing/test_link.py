@@ -48,6 +48,19 @@ def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
     run_linked(run)
 
 
+def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> None:
+    async def run(hub: LinkedHub) -> None:
+        early = await hub.join("0")
+        hub.hub.announce_state("Redis is gone")
+        late = await hub.join("1")
+        assert late.trouble == "Redis is gone"
+        await until(lambda: early.trouble == "Redis is gone")
+        hub.hub.announce_state("")
+        await until(lambda: not early.trouble and not late.trouble)
+
+    run_linked(run)
+
+
 def test_a_question_is_answered_by_each_other_process() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)

@@ -129,9 +129,11 @@ def test_predicted_hits_are_held_against_those_the_engine_reports() -> None:
 def test_retries_aborts_and_reschedules_are_counted_by_instance() -> None:
     counted = Counted(splitwise=True)
     counted.register("decode", "d:1")
-    for count in (counted.metrics.count_retry, counted.metrics.count_abort, counted.metrics.count_preemption):
+    figures = counted.metrics
+    for count in (figures.count_retry, figures.count_abort, figures.count_preemption, figures.count_resumption):
         count("d:1")
-    for name in ("router_retries_total", "router_aborts_total", "router_reschedules_total"):
+    names = ("router_retries_total", "router_aborts_total", "router_reschedules_total", "router_resumptions_total")
+    for name in names:
         assert counted.value(name, instance="d:1") == 1
 
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.body import InferenceBody, parse_inference
-from router.serving.resume import ResponseMerger, StreamMerger, strip_token_ids
+from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.resume.events import strip_token_ids
 from tests.router.scripted_engine import Engine
 
 ADDED_NAMES = {"prompt_token_ids", "completion_token_ids", "token_ids", "prompt_tokens", "completion_tokens"}

@@ -1,0 +1,39 @@
+"""Resumption: the segments of one answer's generation, merged into the one response that the client gets.
+
+A segment is the part that one instance generated before it preempted the request (FastDeploy's ``pd_reschedule``), died
+or hung, or ended it. The router then asks again, with the tokens generated so far as the end of the prompt. The engine
+generates on, and answers with the text of the new tokens only; its usage counts the resent ids as prompt, and its
+``max_tokens`` starts anew. The mergers turn segments into one response: pure functions of bytes, without I/O.
+
+Where a seam cannot be exact, nothing is guessed. A whole response starts again from the beginning, as the client has
+seen nothing of it; a stream that has shown text and cannot go on exactly is given up.
+
+A router without a tokenizer does not see everything, so a preempted stream may differ from an undisturbed run in three
+things: a stop string whose first part was shown before the seam is not recognised by the engine after it; presence and
+frequency penalties, and a seed, start anew at the seam; and a character that begins in an event which shows other text
+as well (engines hold a whole token back, but one event may bring several) is lost if the seam comes before its end. A
+stream whose instance died is not resumed where one of the first two may be so (``obstacles.py``).
+
+events.py        server-sent events and their chunks: read, and stripped of ids that the client did not ask for
+obstacles.py     why a stream whose instance died would not go on exactly
+continuation.py  what the next instance is asked, in the form that its engine takes
+stream.py        the merger of streams
+whole.py         the merger of whole responses
+resuming.py      how often a request was put down, and whether it is taken up again
+"""
+
+from router.serving.resume.continuation import CannotContinue, continue_stream
+from router.serving.resume.obstacles import find_obstacle, tells_ids
+from router.serving.resume.resuming import Resuming
+from router.serving.resume.stream import StreamMerger
+from router.serving.resume.whole import ResponseMerger
+
+__all__ = [
+    "CannotContinue",
+    "ResponseMerger",
+    "Resuming",
+    "StreamMerger",
+    "continue_stream",
+    "find_obstacle",
+    "tells_ids",
+]

@@ -1,0 +1,93 @@
+"""What the next instance is asked: the client's request with the tokens so far, in the form that its engine takes.
+
+FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt. Completions of vLLM and SGLang take the
+ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, in place of what it would make
+of the messages; a version that does not know this makes the prompt of the messages, with the text so far as the last
+one. The merger compares what prompt the instance then tells with what it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from router.fleet import EngineKind
+from router.http import whole_number
+
+if TYPE_CHECKING:
+    from router.serving.resume.stream import StreamMerger
+
+__all__ = ["CannotContinue", "continue_stream", "count_remaining", "resume_by_ids"]
+
+# Of vLLM's completions that do not say how long they may be.
+_COMPLETION_TOKENS = 16
+
+
+class CannotContinue(Exception):
+    """The stream cannot go on exactly; the message says why."""
+
+
+def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
+    """The members to set in the request to an instance of ``engine``; none where it begins again.
+
+    Raises:
+        CannotContinue: this engine could not go on.
+    """
+    members, shown = merger.members, merger.shown_ids
+    merger.expect_prompt(None)
+    if not shown:
+        return {}
+    if engine is EngineKind.FASTDEPLOY:
+        return resume_by_ids(members, shown)
+    prompt = merger.prompt_ids
+    if prompt is None:
+        raise CannotContinue("the ids of its prompt are not known")
+    ids = [*prompt, *shown]
+    merger.expect_prompt(ids)
+    if not is_chat:
+        limits = _count_limits(members, shown)
+        if "max_tokens" not in members:
+            limits["max_tokens"] = max(1, _COMPLETION_TOKENS - len(shown))
+        return {"prompt": ids, **limits}
+    if merger.has_reasoned:
+        raise CannotContinue("it has shown reasoning, whose parser would begin again")
+    # A client that has the engine continue its own message has given the beginning of the answer.
+    messages = list(members["messages"])
+    given = messages.pop() if members.get("continue_final_message") else {}
+    text = given.get("content")
+    if not isinstance(text, str | None):
+        raise CannotContinue("its last message is in parts")
+    messages.append({"role": "assistant", **given, "content": (text or "") + merger.text})
+    return {
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "kv_transfer_params": {"prompt_token_ids": ids},
+        **_count_limits(members, shown),
+    }
+
+
+def resume_by_ids(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+    """What FastDeploy takes: the ids generated so far."""
+    sent = members.get("completion_token_ids")
+    added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
+    added |= _count_limits(members, ids)
+    if members.get("echo"):
+        added["echo"] = False  # the first segment has done it
+    return added
+
+
+def count_remaining(members: Mapping[str, Any], generated: int) -> int | None:
+    """How many tokens are still wanted; None if no number was given."""
+    limit = whole_number(members.get("max_completion_tokens")) or whole_number(members.get("max_tokens"))
+    return None if limit is None else max(0, limit - generated)
+
+
+def _count_limits(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, int]:
+    """The limits of tokens that the client gave, less those that were generated."""
+    limits = {}
+    for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
+        limit = whole_number(members.get(name))
+        if limit is not None:
+            limits[name] = max(least, limit - len(ids))
+    return limits

@@ -1,0 +1,153 @@
+"""Server-sent events and the chunks in them: read, written, and stripped of ids that the client did not ask for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from router.http import hide_escapes, show_escapes
+
+__all__ = [
+    "DONE",
+    "IDS_MARK",
+    "PROMPT_IDS",
+    "count_integers",
+    "encode_event",
+    "find_choices",
+    "find_ids",
+    "find_message",
+    "find_text",
+    "has_content",
+    "is_comment",
+    "is_preemption",
+    "merge_usage",
+    "parse_event",
+    "parse_object",
+    "split_events",
+    "strip_token_ids",
+]
+
+DONE = b"data: [DONE]\n\n"
+
+_PREEMPTED = "pd_reschedule"
+_PREEMPTION_MESSAGE = re.compile(r"pd.error|pd_reschedule|preempt", re.IGNORECASE)
+_DATA = re.compile(rb"^data: ?(.*?)\s*$", re.MULTILINE)
+
+# The members that return_token_ids adds: FastDeploy's in the delta or the choice, vLLM's (token_ids) in the choice and
+# at the top. Usage has members named prompt_tokens and completion_tokens too, but those are numbers. In valid JSON
+# a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a member.
+# Escapes must be hidden.
+_MEMBER = (
+    rb'"(?:(?:prompt_|completion_)?token_ids"\s*:\s*(?:\[[-\d,\s]*\]|null)'
+    rb'|(?:prompt_tokens|completion_tokens|text_after_process|raw_prediction)"\s*:\s*'
+    rb'(?:"[^"]*"|null))'
+)
+# Two patterns, because each alone begins with a constant, for which the search is ten times as fast.
+_LATER_MEMBER = re.compile(rb",\s*" + _MEMBER)
+_FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?")
+PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
+# Every event that has one of the members has one whose name ends so.
+IDS_MARK = b'token_ids"'
+
+
+def strip_token_ids(events: bytes) -> bytes:
+    """The events without the members that ``return_token_ids`` adds; every other byte as it was."""
+    return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
+
+
+def merge_usage(response: dict[str, Any], resent: int, reasoning: int = 0) -> None:
+    """Count resent ids in the usage, if there is one, as completion, and not as prompt."""
+    usage = response.get("usage")
+    if not isinstance(usage, dict):
+        return
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+    if not (isinstance(prompt, int) and isinstance(completion, int)):
+        return
+    prompt, completion = prompt - resent, completion + resent
+    usage.update(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    prompt_details, details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    if isinstance(prompt_details, dict) and isinstance(prompt_details.get("cached_tokens"), int):
+        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], prompt)
+    if isinstance(details, dict) and isinstance(details.get("reasoning_tokens"), int):
+        details["reasoning_tokens"] += reasoning
+
+
+def is_preemption(response: dict[str, Any]) -> bool:
+    """Whether a response, or an event of one, says that the request was preempted."""
+    error = response.get("error")
+    if error:
+        message = error.get("message") if isinstance(error, dict) else error
+        return _PREEMPTION_MESSAGE.search(str(message)) is not None
+    return any(choice.get("finish_reason") == _PREEMPTED for choice in find_choices(response))
+
+
+def find_choices(response: dict[str, Any]) -> list[dict[str, Any]]:
+    found = response.get("choices")
+    return [choice for choice in found if isinstance(choice, dict)] if isinstance(found, list) else []
+
+
+def find_message(choice: dict[str, Any]) -> dict[str, Any]:
+    """Where a choice keeps its text: a chat's delta or message, or itself."""
+    for name in ("delta", "message"):
+        message = choice.get(name)
+        if isinstance(message, dict):
+            return message
+    return choice
+
+
+def find_text(message: dict[str, Any]) -> str:
+    texts = (message.get(name) for name in ("content", "reasoning_content", "reasoning", "text"))
+    return next((text for text in texts if text and isinstance(text, str)), "")
+
+
+def find_ids(choice: dict[str, Any]) -> list[int]:
+    """The ids of a choice's tokens; FastDeploy's negative ones are signals to its own processes, not tokens."""
+    ids = (
+        find_message(choice).get("completion_token_ids")
+        or choice.get("completion_token_ids")
+        or choice.get("token_ids")
+    )
+    return [token for token in ids if isinstance(token, int) and token >= 0] if isinstance(ids, list) else []
+
+
+def has_content(choice: dict[str, Any]) -> bool:
+    message = find_message(choice)
+    return bool(find_text(message) or find_ids(choice) or message.get("tool_calls") or choice.get("finish_reason"))
+
+
+def count_integers(array: bytes) -> int:
+    """The number of integers in a JSON array of them."""
+    return array.count(b",") + 1 if len(array.strip(b"[] \t\r\n")) else 0
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """The single events; their ends, of which an engine writes one kind, stay with them."""
+    end = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
+    *whole, rest = events.split(end)
+    return [event + end for event in whole] + ([rest] if rest else [])
+
+
+def parse_event(event: bytes) -> dict[str, Any] | None:
+    """The object that an event carries; None if it carries none, as [DONE] and comments do."""
+    if event.startswith(b"data: {"):
+        return parse_object(event[6:])  # orjson takes the line's end for white space
+    return parse_object(b"\n".join(_DATA.findall(event)))
+
+
+def is_comment(event: bytes) -> bool:
+    """Whether an event tells the client nothing."""
+    return not _DATA.search(event)
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def encode_event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"

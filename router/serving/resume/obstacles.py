@@ -1,0 +1,88 @@
+"""Why a stream whose instance died would not go on exactly at another one: by what was asked, and of which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from router.fleet import EngineKind
+
+if TYPE_CHECKING:
+    from router.http import InferenceBody
+
+__all__ = ["find_obstacle", "follows_grammar", "tells_ids"]
+
+# Members of a request by which the engine follows a grammar; it would begin again at the seam.
+_GRAMMARS = (
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
+    *("structural_tag", "structured_outputs"),
+)
+# What an engine counts over the tokens it generated itself; zero and nothing are without effect.
+_COUNTED_OVER_THE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words")
+# SGLang refuses return_token_ids in streams of chat, and another engine may refuse it anywhere.
+_TELLING = {
+    True: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM}),
+    False: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM, EngineKind.SGLANG}),
+}
+_MAY_CALL_TOOLS = "it may call tools, whose parser would begin again"
+
+
+def tells_ids(engine: EngineKind, is_chat: bool) -> bool:
+    """Whether its streams tell the tokens' ids where ``return_token_ids`` is asked, and it goes on from such."""
+    return engine in _TELLING[is_chat]
+
+
+def follows_grammar(members: Mapping[str, Any]) -> bool:
+    """Whether the answer must have a form."""
+    return any(members.get(name) not in (None, {"type": "text"}) for name in _GRAMMARS)
+
+
+def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str:
+    """Why a stream of such an answer cannot be resumed once it has shown text; "" if it can."""
+    members = body.members
+    if not tells_ids(engine, is_chat):
+        where = "in chat" if engine is EngineKind.SGLANG else ""
+        return f"engines of kind {engine.value} tell no ids of tokens {where}".rstrip()
+    if body.choices > 1:
+        return "it has several answers at once"
+    if follows_grammar(members):
+        return "its answer follows a grammar, which would begin again"
+    if members.get("logprobs") not in (None, False) or members.get("prompt_logprobs") is not None:
+        return "it has logprobs"
+    if members.get("seed") is not None and members.get("temperature") != 0:
+        return "its sampling has a seed, whose sequence would begin again"
+    if any(members.get(name) for name in _COUNTED_OVER_THE_ANSWER):
+        return "it has a penalty on tokens that were generated, which would count them anew"
+    if members.get("stop"):
+        return "it has a stop string, of which the engine may hold a part back"
+    if engine is EngineKind.FASTDEPLOY:
+        return ""
+    return _find_obstacle_in_chat(members) if is_chat else _find_obstacle_in_completions(members, engine)
+
+
+def _find_obstacle_in_chat(members: Mapping[str, Any]) -> str:
+    if (members.get("tools") and members.get("tool_choice") != "none") or members.get("functions"):
+        return _MAY_CALL_TOOLS
+    if members.get("echo"):
+        return "it echoes its prompt"
+    messages = members.get("messages")
+    listed = messages if isinstance(messages, list) else []
+    if not all(isinstance(message, dict) and _is_text(message.get("content")) for message in listed):
+        return "its messages are not text alone"
+    return ""
+
+
+def _find_obstacle_in_completions(members: Mapping[str, Any], engine: EngineKind) -> str:
+    if members.get("echo"):
+        return "it echoes its prompt"
+    if members.get("suffix") or members.get("prompt_embeds"):
+        return "its prompt is more than a text"
+    if engine is EngineKind.SGLANG and members.get("max_tokens") is None:
+        return "it has no max_tokens, and the engine's own limit would begin again"
+    return ""
+
+
+def _is_text(content: Any) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)

@@ -1,0 +1,111 @@
+"""How often a request was put down by its instance, and whether it is taken up again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import orjson
+
+from router.http import ApiError, ConnectionPool, UpstreamError
+from router.serving.resume.obstacles import find_obstacle
+from router.serving.resume.stream import StreamMerger
+from router.serving.resume.whole import ResponseMerger
+
+if TYPE_CHECKING:
+    from router.fleet import Instance
+    from router.http import InferenceBody
+    from router.settings import RouterSettings
+
+__all__ = ["Resuming"]
+
+_log = logging.getLogger("router.serving.resume")
+
+DETOKENIZE_SECONDS = 5.0
+
+_JSON = [(b"content-type", b"application/json")]
+
+
+class Resuming:
+    """Of one request that was put down at least once."""
+
+    __slots__ = ("_breaks", "_broken_by", "_preemptions", "_settings")
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._preemptions = self._breaks = 0
+        self._broken_by: ApiError | None = None  # what ends the request if nobody goes on with it
+
+    async def prepare_after_preemption(
+        self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
+    ) -> ApiError | None:
+        """Prepare the next segment of a request that its decode instance preempted; an error if there can be none."""
+        self._preemptions += 1
+        self._broken_by = None
+        if isinstance(merger, ResponseMerger):
+            while (ids := merger.ids_to_detokenize) is not None:
+                merger.take_text(await _detokenize(upstream, decode, ids))
+        if merger.complete:
+            return None
+        if self._preemptions > self._settings.preempt_retry_count:
+            message = f"decode instances preempted the request {self._preemptions} times; the last was {decode.key}"
+            return ApiError(503, message, "preempted")
+        if merger.resumption() is None:
+            message = f"decode instance {decode.key} preempted the request, whose answer cannot be continued elsewhere"
+            return ApiError(503, message, "preempted")
+        if isinstance(merger, StreamMerger):
+            merger.begin_segment()
+        return None
+
+    def prepare_after_break(
+        self, merger: StreamMerger | None, body: InferenceBody, instance: Instance, error: ApiError, *, is_chat: bool
+    ) -> ApiError | None:
+        """Prepare the next segment of a stream whose instance died, broke off or hung; an error if there can be none.
+
+        Args:
+            merger: None where the client has seen nothing of the answer, or the answer cannot be merged.
+            error: what ends the request unless it goes on.
+        """
+        self._breaks += 1
+        self._broken_by = error
+        if merger is not None and merger.complete:
+            return None
+        limit = self._settings.stream_resume_count
+        if self._breaks > limit:
+            return self.explain(f"it was resumed {limit} times already")
+        if merger is None:
+            return None
+        if merger.has_shown_more:
+            return self.explain("its client has seen more of it than its tokens' ids tell")
+        if merger.shown_ids and (obstacle := find_obstacle(body, instance.registration.engine, is_chat)):
+            return self.explain(obstacle)
+        _log.info("%s; the stream goes on elsewhere behind %d tokens", error.message, len(merger.shown_ids))
+        merger.begin_segment()
+        return None
+
+    def explain(self, why: str) -> ApiError:
+        """The error of a stream that was broken off, with the reason why it was not resumed."""
+        assert self._broken_by is not None
+        return self._broken_by._replace(message=f"{self._broken_by.message}; the stream was not resumed: {why}")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it was put down by an instance that died, broke off or hung."""
+        return self._broken_by is not None
+
+
+async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[int]) -> str | None:
+    """The text of ``ids``, asked of an instance; None where it cannot tell."""
+    try:
+        response = await upstream.fetch(
+            instance.address,
+            "POST",
+            "/detokenize",
+            headers=_JSON,
+            body=orjson.dumps({"tokens": ids}),
+            timeout=DETOKENIZE_SECONDS,
+        )
+        text = orjson.loads(response.body)["prompt"] if response.status == 200 else None
+    except (UpstreamError, ValueError, KeyError, TypeError):
+        return None
+    return text if isinstance(text, str) else None

@@ -1,0 +1,308 @@
+"""The merger of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from router.http import UpstreamError
+from router.serving.resume.continuation import count_remaining, resume_by_ids
+from router.serving.resume.events import (
+    DONE,
+    IDS_MARK,
+    PROMPT_IDS,
+    count_integers,
+    encode_event,
+    find_choices,
+    find_ids,
+    find_message,
+    find_text,
+    has_content,
+    is_comment,
+    is_preemption,
+    merge_usage,
+    parse_event,
+    split_events,
+    strip_token_ids,
+)
+from router.serving.resume.obstacles import follows_grammar
+
+if TYPE_CHECKING:
+    from router.http import InferenceBody
+
+__all__ = ["StreamMerger"]
+
+# Events are kept as they came, in case they are needed, up to this size; then only their ids are.
+_KEPT_BYTES = 16 * 1024
+# Where an engine gives no ids, a few pieces of the stream show it, and nothing need be kept of the others.
+_KEPT_WITHOUT_IDS = 3
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+class StreamMerger:
+    """One client's event stream, from as many segments as it takes.
+
+    The relay of the stream asks the engine for ``return_token_ids`` and gives all events to ``feed``. Once
+    ``preempted``, the segment is over; the instance may also have died, after any event. Then, if ``complete``,
+    ``make_end`` is the rest of the stream; otherwise ``resumption`` (or ``continue_stream``, in the form of any engine)
+    has the members to add to the body of the next request, and ``begin_segment`` is called before the events of its
+    response are fed. The added ids are taken out of the events again, unless the client itself asked for them.
+    """
+
+    __slots__ = (
+        *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
+        *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
+        *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts"),
+    )
+
+    def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
+        """
+        Args:
+            keeps_prompt: the engine goes on from ids of prompt and answer: those of the prompt are kept, too.
+        """
+        self.preempted = False
+        self._body = body
+        self._client_wants_ids = bool(body.members.get("return_token_ids"))
+        self._segment = 0
+        self._head: dict[str, Any] = {}  # the first chunk's id, time and model, which stand for all
+        self._is_chat = False
+        self._begun = False  # whether a chunk has gone to the client, as far as noted
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._shown: list[int] = []  # ids whose text the client has
+        self._held: list[int] = []  # ids after them, whose text the engine still holds back
+        self._withheld: list[bytes] = []  # events with such ids, kept back where the client reads ids itself
+        self._blind = False  # whether the client has seen more than ids stand for: text without them, a tool call
+        self._offset = 0  # characters shown
+        self._reasoning = 0  # ids that were reasoning
+        self._prompt_tokens: int | None = None
+        self._resent = 0
+        # How much of its end the client has: the reason why it ended, the usage, [DONE].
+        self._is_finished = self._has_usage = self._is_done = False
+        self._keeps_prompt = keeps_prompt
+        self._prompt = b""  # the JSON array of its ids, if kept
+        self._texts: list[str] = []  # with the prompt's ids, the text shown
+        self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
+
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """The members of the client's request."""
+        return self._body.members
+
+    @property
+    def shown_ids(self) -> Sequence[int]:
+        """The ids of the tokens that the client has the text of."""
+        self._fold_events()
+        return self._shown
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The ids of the client's prompt; None if they are not known."""
+        return list(orjson.loads(self._prompt)) if self._prompt else None
+
+    @property
+    def text(self) -> str:
+        """The text that the client has, where the prompt is kept."""
+        return "".join(self._texts)
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether the client was shown reasoning."""
+        return self._reasoning > 0
+
+    @property
+    def has_shown_more(self) -> bool:
+        """Whether the client has seen more than ids of tokens stand for."""
+        self._fold_events()
+        return self._blind
+
+    def expect_prompt(self, ids: Sequence[int] | None) -> None:
+        """The next segment should be of this prompt, or else it is none of this stream."""
+        self._expected = ids
+
+    def feed(self, events: bytes) -> bytes:
+        """Take whole server-sent events of the current segment; give the bytes that go to the client.
+
+        Raises:
+            UpstreamError: the segment is of another prompt than it was asked for.
+        """
+        if self.preempted:
+            return b""
+        if self.must_parse(events):
+            return self._merge_events(events)
+        has_ids = IDS_MARK in events
+        if not self._blind:
+            self._keep_events(events, has_ids)
+        return strip_token_ids(events) if has_ids else events
+
+    def must_parse(self, events: bytes) -> bool:
+        """Whether these events may end the segment, or need more than ids taken out of them."""
+        return self._segment > 0 or self._client_wants_ids or b"pd_reschedule" in events or b'"error"' in events
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end is missing: the segment's last token was the last that was asked for."""
+        self._fold_events()
+        if self._blind or self._body.choices != 1:
+            return False
+        return self._is_finished or count_remaining(self._body.members, len(self._shown)) == 0
+
+    def resumption(self) -> dict[str, Any] | None:
+        """The members to set in the next segment's request: ``{}`` to begin again, None if the stream cannot go on."""
+        self._fold_events()
+        if not self._shown and not self._blind:
+            return {}
+        members = self._body.members
+        if self._blind or self._body.choices > 1 or follows_grammar(members):
+            return None
+        return resume_by_ids(members, self._shown)
+
+    def begin_segment(self) -> None:
+        """From now on the events of another response are fed: to a body with the members of ``resumption``."""
+        self._fold_events()
+        self.preempted = False
+        self._segment += 1
+        self._held.clear()
+        self._withheld.clear()
+        self._resent = len(self._shown)
+
+    def make_end(self) -> bytes:
+        """What is missing of the end of a stream that is ``complete``.
+
+        That is its finish reason, the usage if it was asked for, and [DONE].
+        """
+        if self._is_done:
+            return b""
+        chunks: list[dict[str, Any]] = []
+        if not self._is_finished:
+            choice: dict[str, Any] = {"index": 0, "delta": {}} if self._is_chat else {"index": 0, "text": ""}
+            chunks.append({**self._head, "choices": [{**choice, "finish_reason": "length"}]})
+        options = self._body.members.get("stream_options")
+        wants_usage = isinstance(options, dict) and options.get("include_usage")
+        if wants_usage and not self._has_usage and self._prompt_tokens is not None:
+            prompt, completion = self._prompt_tokens, len(self._shown) + (len(self._held) if self._is_finished else 0)
+            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            chunks.append({**self._head, "choices": [], "usage": usage})
+        return b"".join(map(encode_event, chunks)) + DONE
+
+    def _keep_events(self, events: bytes, has_ids: bool) -> None:
+        """Keep events for ``_fold_events``, less the ids of the prompt: of these only the number matters."""
+        if has_ids and self._prompt_tokens is None and (found := PROMPT_IDS.search(events)):
+            self._note_prompt(found.group(1))
+            events = PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
+        self._kept.append(events)
+        self._kept_bytes += len(events)
+        if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
+            self._fold_events()
+
+    def _fold_events(self) -> None:
+        """Read the events kept; go on with their ids only."""
+        for event in split_events(b"".join(self._kept)):
+            if self._blind:
+                break  # it cannot be resumed, whatever the rest says
+            chunk = parse_event(event)
+            if chunk is not None:
+                self._note_chunk(chunk)
+            else:
+                self._note_other(event)
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def _note_prompt(self, ids: bytes) -> None:
+        self._prompt_tokens = count_integers(ids) - self._resent
+        if self._keeps_prompt and not self._resent:
+            self._prompt = ids
+
+    def _note_other(self, event: bytes) -> None:
+        """Note an event that carries no object."""
+        if event.startswith(DONE[:-2]):
+            self._is_done = True
+        elif not is_comment(event) or not event.endswith(_EVENT_ENDS):
+            self._blind = True
+
+    def _note_chunk(self, chunk: dict[str, Any]) -> None:
+        """Note the ids and the text that a chunk shows to the client."""
+        if not self._begun:
+            self._begun = True
+            self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+            self._is_chat = any("delta" in choice for choice in find_choices(chunk))
+        self._blind |= not isinstance(chunk.get("choices"), list)
+        self._has_usage |= not chunk.get("choices") and bool(chunk.get("usage"))
+        for choice in find_choices(chunk):
+            message = find_message(choice)
+            ids, text = find_ids(choice), find_text(message)
+            self._is_finished |= bool(choice.get("finish_reason"))
+            if message.get("tool_calls"):
+                self._blind = True
+            if not text:
+                self._held += ids
+            elif not ids and not self._held:
+                self._blind = True
+            else:
+                self._shown += [*self._held, *ids]
+                self._reasoning += 0 if message.get("content") or message.get("text") else len(self._held) + len(ids)
+                self._held.clear()
+                self._offset += len(text)
+                if self._keeps_prompt:
+                    self._texts.append(text)
+
+    def _merge_events(self, events: bytes) -> bytes:
+        """``feed`` where each event must be looked into."""
+        self._fold_events()
+        given: list[bytes] = []
+        for event in split_events(events):
+            chunk = parse_event(event)
+            if chunk is None:
+                self._note_other(event)
+                given += [*self._withheld, event]
+                self._withheld.clear()
+                continue
+            if is_preemption(chunk):
+                self.preempted = True
+                self._withheld.clear()
+                break
+            given += self._emit(chunk, event)
+        return b"".join(given)
+
+    def _emit(self, chunk: dict[str, Any], event: bytes) -> list[bytes]:
+        if self._expected is not None:
+            self._check_prompt(event)
+        says_something = not find_choices(chunk) or any(map(has_content, find_choices(chunk)))
+        if self._segment and self._begun and not says_something:
+            return []  # a role, which the client has been told
+        if self._prompt_tokens is None and (found := PROMPT_IDS.search(event)):
+            self._note_prompt(found.group(1))
+        sent = event if self._segment == 0 else self._as_first_segment(chunk)
+        self._note_chunk(chunk)
+        if not self._client_wants_ids:
+            return [strip_token_ids(sent)]
+        if self._held and not any(choice.get("finish_reason") for choice in find_choices(chunk)):
+            self._withheld.append(sent)
+            return []
+        given = [*self._withheld, sent]
+        self._withheld.clear()
+        return given
+
+    def _check_prompt(self, event: bytes) -> None:
+        """Check the prompt that the segment's first chunk tells."""
+        found = PROMPT_IDS.search(event)
+        if found is None or orjson.loads(found.group(1)) != self._expected:
+            self._blind = True
+            raise UpstreamError("the instance that was to go on with the stream made another prompt of it")
+        self._expected = None
+
+    def _as_first_segment(self, chunk: dict[str, Any]) -> bytes:
+        """A later segment's chunk as the first one's instance would have written it."""
+        chunk.update(self._head)
+        merge_usage(chunk, self._resent, self._reasoning)
+        for choice in find_choices(chunk):
+            if self._begun:
+                for place in (chunk, choice, find_message(choice)):
+                    place.pop("prompt_token_ids", None)
+            logprobs = choice.get("logprobs")
+            if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
+                offsets = logprobs["text_offset"]
+                logprobs["text_offset"] = [at + self._offset for at in offsets if isinstance(at, int)]
+        return encode_event(chunk)

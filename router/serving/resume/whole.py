@@ -1,0 +1,184 @@
+"""The merger of whole responses."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from router.serving.resume.continuation import count_remaining, resume_by_ids
+from router.serving.resume.events import (
+    find_choices,
+    find_ids,
+    find_message,
+    find_text,
+    is_preemption,
+    merge_usage,
+    parse_object,
+)
+from router.serving.resume.obstacles import follows_grammar
+
+if TYPE_CHECKING:
+    from router.http import InferenceBody
+
+__all__ = ["ResponseMerger"]
+
+# A character is four bytes at most, and a token one at least: so many tokens may hold an unfinished one.
+_MAX_UNFINISHED_TOKENS = 3
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# Markup that an engine takes out of its responses, but a detokenizer asked for the bare ids may leave in.
+_MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
+
+
+class ResponseMerger:
+    """One client's whole (not streamed) response, from as many segments as it takes.
+
+    ``feed`` takes a segment's response, and gives the client's, or None where the segment was preempted. Then, as long
+    as ``ids_to_detokenize`` holds ids, an instance is asked for their text, which goes to ``take_text``. After
+    that, if ``complete``, ``make_end`` is the response; otherwise ``resumption`` is added to the next request's body.
+    """
+
+    __slots__ = ("_body", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
+
+    def __init__(self, body: InferenceBody) -> None:
+        self.ids_to_detokenize: list[int] | None = None
+        """Ids whose text must be known; asked for by ``POST /detokenize {"tokens": [...]}``, vLLM's form."""
+        self._body = body
+        self._restarts = False  # whether merging would be wrong, so that each segment begins again
+        self._ids: list[int] = []
+        self._text = ""
+        self._first: dict[str, Any] | None = None
+        self._resent = 0  # ids that the last preempted segment was given
+        self._last: dict[str, Any] = {}
+
+    def feed(self, status: int, body: bytes) -> bytes | None:
+        """Take one segment's response: the whole response for the client, or None if it was preempted."""
+        if b"pd_reschedule" in body or b"PD Error" in body:
+            response = parse_object(body)
+            if response is not None and is_preemption(response):
+                self._take_segment(response)
+                return None
+        if not self._ids or not 200 <= status < 300:
+            return body
+        return self._merge(body)
+
+    def take_text(self, text: str | None) -> None:
+        """The text of the ids in ``ids_to_detokenize``; None if no instance could tell."""
+        ids = self.ids_to_detokenize or []
+        self.ids_to_detokenize = None
+        if text is None or _MARKUP.search(text):
+            self._begin_again()
+        elif text.endswith(_UNFINISHED):
+            self._drop_last(ids)
+        else:
+            self._ids, self._text = ids, text
+            self._rule_out_stops()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the preempted segment had already generated as many tokens as were asked for."""
+        return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
+
+    def resumption(self) -> dict[str, Any]:
+        """The members to set in the body of the next segment's request; ``{}`` to begin again."""
+        return resume_by_ids(self._body.members, self._ids) if self._ids else {}
+
+    def make_end(self) -> bytes:
+        """The response that is ``complete``."""
+        response = self._last
+        choice = find_choices(response)[0]
+        choice["finish_reason"] = "length"
+        message = find_message(choice)
+        message["text" if message is choice else "content"] = self._text
+        for place in (choice, message):
+            for name in ("completion_token_ids", "token_ids"):
+                if place.get(name) is not None:
+                    place[name] = self._ids if self._body.members.get("return_token_ids") else None
+        merge_usage(response, self._resent)
+        return self._as_first_segment(response)
+
+    def _take_segment(self, response: dict[str, Any]) -> None:
+        """Take in the tokens that a preempted segment has generated."""
+        choices = find_choices(response)
+        if not choices:
+            return  # an error: nothing of this segment is known
+        self._first = self._first or response
+        self._last = response
+        message = find_message(choices[0])
+        if self._must_restart() or message.get("tool_calls") or message.get("reasoning_content"):
+            self._restarts = True
+            self._begin_again()
+            return
+        ids = find_ids(choices[0])
+        if not ids:
+            return
+        self._resent = len(self._ids)
+        self._ids += ids
+        text = find_text(message)
+        if not text:
+            self.ids_to_detokenize = list(self._ids)
+        elif text.endswith(_UNFINISHED):
+            self._text += text
+            self._drop_last(self._ids)
+        else:
+            self._text += text
+            self._rule_out_stops()
+
+    def _must_restart(self) -> bool:
+        members = self._body.members
+        has_logprobs = members.get("logprobs") is not None and members["logprobs"] is not False
+        return (
+            self._restarts
+            or self._body.choices > 1
+            or has_logprobs
+            or bool(members.get("tools") or members.get("functions") or members.get("echo"))
+            or follows_grammar(members)
+        )
+
+    def _begin_again(self) -> None:
+        self._ids, self._text = [], ""
+
+    def _drop_last(self, ids: list[int]) -> None:
+        """The ids end within a character: ask for the text of one less, if they may still be sound."""
+        if len(self._ids) - len(ids) < _MAX_UNFINISHED_TOKENS and len(ids) > 1:
+            self.ids_to_detokenize = ids[:-1]
+        else:
+            self._begin_again()
+
+    def _rule_out_stops(self) -> None:
+        """Begin again if a stop string may have begun before the seam: the next segment would not see it end."""
+        stop = self._body.members.get("stop")
+        strings = stop if isinstance(stop, list) else [stop]
+        if any(self._text.endswith(s[:length]) for s in strings if isinstance(s, str) for length in range(1, len(s))):
+            self._begin_again()
+
+    def _merge(self, body: bytes) -> bytes | None:
+        response = parse_object(body)
+        choices = find_choices(response or {})
+        if response is None or not choices:
+            return body
+        choice = choices[0]
+        message = find_message(choice)
+        if message.get("tool_calls") or message.get("reasoning_content"):
+            self._restarts = True
+            self._begin_again()
+            return None
+        key = "text" if message is choice else "content"
+        message[key] = self._text + find_text(message)
+        for place in (response, choice) if message is choice else (response, choice, message):
+            for name in ("completion_token_ids", "token_ids"):
+                if isinstance(place.get(name), list):
+                    place[name] = [*self._ids, *place[name]]
+            if isinstance(place.get("prompt_token_ids"), list):
+                del place["prompt_token_ids"][-len(self._ids) :]
+            for name in ("completion_tokens", "raw_prediction"):
+                if isinstance(place.get(name), str):
+                    place[name] = self._text + place[name]
+        merge_usage(response, len(self._ids))
+        return self._as_first_segment(response)
+
+    def _as_first_segment(self, response: dict[str, Any]) -> bytes:
+        first = self._first or {}
+        response.update({name: first[name] for name in ("id", "created", "model") if name in first})
+        return orjson.dumps(response)

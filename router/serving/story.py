@@ -1,0 +1,194 @@
+"""Story: what is known of one request, for the headers of its response, its record and the log.
+
+Who asked, which instances were chosen and why, how each attempt ended, and at the end the engine's figures. The log
+shows it at level ``debug`` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from router.fleet import Role
+from router.http import Headers, encode_request_id, read_usage
+from router.telemetry import AttemptRecord, RequestRecord
+
+if TYPE_CHECKING:
+    from router.fleet import Instance
+    from router.http import ClientRequest
+    from router.policies import Decision
+    from router.serving.attempt import Attempt
+    from router.serving.dialects import Pair
+    from router.serving.parsed_request import ParsedRequest
+    from router.serving.request import Services
+    from router.serving.response import ClientResponse
+    from router.serving.selection import Selection
+
+__all__ = ["Story"]
+
+_log = logging.getLogger("router.serving.story")
+
+_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
+
+
+class Story:
+    """Of one request, from its arrival on."""
+
+    __slots__ = (
+        *("_records", "_services", "_started_unix"),
+        *("client", "pair", "request_id", "selection", "sent_id", "started", "trace_id"),
+    )
+
+    def __init__(self, services: Services) -> None:
+        self.started = time.perf_counter()
+        """When the request arrived, on ``time.perf_counter``."""
+        self.client: str | None = None
+        """Who asks, once admitted."""
+        self.request_id = ""
+        self.sent_id = ""
+        """The id that the client sent in a header."""
+        self.trace_id = ""
+        self.selection: Selection | None = None
+        self.pair: Pair | None = None
+        """The instances of the last attempt, and how they were asked as a pair."""
+        self._services = services
+        self._started_unix = time.time()
+        self._records: list[AttemptRecord] = []
+
+    @property
+    def num_ended(self) -> int:
+        """How many attempts have ended."""
+        return len(self._records)
+
+    def log_choice(self, prompt_tokens: int) -> None:
+        """Say which instances were chosen for the attempt that begins, and why."""
+        if self.selection is not None:
+            _log_choice(self.request_id, len(self._records) + 1, self.selection, prompt_tokens)
+
+    def end_attempt(self, attempt: Attempt | None, how: str) -> None:
+        """Keep the reasons of the attempt that has just ended, and how it ended."""
+        decisions = self.selection.decisions if self.selection else ()
+        self._records.append(AttemptRecord(decisions, how))
+        if self._services.is_debugging:
+            _log_attempt_end(self.request_id, len(self._records), attempt, how)
+
+    def own_headers(self) -> Headers:
+        """Who served the request, and why; the whole story is at /admin/explain."""
+        headers = []
+        if self.request_id:
+            # A client's own id may hold any printable character.
+            headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
+            headers.append(encode_request_id(self.sent_id or self.request_id))
+        selection = self.selection
+        if selection is not None:
+            decision = selection.decisions[0]
+            for instance in (selection.prefill, selection.answering):
+                if instance is not None:
+                    headers.append((_INSTANCE_HEADERS[instance.role], instance.key.encode()))
+            reason = f"{decision.reasons.get('policy', '')}; cached={decision.cached_tokens}"
+            headers.append((b"x-router-decision", reason.encode()))
+        return headers
+
+    def write_record(
+        self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None
+    ) -> None:
+        """Keep the record of the request, which has ended, and let the policies learn from it.
+
+        Args:
+            parsed: the request, if it was read.
+            attempt: the last one, if there was any.
+        """
+        record = RequestRecord(
+            request.method,
+            request.path,
+            self._started_unix,
+            request_id=self.request_id,
+            client=self.client or "",
+            trace_id=self.trace_id,
+            status=response.status,
+            error=response.error_code,
+            streamed=response.is_event_stream,
+            first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
+            total_ms=(time.perf_counter() - self.started) * 1e3,
+            bytes_sent=response.bytes_sent,
+            chunks=response.chunks,
+            attempts=self._records,
+        )
+        selection = self.selection
+        if selection is not None and attempt is not None and parsed is not None and parsed.body is not None:
+            self._note_outcome(record, response, parsed, selection, attempt)
+        self._services.audit.add_record(record)
+        if self._services.is_debugging:
+            _log_request_end(record)
+
+    def _note_outcome(
+        self,
+        record: RequestRecord,
+        response: ClientResponse,
+        parsed: ParsedRequest,
+        selection: Selection,
+        attempt: Attempt,
+    ) -> None:
+        """Note who generated the answer, and the engine's figures; let the policy learn if all went well."""
+        usage = said = response.read_usage()
+        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        if selection.prefill is None:
+            leg, record.mixed = attempt.answering, selection.answering.key
+        else:
+            assert attempt.prefill is not None
+            leg, record.prefill, record.decode = attempt.prefill, selection.prefill.key, selection.answering.key
+            record.decode_cached_tokens = said.cached_tokens
+            usage = read_usage(attempt.prefill_answer) or said
+            pair = self.pair
+            if pair is not None and not record.error and (pair.is_prefill_first or usage is not said):
+                why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
+                if why:
+                    self._report_computed_twice(selection.prefill, selection.answering, why)
+        record.cached_tokens = usage.cached_tokens
+        record.predicted_cached_tokens = selection.decisions[0].cached_tokens
+        if not record.error and record.status < 400:
+            ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
+            self._services.selector.learn(selection, parsed.features, usage, queued_before=leg.queued_before, ttft=ttft)
+
+    def _report_computed_twice(self, prefill: Instance, decode: Instance, why: str) -> None:
+        count = self._services.metrics.count_computed_twice(decode.key)
+        if count == 1 or count % 1000 == 0:
+            _log.warning(
+                "%s and %s are a pair, but %s; so decode computes prompts again (%d so far)",
+                *(prefill.key, decode.key, why, count),
+            )
+
+
+def _log_choice(request_id: str, number: int, selection: Selection, prompt_tokens: int) -> None:
+    """Say which instances were chosen for an attempt, and why."""
+    instances = [selection.answering] if selection.prefill is None else [selection.prefill, selection.answering]
+    choices = "; ".join(
+        f"{instance.role.value} {instance.key} because of {_format_reasons(decision)}"
+        for instance, decision in zip(instances, selection.decisions, strict=False)
+    )
+    expected = selection.decisions[0].cached_tokens
+    text = "request %s, attempt %d: %s; about %d prompt tokens, %d of them expected in a cache"
+    _log.debug(text, request_id, number, choices, prompt_tokens, expected)
+
+
+def _log_attempt_end(request_id: str, number: int, attempt: Attempt | None, how: str) -> None:
+    """Say how an attempt ended, and after how long."""
+    milliseconds = (time.perf_counter() - attempt.sent_at) * 1e3 if attempt is not None and attempt.sent_at else 0.0
+    _log.debug("request %s, attempt %d: %s after %.1f ms", request_id, number, how, milliseconds)
+
+
+def _log_request_end(record: RequestRecord) -> None:
+    """Say how a request ended: its status, its tokens as engines counted them, its times."""
+    ended = f"{record.method} {record.path} {record.status}{' ' + record.error if record.error else ''}"
+    counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+    tokens = ("unknown" if count is None else count for count in counts)
+    text = "request %s: %s; prompt tokens: %s, cached: %s, generated: %s; first byte after %.1f ms, end after %.1f ms"
+    _log.debug(text, record.request_id, ended, *tokens, record.first_byte_ms, record.total_ms)
+
+
+def _format_reasons(decision: Decision) -> str:
+    reasons = [
+        f"{name}={reason if isinstance(reason, str) else f'{reason:g}'}" for name, reason in decision.reasons.items()
+    ]
+    return ", ".join([*reasons, f"work={decision.work:g}"])

@@ -1,0 +1,62 @@
+"""SGLang's pairs: both legs meet in a room of their own, in four APIs, and batches in one a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.router.serving.dialects.pair_fleet import PairFleet
+from tests.router.stand_in import Received, Responder
+from tests.support.strict_sglang import StrictSglang
+from tests.support.toy_model import PATHS
+
+StartPairs = Callable[..., PairFleet]
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def test_legs_meet_in_a_room_of_their_own(start_pairs: StartPairs) -> None:
+    fleet = start_pairs("sglang")
+    for path in PATHS:
+        fleet.check(path, path)
+        fleet.check(path, f"{path} stream", stream=True)
+    fleet.check(CHAT, "the client's own id", request_id="mine")
+    assert isinstance(fleet.strict, StrictSglang)
+    assert fleet.strict.violations == []
+    assert fleet.strict.rooms_used == fleet.strict.transfers == 2 * len(PATHS) + 1
+
+
+@pytest.mark.parametrize("prompts", [["a b", "c d e"], ["a b"], [[1, 2, 3], [4, 5]]])
+def test_a_batch_has_a_room_a_prompt(start_pairs: StartPairs, prompts: list[object]) -> None:
+    fleet = start_pairs("sglang")
+    fleet.check(COMPLETIONS, 1, prompt=prompts)
+    assert isinstance(fleet.strict, StrictSglang)
+    assert (fleet.strict.violations, fleet.strict.rooms_used) == ([], len(prompts))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_several_answers_to_a_prompt_are_refused_in_a_sentence(start_pairs: StartPairs, path: str) -> None:
+    fleet = start_pairs("sglang")
+    answered = fleet.ask(path, 1, n=2)
+    assert (answered.status_code, answered.json()["error"]["code"]) == (400, "not_as_pair")
+    assert "send as many requests" in answered.json()["error"]["message"]
+    assert not any(instance.received for instance in fleet.instances)
+
+
+def test_a_prefill_instance_that_was_lost_does_not_cost_the_decode_instance(start_pairs: StartPairs) -> None:
+    fleet = start_pairs("sglang", prefill=2)
+    decode = fleet.of("decode")[0]
+    sound = decode.behave
+
+    async def behave(request: Received, respond: Responder) -> None:
+        if len(decode.received) > 1:
+            await sound(request, respond)
+            return
+        message = "Prefill transfer failed for request rank=0 KVTransferError(bootstrap_room=1)"
+        await respond.answer(500, b'{"error": {"message": "%s", "code": 500}}' % message.encode())
+
+    decode.behave = behave
+    fleet.check(CHAT, 1)
+    fleet.wait_for_end()
+    assert fleet.strict.violations == []

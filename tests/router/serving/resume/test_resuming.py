@@ -1,0 +1,237 @@
+"""Streams whose instance dies, breaks off or hangs, over HTTP: the client reads one undisturbed stream.
+
+The instances answer by a model whose next token depends on all before it, so a wrong continuation shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn
+from tests.support.toy_model import Asked, answer_text
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENS = 6
+PROMPTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "what is a seam"}]},
+    COMPLETIONS: {"prompt": "what is a seam"},
+}
+
+
+class Breaking:
+    """Instances of one engine that share what is to happen: each leg breaks off after so many events, then none."""
+
+    def __init__(self, engine: str, breaks: list[int], *, half: bool = False, hang: bool = False) -> None:
+        self.told = {"engine": engine}
+        self.breaks = breaks
+        self.half = half
+        self.hang = hang
+        self.legs: list[dict[str, Any]] = []
+
+    def serve(self, instance: StandIn) -> StandIn:
+        instance.told, instance.behave = {**instance.told, **self.told}, self._behave
+        return instance
+
+    async def _behave(self, request: Received, respond: Responder) -> None:
+        asked = Asked.read(request.target, request.json)
+        breaks_after = self.breaks[len(self.legs)] if len(self.legs) < len(self.breaks) else None
+        self.legs.append(request.json)
+        await respond.start_stream()
+        for number, event in enumerate(asked.events(f"leg-{len(self.legs)}", 0, asked.generate())):
+            if number == breaks_after:
+                if self.half:
+                    await respond.chunk(event.encode()[: len(event) // 2])
+                if self.hang:
+                    await respond.peer_left.wait()
+                respond.cut()
+                return
+            await respond.chunk(event.encode())
+        await respond.end_stream()
+
+
+def read(stream: str) -> dict[str, Any]:
+    """A client's view of a stream that should be whole."""
+    *events, done, nothing = stream.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", ""), stream
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert all("error" not in chunk for chunk in chunks), stream
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice.get("delta", choice) for choice in choices]
+    assert "token_ids" not in stream
+    return {
+        "text": "".join(part.get("content", part.get("text", "")) for part in said),
+        "roles": [part["role"] for part in said if "role" in part],
+        "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [
+            {name: chunk["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+            for chunk in chunks
+            if chunk.get("usage")
+        ],
+        "identity": len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}),
+    }
+
+
+def ask(router: RouterUnderTest, path: str, **more: Any) -> str:
+    body = {"model": "m", **PROMPTS[path], "max_tokens": TOKENS, "stream": True, **more}
+    response = router.client.post(path, json={"stream_options": {"include_usage": True}, **body})
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+def error_of(stream: str) -> dict[str, Any]:
+    """The one error event with which a stream ended."""
+    *_, error, done, nothing = stream.split("\n\n")
+    assert (done, nothing, stream.count('"error"')) == ("data: [DONE]", "", 1)
+    found: dict[str, Any] = json.loads(error.removeprefix("data: "))["error"]
+    return found
+
+
+def undisturbed(path: str) -> dict[str, Any]:
+    asked = Asked.read(path, {**PROMPTS[path], "max_tokens": TOKENS})
+    return {
+        "text": answer_text(path, asked.body),
+        "roles": ["assistant"] * (path == CHAT),
+        "finish": ["length"],
+        "usage": [{"prompt_tokens": asked.prompt_tokens, "completion_tokens": TOKENS}],
+        "identity": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "path"),
+    [
+        ("fastdeploy", CHAT),
+        ("fastdeploy", COMPLETIONS),
+        ("vllm", CHAT),
+        ("vllm", COMPLETIONS),
+        ("sglang", COMPLETIONS),
+    ],
+)
+def test_a_stream_whose_instance_dies_after_any_event_reads_like_an_undisturbed_one(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str, path: str
+) -> None:
+    breaking = Breaking(engine, [])
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
+    for half in (False, True):
+        for event in range(TOKENS + (path == CHAT) + 2):
+            breaking.half, breaking.breaks, breaking.legs = half, [event, 1 + event % 3], []
+            assert read(ask(router, path)) == undisturbed(path), (event, half)
+
+
+@pytest.mark.parametrize(("path", "engine"), [(CHAT, "fastdeploy"), (COMPLETIONS, "fastdeploy")])
+def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str, engine: str
+) -> None:
+    breaking = Breaking(engine, [3])
+    decodes = [breaking.serve(stand_in("decode")) for _ in range(2)]
+    router = make_router(stand_in("prefill"), *decodes, splitwise=True)
+    assert read(ask(router, path)) == undisturbed(path)
+    assert [len(each.received) for each in decodes] == [1, 1]
+    key = next(each.key for each in decodes if each.received[0].json == breaking.legs[0])
+    assert f'router_resumptions_total{{instance="{key}"}} 1.0' in router.client.get("/metrics").text
+
+
+def test_a_stream_that_hangs_goes_on_elsewhere_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    breaking = Breaking("fastdeploy", [3], hang=True)
+    instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
+    router = make_router(*instances, stream_stall_secs=0.2)
+    assert read(ask(router, CHAT)) == undisturbed(CHAT)
+    wait_until(lambda: sum(len(each.aborted) for each in instances) == 1, "the abort")
+
+
+def test_a_stream_of_an_instance_that_answers_no_probes_goes_on_elsewhere(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    breaking = Breaking("fastdeploy", [3], hang=True)
+    instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
+
+    def hangs(behave: Behaviour, instance: StandIn) -> Behaviour:
+        async def begin(request: Received, respond: Responder) -> None:
+            instance.answers_probes = bool(breaking.legs)
+            await behave(request, respond)
+
+        return begin
+
+    for instance in instances:
+        instance.behave = hangs(instance.behave, instance)
+    router = make_router(
+        *instances, health_check_interval_secs=0.2, health_check_timeout_secs=0.2, health_failure_threshold=1
+    )
+    assert read(ask(router, CHAT)) == undisturbed(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"n": 2}, "several answers"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "grammar"),
+        ({"stop": ["x"]}, "stop string"),
+        ({"presence_penalty": 0.5}, "penalty"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["fastdeploy", "vllm"])
+def test_a_stream_that_would_not_go_on_exactly_ends_with_the_reason(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str, more: dict[str, Any], why: str
+) -> None:
+    breaking = Breaking(engine, [4])
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
+    error = error_of(ask(router, CHAT, **more))
+    assert error["code"] == "mixed_failed"
+    assert "failed in the middle of its answer" in error["message"]
+    assert why in error["message"].partition("the stream was not resumed: ")[2]
+    assert "token_ids" not in breaking.legs[0]
+
+
+@pytest.mark.parametrize(("engine", "path"), [("openai", COMPLETIONS), ("sglang", CHAT)])
+def test_an_engine_that_tells_no_ids_is_not_asked_for_them(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str, path: str
+) -> None:
+    breaking = Breaking(engine, [3])
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
+    assert f"engines of kind {engine} tell no ids" in error_of(ask(router, path))["message"]
+    assert "return_token_ids" not in breaking.legs[0]
+
+
+def test_a_stream_is_resumed_only_so_often(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    breaking = Breaking("fastdeploy", [3] * 9)
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)), stream_resume_count=1)
+    message = error_of(ask(router, CHAT))["message"]
+    assert (len(breaking.legs), message.endswith("it was resumed 1 times already")) == (2, True)
+
+
+def test_with_the_setting_at_0_a_stream_that_breaks_off_ends(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    breaking = Breaking("fastdeploy", [3])
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)), stream_resume_count=0)
+    assert "resumed" not in error_of(ask(router, CHAT))["message"]
+    assert "return_token_ids" not in breaking.legs[0]
+
+
+def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    """A vLLM that does not know of ids in place of messages, and whose template makes something else of the text."""
+    breaking = Breaking("vllm", [4])
+    instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
+
+    def ignoring(behave: Behaviour) -> Behaviour:
+        async def ignore(request: Received, respond: Responder) -> None:
+            members = request.json
+            if members.pop("kv_transfer_params", None):
+                members["messages"].append({"role": "system", "content": "another"})
+            await behave(Received(request.method, request.target, [], json.dumps(members).encode()), respond)
+
+        return ignore
+
+    for instance in instances:
+        instance.behave = ignoring(instance.behave)
+    message = error_of(ask(make_router(*instances), CHAT))["message"]
+    assert "made another prompt of it" in message
