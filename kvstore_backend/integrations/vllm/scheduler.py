@@ -14,6 +14,7 @@ are not there then it computes itself.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -43,6 +44,10 @@ _AGAIN_SECONDS = 0.02
 _IDLE_SECONDS = 0.005
 # A share of all blocks may be held by saves that wait for a slow pool; beyond it saves wait for a later step.
 _SAVE_SHARE = 0.25
+
+
+# So long after the look-ups' client had the pool, workers are still given blocks to save.
+_TRUST_SECONDS = 5.0
 
 
 class Request(Protocol):
@@ -149,6 +154,7 @@ class SchedulerHalf:
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
         self._patience = _PATIENCE_SECONDS
+        self._ready_at = -math.inf
         self._is_waiting = False  # whether some request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
         self._questions: dict[str, _Question] = {}
@@ -282,6 +288,17 @@ class SchedulerHalf:
     def _is_ready(self) -> bool:
         return bool(self._pools) and self._backend.is_ready
 
+    @property
+    def _may_save(self) -> bool:
+        """Whether workers are given blocks to save.
+
+        A look-up that came too late says little of the workers' own clients, which see for themselves.
+        """
+        now = time.monotonic()
+        if self._is_ready:
+            self._ready_at = now
+        return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
+
     def _wait_for_answer(self, question: _Question) -> int | None:
         """How many blocks the last look-up found; ``None``: it goes on."""
         start = time.monotonic()
@@ -360,7 +377,7 @@ class SchedulerHalf:
 
     def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Sequence[int]]) -> None:
         full = self._num_full(tracked, computed)
-        if not self._saves or full <= tracked.num_saved or not self._is_ready:
+        if not self._saves or full <= tracked.num_saved or not self._may_save:
             return
         assert self._blocks is not None
         held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)

@@ -92,8 +92,13 @@ class Instance:
             for rank in range(ranks)
         ]
         self.workers = [WorkerHalf(BlockPool(store, namespace), memory) for namespace in namespaces]
-        self.scheduler.learn_namespaces(namespaces)
-        self.scheduler.bind_blocks(self.blocks)
+        self.use_scheduler(self.scheduler)
+
+    def use_scheduler(self, scheduler: SchedulerHalf) -> None:
+        """Have it plan this instance's steps, from the first on."""
+        self.scheduler = scheduler
+        scheduler.learn_namespaces([worker.namespace for worker in self.workers])
+        scheduler.bind_blocks(self.blocks)
 
     def match_request(self, request: Request, num_computed: int = 0) -> int:
         """The scheduler's answer once the look-up has ended."""
@@ -430,6 +435,22 @@ def test_a_request_for_one_token_is_answered_when_its_blocks_are_in_the_pool(sto
         assert len(plan.awaited) == 2, "the save of its first chunk has not ended either"
         assert second.match_request(make_request(name="b")) == 20
         assert prefill(first, make_request(name="c"), [6, 7, 8, 9, 10, 11]).awaited == []
+
+
+def test_a_look_up_that_came_too_late_keeps_no_block_from_the_pool(store: StorageBackend) -> None:
+    injector = FaultInjector(store)
+    guarded = GuardedBackend(lambda: injector, Deadlines(0.05, 1.0, 1e9))
+    wait_until(lambda: guarded.is_ready, "the store")
+    with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store)) as second:
+        first.use_scheduler(SchedulerHalf(guarded, BLOCK))
+        first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+        injector.faults = [Fault.HANGS]
+        request = Request("b", list(range(100, 122)), max_tokens=1)
+        assert first.match_request(request) == 0
+        assert not guarded.is_ready
+        prefill(first, request, [6, 7, 8, 9, 10, 11])
+        assert second.match_request(Request("c", list(range(100, 122)))) == 20
+        injector.go_on()
 
 
 def test_an_answer_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
