@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from router_overhead import free_port
 
 READY_S = 120.0
 PROMPT = "Tell me a story about the sea, the sun and the stars."
-PATHS = {
+PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/v1/completions": lambda text: {"prompt": text},
 }

@@ -20,7 +20,7 @@ from tests.router.serving.dialects.pair_fleet import (
     read_answer,
 )
 from tests.router.serving.fault_report import REPORTS, Report
-from tests.router.serving.test_fault_table import CUTS_STREAMS, FAULTS, PATIENT_PROBES, PROBES, UNREACHABLE
+from tests.router.serving.test_fault_table import CUTS_STREAMS, FAULTS, PROBES, UNREACHABLE
 from tests.router.stand_in import Behaviour, Received, Responder
 from tests.support.toy_model import PATHS, answer_text
 from tests.support.waiting import wait_until
@@ -47,7 +47,7 @@ def test_one_of_two(
 ) -> None:
     if fault in UNREACHABLE:
         monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 1.0)
-    fleet = start_pairs(dialect, prefill=2, decode=2, **(PROBES_OF_HANGING if "hangs" in fault else PATIENT_PROBES))
+    fleet = start_pairs(dialect, prefill=2, decode=2, **(PROBES_OF_HANGING if "hangs" in fault else PROBES))
     failing = fleet.of(role)[0]
     with FAULTS[fault](failing):
         ended = ask_all(fleet, REQUESTS)
@@ -79,7 +79,7 @@ def judge(row: Report, ended: list[Ended], may_cut: bool) -> None:
 
 
 def test_two_workers_learn_of_a_mooncake_prefill_each(start_pairs: StartPairs) -> None:
-    fleet = start_pairs("mooncake", prefill=2, decode=2, workers=2, **PATIENT_PROBES)
+    fleet = start_pairs("mooncake", prefill=2, decode=2, workers=2, **PROBES)
     failing = fleet.of("prefill")[0]
     with FAULTS["closes before its headers"](failing):
         ended = ask_all(fleet, REQUESTS)
