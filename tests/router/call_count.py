@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import uvicorn
 import uvloop
@@ -276,12 +277,15 @@ def registration(role: str, port: int) -> bytes:
 @contextlib.asynccontextmanager
 async def running_router(access_log: str = "off") -> AsyncIterator[int]:
     """The port of a router for pairs."""
-    # Neither rounds of probes nor the writing of an access log come into the count.
+    # Neither rounds of probes nor the batches of records, nor the writing of an access log come into the count.
     settings = RouterSettings(
         host="127.0.0.1", splitwise=True, health_check_interval_secs=1000.0, access_log=access_log
     )
     app = RouterApp(settings)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        mock.patch("router.telemetry.audit.FLUSH_SECONDS", 1000.0),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
         config = uvicorn.Config(
             app,
             http=_protocol(),
