@@ -11,7 +11,7 @@ asking.py       the legs of an attempt, as the dialects of their instances have 
 dialects/       how the instances of each engine are asked: alone, or as a pair
 attempt.py      one try at one instance or one pair
 resume/         segments of a request that was preempted, or whose instance died, merged into one response
-story.py        what is known of the request: for its headers, its record and the log
+story.py        all that is known of the request: for its headers, its record and the log
 selection.py    the instance or the pair that serves a request
 aborts.py       requests that nobody waits for, stopped at their engines
 """

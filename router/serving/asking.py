@@ -23,7 +23,7 @@ _PARAMS = "kv_transfer_params"
 
 
 class Asking(NamedTuple):
-    """Who is asked, and what beside the client's own request."""
+    """Who is asked, and with which changes to the client's own request."""
 
     selection: Selection
     pair: Pair | None
@@ -34,7 +34,7 @@ class Asking(NamedTuple):
 
 
 def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, request_id: str) -> Asking:
-    """What the selected instances are asked; decode alone where the pair cannot serve the request together.
+    """The changes for the selected instances; for decode alone where the pair cannot serve the request together.
 
     Raises:
         RequestEnded: decode cannot serve it alone, either.

@@ -367,7 +367,7 @@ class ServingRequest:
                     raise failure from None
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
-        """Ask prefill what must be known of it.
+        """Ask prefill for the facts that its pair needs.
 
         Raises:
             LegFailed: it does not tell.
@@ -490,7 +490,7 @@ class ServingRequest:
         return members
 
     def _continue(self, parsed: ParsedRequest, engine: EngineKind) -> Mapping[str, Any]:
-        """What the next segment's instance is asked beside the client's request.
+        """The members that the next segment's request has beside the client's own.
 
         Raises:
             RequestEnded: this engine cannot go on with the answer.

@@ -92,7 +92,7 @@ class ClientResponse:
         self._request = request
         # The last two pieces of the answer as the instance said it, in which the usage stands.
         self._before_last = self._last = b""
-        # What prefill said of its cache; None until it is known.
+        # Prefill's figures of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
     def expect_segments(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -274,7 +274,7 @@ class ClientResponse:
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
     def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
-        """The same, but of a pair with prefill's figures of what was cached, as far as they are there.
+        """The same, but of a pair with prefill's cached tokens, as far as prefill has told them.
 
         To decode, everything that prefill computed has been cached. Of several segments the first one's prefill tells.
         """

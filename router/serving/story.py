@@ -1,4 +1,4 @@
-"""Story: what is known of one request, for the headers of its response, its record and the log.
+"""Story: all that is known of one request, for the headers of its response, its record and the log.
 
 Who asked, which instances were chosen and why, how each attempt ended, and at the end the engine's figures. The log
 shows it at level ``debug`` only.

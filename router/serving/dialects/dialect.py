@@ -1,4 +1,4 @@
-"""What a dialect says of a request whose answer is generated: the members and headers that each leg gets."""
+"""Dialects of pairs: the members and headers by which each leg of a request gets its part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_PAIRS = ("disaggregate_info", "kv_transfer_params", "bootstrap_host", "boots
 
 
 class LegAsk(NamedTuple):
-    """What one leg is asked, beside what the client's own body says."""
+    """Changes to the client's request for one leg."""
 
     members: Mapping[str, bytes]
     """Members to set, each as ``encode_member`` made it."""
@@ -69,7 +69,7 @@ class Pair(ABC):
 
     @abstractmethod
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, EngineIds | None]:
-        """What prefill and decode are asked: the same object twice where it is the same.
+        """The changes for prefill and for decode: the same object twice where they are the same.
 
         And the ids by which the request is aborted at the engines; None where closing the connections does it.
 

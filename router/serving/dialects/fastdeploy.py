@@ -51,5 +51,5 @@ class FastDeployPair(Pair):
 
 
 def ask_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegAsk:
-    """What an instance alone is asked."""
+    """The changes for an instance alone."""
     return LegAsk({"request_id": encode_member("request_id", request_id)})

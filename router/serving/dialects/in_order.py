@@ -24,7 +24,7 @@ _ONE_ANSWER = {"stream": b'"stream":false'}
 
 
 class InOrderPair(Pair):
-    """Prefill first, for one token; then decode, with what the client asked."""
+    """Prefill first, for one token; then decode, with the client's request."""
 
     is_prefill_first = True
 
@@ -39,7 +39,7 @@ class InOrderPair(Pair):
 
 
 def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
-    """What makes of the client's request one for a single token, in one piece."""
+    """The changes that make the client's request one for a single token, in one piece."""
     assert parsed.body is not None
     given = parsed.body.members
     one = dict(_ONE_ANSWER)
@@ -52,7 +52,7 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegAsk:
 
 
 def ask_by_header(parsed: ParsedRequest, request_id: str, *, is_of_pair: bool) -> LegAsk:
-    """What an instance alone is asked where the id stands in a header.
+    """The changes for an instance alone where the id stands in a header.
 
     Args:
         is_of_pair: it could work with another one, and is to do so for nobody but the router.

@@ -52,7 +52,7 @@ class Pairs:
 
 
 def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
-    """What an instance is asked that has no partner, and the ids by which the request is aborted there, if any."""
+    """The changes for an instance that has no partner, and the ids by which the request is aborted there, if any."""
     engine = instance.registration.engine
     if engine is EngineKind.FASTDEPLOY:
         return ask_fastdeploy(parsed, request_id), parsed.name_at_engines(request_id)

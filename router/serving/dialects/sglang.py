@@ -45,7 +45,7 @@ class SglangPair(Pair):
 
 
 def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
-    """What an instance alone is asked: to know the request by ``rid``, where the API has that."""
+    """The changes for an instance alone, which knows the request by ``rid``, where the API has that."""
     assert parsed.body is not None
     dropped = ("request_id",) if "request_id" in parsed.body.members else ()
     if not parsed.api.takes_rid:
@@ -55,5 +55,5 @@ def ask_sglang(parsed: ParsedRequest, request_id: str) -> LegAsk:
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:
-    """The values of ``rid``; where there is none, SGLang stops what nobody waits for, only later."""
+    """The values of ``rid``; where there is none, SGLang stops a request that nobody waits for later."""
     return EngineIds("", request_id, parsed.num_prompts) if parsed.api.takes_rid else None

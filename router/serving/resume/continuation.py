@@ -1,4 +1,4 @@
-"""What the next instance is asked: the client's request with the tokens so far, in the form that its engine takes.
+"""The request for the next instance: the client's, with the tokens so far, in the form that its engine takes.
 
 FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt. Completions of vLLM and SGLang take the
 ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, in place of what it would make
@@ -68,7 +68,7 @@ def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> 
 
 
 def resume_by_ids(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """What FastDeploy takes: the ids generated so far."""
+    """In FastDeploy's form: the ids generated so far."""
     sent = members.get("completion_token_ids")
     added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
     added |= _count_limits(members, ids)
