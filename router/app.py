@@ -21,6 +21,7 @@ from router.fleet import (
     EngineKind,
     HealthMonitor,
     Instance,
+    KeptResponses,
     Registration,
     RegistrationError,
     Registry,
@@ -163,6 +164,7 @@ class RouterApp:
             admission=self.admission,
             selector=self.selector,
             pairs=Pairs(),
+            kept_responses=self._share_kept_responses(),
             upstream=self.upstream,
             health=self.health,
             aborter=self.aborter,
@@ -170,6 +172,13 @@ class RouterApp:
             audit=self.audit,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
+
+    def _share_kept_responses(self) -> KeptResponses:
+        """Whose answers are kept where, of this process and of the others."""
+        topic = "kept_responses"
+        kept = KeptResponses(lambda response_id, instance: self.link.publish_event(topic, [response_id, instance]))
+        self.link.subscribe_to_topic(topic, kept.on_told)
+        return kept
 
     def _answer_other_processes(self) -> None:
         self.link.answer_topic("figures", lambda _: self.metrics.dump())

@@ -2,6 +2,7 @@
 
 registration.py   Registration: the fields that an instance sends about itself, parsed
 instance.py       Instance: one registered instance, its health and its load
+kept_responses.py KeptResponses: which instance keeps which answer of /v1/responses
 breaker.py        Breaker: takes an instance out of the choice whose live requests fail
 registry.py       Registry: all instances by host:port
 models.py         which models instances serve, and which of them a request means
@@ -17,6 +18,7 @@ tasks.py          Tasks: background work that nobody awaits
 from router.fleet.admin import ORDERS, clear_prefix_caches
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
+from router.fleet.kept_responses import KeptResponses
 from router.fleet.models import UNLISTED, ServedModels, parse_models
 from router.fleet.pairing import can_decode_for, may_pair, pairing_kind, share_model
 from router.fleet.register_file import add_listed_instances
@@ -33,6 +35,7 @@ __all__ = [
     "EngineKind",
     "HealthMonitor",
     "Instance",
+    "KeptResponses",
     "KvConnector",
     "Registration",
     "RegistrationError",

@@ -36,7 +36,7 @@ _MAX_DEPTH = 20
 # Equal text under another of these has other KV.
 _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
 # Members that chat templates render before the messages.
-_RENDERED_FIRST = ("chat_template", "tools", "documents")
+_RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instructions")
 
 
 def request_features(
@@ -89,7 +89,7 @@ def _encode_prompt(members: Mapping[str, Any]) -> bytes:
     token_ids = members.get("prompt_token_ids")
     if token_ids:
         return _encode_sequence(token_ids)
-    messages = members.get("messages")
+    messages = members.get("messages") or members.get("input")  # chat and Anthropic's messages; responses
     if messages:
         first = [members[name] for name in _RENDERED_FIRST if name in members]
         return (_encode_json(first) if first else b"") + _encode_sequence(messages)
@@ -113,7 +113,7 @@ def _encode_sequence(prompt: Any) -> bytes:
 def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
     """``members`` without the most of the text behind the first ``_MAX_BYTES`` of the prompt."""
     clipped, room = dict(members), _MAX_BYTES
-    for name in (*_RENDERED_FIRST, "messages"):
+    for name in (*_RENDERED_FIRST, "messages", "input"):
         if name in members:
             clipped[name], room = _clip_value(members[name], room)
     return clipped

@@ -20,6 +20,8 @@ class Api(NamedTuple):
     takes_rid: bool = False
     """Whether SGLang takes an id of the client's (``rid``)."""
     is_chat: bool = False
+    keeps_answers: bool = False
+    """Whether the instance may keep its answers, so that later requests can go on from them."""
     is_continuable: bool = False
     """Whether its answer can be continued by another instance, and merged into one."""
 
@@ -29,7 +31,7 @@ GENERATING: Mapping[str, Api] = {
         "chatcmpl-", ("max_tokens", "max_completion_tokens"), takes_rid=True, is_chat=True, is_continuable=True
     ),
     "/v1/completions": Api("cmpl-", ("max_tokens",), takes_rid=True, is_continuable=True),
-    "/v1/responses": Api("resp_", ("max_output_tokens",)),
+    "/v1/responses": Api("resp_", ("max_output_tokens",), keeps_answers=True),
     "/v1/messages": Api("msg_", ("max_tokens",), may_end_early=True),
 }
 """By path."""

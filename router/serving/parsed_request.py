@@ -31,6 +31,7 @@ from router.serving.response import RequestEnded
 
 __all__ = ["ParsedRequest", "guess_ids"]
 
+_KEPT_PATH = "/v1/responses/"
 _NO_API = Api("", ())
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 # The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
@@ -40,7 +41,18 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class ParsedRequest:
     """A client's request, read. Its attributes are for reading."""
 
-    __slots__ = ("api", "body", "cache_salt", "data", "features", "head", "model", "request_id", "wants_stream")
+    __slots__ = (
+        "api",
+        "body",
+        "cache_salt",
+        "data",
+        "features",
+        "head",
+        "kept_id",
+        "model",
+        "request_id",
+        "wants_stream",
+    )
 
     def __init__(
         self,
@@ -70,6 +82,8 @@ class ParsedRequest:
         """The member that names its model, where the client used an alias."""
         self.api: Api = _NO_API
         """Of a request whose answer is generated."""
+        self.kept_id = ""
+        """Of the earlier answer that it goes on from, or asks for."""
         self.wants_stream = False
         if request.path not in GENERATING:
             self.request_id = sent_id or _make_request_id()
@@ -78,6 +92,8 @@ class ParsedRequest:
                 model = aliases[model]
                 self.data = rename_model(request.body, model)
             self.features = RequestFeatures(estimate_tokens(request.body), model=model)
+            if request.path.startswith(_KEPT_PATH):
+                self.kept_id = request.path[len(_KEPT_PATH) :].partition("/")[0]
             headers = end_to_end(request.headers, _NOT_FORWARDED)
         elif request.method != "POST":
             message = f"{request.path} takes POST, not {request.method}"
@@ -97,6 +113,8 @@ class ParsedRequest:
             if derive_salt is not None:
                 members = self._salt_cache(derive_salt, members)
             self.wants_stream = bool(members.get("stream"))
+            if self.api.keeps_answers:
+                self.kept_id = str(members.get("previous_response_id") or "")
             self.features = request_features(members, body.prompt_tokens, request.headers)
             self.request_id = body.request_id or sent_id or _make_request_id()
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)

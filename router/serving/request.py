@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from router.access import Auth, Limits
-from router.fleet import EngineKind, HealthMonitor, Role
+from router.fleet import EngineKind, HealthMonitor, KeptResponses, Role
 from router.http import (
     NOT_PASSED_BACK,
     UNCHECKED_BYTES,
@@ -70,6 +70,7 @@ class Services(NamedTuple):
     admission: Limits
     selector: Selector
     pairs: Pairs
+    kept_responses: KeptResponses
     upstream: ConnectionPool
     health: HealthMonitor
     aborter: Aborter
@@ -285,6 +286,8 @@ class ServingRequest:
                 first = await self._begin_attempt(parsed)
                 attempt = self.attempt
                 assert attempt is not None
+                if parsed.api.keeps_answers:
+                    self._services.kept_responses.note_answer(first, attempt.answering.instance.key)
                 if self._keep_alive is not None:
                     self._keep_alive.stop()
                 if not attempt.is_event_stream and response.holds_whole(attempt):
@@ -327,7 +330,7 @@ class ServingRequest:
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
+            selection = self._select_instances(parsed)
         except NoInstance as none:
             resuming = self._resuming
             if resuming is not None and resuming.is_broken:
@@ -362,9 +365,16 @@ class ServingRequest:
                 self._services.metrics.count_retry(failure.instance.key)
                 await self._retries.record_failure_and_back_off(failure, selection)
                 try:
-                    selection = self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
+                    selection = self._select_instances(parsed)
                 except NoInstance:
                     raise failure from None
+
+    def _select_instances(self, parsed: ParsedRequest) -> Selection:
+        """Those for the next attempt; raises ``NoInstance`` if there are none."""
+        keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
+        if keeper is not None:
+            return self._services.selector.choose_keeper(parsed.features, keeper)
+        return self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill for the facts that its pair needs.

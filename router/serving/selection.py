@@ -140,6 +140,21 @@ class Selector:
                 return Selection(instance, None, (decision,), model)
         raise NoInstance(self._explain_missing([role], model))
 
+    def choose_keeper(self, features: RequestFeatures, key: str) -> Selection:
+        """The instance that keeps what the request needs, even if it gets no new requests.
+
+        Raises:
+            NoInstance: it is gone, or does not answer.
+        """
+        keeper = self._registry.get(key)
+        if keeper is None or not keeper.healthy:
+            state = "does not answer" if keeper is not None else "is gone"
+            message = f"{key} keeps the response, and {state}"
+            raise NoInstance(ApiError(404, message, "response_not_found", "previous_response_id"))
+        policy = self.policies[keeper.role]
+        instance, decision = self._apply_policy(policy, features, _Group([keeper]), self._clock())
+        return Selection(instance, None, (decision,))
+
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
         """The policies that choose for a model, and learn from how its requests went; for ``""``, ``policies``."""
         if not model:

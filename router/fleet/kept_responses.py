@@ -1,0 +1,51 @@
+"""KeptResponses: the instances that keep answers of ``/v1/responses``, by the answers' ids.
+
+A request that goes on from an answer (``previous_response_id``), reads it or deletes it has to go where it is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["KeptResponses"]
+
+MAX_RESPONSES = 100_000
+# An answer, or the first event of a stream, has its id near its beginning.
+_HEAD_BYTES = 4096
+_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
+
+
+class KeptResponses:
+    """Knows of the last ``MAX_RESPONSES`` answers, this process's and those that others tell of."""
+
+    def __init__(self, publish: Callable[[str, str], None]) -> None:
+        """
+        Args:
+            publish: is given id and instance of each answer that ``note_answer`` finds, for the other processes.
+        """
+        self._publish = publish
+        self._keepers: OrderedDict[str, str] = OrderedDict()
+
+    def note_answer(self, data: bytes, instance: str) -> None:
+        """Note whose answer begins with ``data``."""
+        if found := _ID.search(data, 0, _HEAD_BYTES):
+            response_id = found.group(1).decode()
+            self.add_keeper(response_id, instance)
+            self._publish(response_id, instance)
+
+    def add_keeper(self, response_id: str, instance: str) -> None:
+        """Note that this instance, by its key, keeps the answer."""
+        self._keepers[response_id] = instance
+        if len(self._keepers) > MAX_RESPONSES:
+            self._keepers.popitem(last=False)
+
+    def find_keeper(self, response_id: str) -> str | None:
+        """The key of the instance that keeps the answer; None where it is not known."""
+        return self._keepers.get(response_id)
+
+    def on_told(self, _sender: str, content: Any) -> None:
+        """Another process tells of an answer."""
+        self.add_keeper(*content)

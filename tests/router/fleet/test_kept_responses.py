@@ -1,0 +1,82 @@
+"""An answer of /v1/responses is gone on from, read and deleted where it is kept. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from router.fleet import KeptResponses
+from router.fleet.kept_responses import MAX_RESPONSES
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+def keeps(response_id: str) -> Behaviour:
+    """Answers with a response of this id, once whole or in a stream."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        said = {"id": response_id, "object": "response"}
+        if request.method == "POST" and request.json.get("stream"):
+            await respond.start_stream()
+            await respond.event(json.dumps({"type": "response.created", "response": said}))
+            await respond.event(json.dumps({"type": "response.completed", "response": said}))
+            await respond.end_stream()
+        else:
+            await respond.answer(200, json.dumps(said).encode(), ("content-type", "application/json"))
+
+    return behave
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_on_from_an_answer_goes_where_it_is_kept(
+    make_router: MakeRouter, stand_in: MakeStandIn, stream: bool, workers: int
+) -> None:
+    first, second = stand_in(behave=keeps("resp_a")), stand_in(behave=keeps("resp_b"))
+    router = make_router(first, second, workers=workers, policy="round_robin")
+    for _ in range(2):
+        assert router.client.post("/v1/responses", json={"input": "hi", "stream": stream}).status_code == 200
+    last = router.workers[-1]
+    keepers = {"resp_a": first, "resp_b": second}
+    for response_id, keeper in keepers.items():
+        kept = last.app.proxy._services.kept_responses
+        wait_until(lambda kept=kept, name=response_id: kept.find_keeper(name), "the other worker's word")  # type: ignore[misc]
+        before = len(keeper.received)
+        asked = {"input": "go on", "previous_response_id": response_id}
+        for _ in range(3):
+            assert last.client.post("/v1/responses", json=asked).json()["id"] == response_id
+        assert last.client.get(f"/v1/responses/{response_id}").json()["id"] == response_id
+        assert len(keeper.received) == before + 4
+
+
+def test_in_a_pair_decode_goes_on_from_what_it_keeps_alone(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", keeps("resp_a"))
+    router = make_router(prefill, decode, splitwise=True)
+    assert router.client.post("/v1/responses", json={"input": "hi"}).json()["id"] == "resp_a"
+    wait_until(lambda: len(prefill.received) == 1, "prefill's leg")
+    asked = {"input": "go on", "previous_response_id": "resp_a"}
+    assert router.client.post("/v1/responses", json=asked).json()["id"] == "resp_a"
+    assert (len(prefill.received), len(decode.received)) == (1, 2)
+
+
+def test_an_answer_whose_keeper_is_gone_is_not_found(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first = stand_in(behave=keeps("resp_a"))
+    router = make_router(first, stand_in(behave=keeps("resp_b")))
+    router.app.proxy._services.kept_responses.add_keeper("resp_c", "127.0.0.1:1")
+    response = router.client.post("/v1/responses", json={"input": "go on", "previous_response_id": "resp_c"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "127.0.0.1:1 keeps the response, and is gone"
+
+
+def test_only_the_last_answers_are_known() -> None:
+    kept = KeptResponses(lambda _id, _instance: None)
+    for number in range(MAX_RESPONSES + 1):
+        kept.add_keeper(f"resp_{number}", "a:1")
+    assert kept.find_keeper("resp_0") is None
+    assert kept.find_keeper(f"resp_{MAX_RESPONSES}") == "a:1"
