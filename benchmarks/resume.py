@@ -63,7 +63,9 @@ class Fleet:
         """The ports of the instances that serve."""
         with contextlib.suppress(httpx.HTTPError, KeyError):
             told = httpx.get(f"http://127.0.0.1:{self.router}/registered", trust_env=False).json()
-            return [each["port"] for each in told["mixed"] if each["state"] == "healthy"]
+            return [
+                each["port"] for each in told["mixed"] if each["state"] == "healthy" and self._answers(each["port"])
+            ]
         return []
 
     def wait_until_whole(self) -> None:
@@ -73,6 +75,12 @@ class Fleet:
             if time.monotonic() > give_up_at:
                 sys.exit(f"two instances do not serve within {READY_S:g} s; their logs are in {self._folder}")
             time.sleep(0.2)
+
+    def _answers(self, port: int) -> bool:
+        """Whether it serves: the router may not have noticed yet that it was killed."""
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+        return False
 
     def stop(self) -> None:
         """End all of them."""
