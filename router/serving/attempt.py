@@ -208,10 +208,7 @@ class Attempt:
         try:
             status = await exchange.head()
             if not 200 <= status < 300:
-                failure = await _read_refusal(self.answering)
-                # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
-                failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
-                raise failure
+                raise await self._read_answer_refusal()  # no variable: its traceback will lead here
             self.is_event_stream = _is_event_stream(exchange.headers)
             is_held = self._hold_bytes and not self.is_event_stream
             first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
@@ -305,6 +302,12 @@ class Attempt:
             leg.instance.record_success(time.monotonic())
         self._awaited = self.answering
         return self.prefill_answer
+
+    async def _read_answer_refusal(self) -> LegFailed:
+        failure = await _read_refusal(self.answering)
+        # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
+        failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
+        return failure
 
     async def _read_preamble(self, first: bytes) -> bytes:
         """The beginning of a stream to its first token.
