@@ -61,7 +61,8 @@ class Connector:
             for line in source.makefile("rb"):
                 if self._on(json.loads(line)["type"]):
                     target.sendall(line)
-            target.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)  # also where the source was killed with bytes unread, which resets it
 
 
 class Pair:
