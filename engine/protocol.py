@@ -316,7 +316,7 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
         param, error = max(
             ((_path_of_fault(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0])
         )
-        name = ".".join(map(str, param))
+        name = ".".join(text if text.isprintable() else json.dumps(text) for text in map(str, param))
         given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
         raise ApiError(400, f"{name}: {error['msg']}{given}", param=name) from None
 

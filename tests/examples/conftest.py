@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from tests.support.waiting import port_answers
+from tests.support.ports import is_bindable
+from tests.support.waiting import wait_until
 
 PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52800)
 
 
-@pytest.fixture(scope="session")
-def free_ports() -> None:
-    """Skip where something else listens on a port that the example scripts need; theirs are fixed."""
-    for port in PORTS:
-        if port_answers(port):
-            pytest.skip(f"port {port}, which the example scripts need, is in use on this machine")
+@pytest.fixture
+def require_ports() -> Callable[[Sequence[int]], None]:
+    """Waits for ports that scripts need, as others may have them for a while; skips where that lasts."""
+
+    def require(ports: Sequence[int]) -> None:
+        for port in ports:
+            try:
+                wait_until(lambda port=port: is_bindable(port), f"port {port}")  # type: ignore[misc]
+            except AssertionError:
+                pytest.skip(f"port {port}, which the script needs, is in use on this machine")
+
+    return require
+
+
+@pytest.fixture
+def free_ports(require_ports: Callable[[Sequence[int]], None]) -> None:
+    """See that the ports of the example scripts, which are fixed, are free."""
+    require_ports(PORTS)

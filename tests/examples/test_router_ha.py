@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.examples.script import EXAMPLES, running, script_environment
-from tests.support.waiting import port_answers
 
 PORTS = (15001, 15002, 15003, 16379, 52400, 52401, 52500, 52501, 52600, 52700, 52800)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-def test_a_conversation_outlives_one_of_two_routers() -> None:
-    for port in PORTS:
-        if port_answers(port):
-            pytest.skip(f"port {port}, which run_router_ha.sh needs, is in use on this machine")
+def test_a_conversation_outlives_one_of_two_routers(require_ports: Callable[[Sequence[int]], None]) -> None:
+    require_ports(PORTS)
     with running("run_router_ha.sh", ENGINE="kvstore") as script:
         assert script.end(400) == 0, script.output
     rows = re.findall(r"^(\d)  +(\d)  +(200|200, cut)  .*  (yes|the part is right)$", script.output, re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-__all__ = ["free_port", "free_ports"]
+__all__ = ["free_port", "free_ports", "is_bindable"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -20,3 +20,14 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """One loopback TCP port that nobody listens on at this moment."""
     return free_ports(1)[0]
+
+
+def is_bindable(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether nobody has the port; connections that were closed do not count."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -42,11 +42,7 @@ PROBES_OF_HANGING = {**PROBES, "health_check_timeout_secs": 3.0}
 
 
 @pytest.mark.parametrize(("dialect", "role", "fault"), ROWS)
-def test_one_of_two(
-    start_pairs: StartPairs, monkeypatch: pytest.MonkeyPatch, dialect: str, role: str, fault: str
-) -> None:
-    if fault in UNREACHABLE:
-        monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 1.0)
+def test_one_of_two(start_pairs: StartPairs, dialect: str, role: str, fault: str) -> None:
     fleet = start_pairs(dialect, prefill=2, decode=2, **(PROBES_OF_HANGING if "hangs" in fault else PROBES))
     failing = fleet.of(role)[0]
     with FAULTS[fault](failing):
