@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52800)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def require_ports() -> Callable[[Sequence[int]], None]:
     """Waits for ports that scripts need, as others may have them for a while; skips where that lasts."""
 
@@ -26,7 +26,13 @@ def require_ports() -> Callable[[Sequence[int]], None]:
     return require
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def free_ports(require_ports: Callable[[Sequence[int]], None]) -> None:
     """See that the ports of the example scripts, which are fixed, are free."""
+    require_ports(PORTS)
+
+
+@pytest.fixture
+def ports_free_again(require_ports: Callable[[Sequence[int]], None]) -> None:
+    """See that they are free before each test that starts scripts of its own."""
     require_ports(PORTS)

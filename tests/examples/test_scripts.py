@@ -19,13 +19,13 @@ from engine.args import parse_args
 from tests.examples.script import EXAMPLES, loopback_only, running, script_environment
 
 pytestmark = pytest.mark.timeout(600)
-needs_ports = pytest.mark.usefixtures("free_ports")
+needs_ports = pytest.mark.usefixtures("ports_free_again")
 # And how many instances each starts.
 SCRIPTS = {"run.sh": 2, "run_pd_storage.sh": 3, "run_03b_pd_storage.sh": 3, "run_ha.sh": 2, "run_router_ha.sh": 5}
 
 
 @needs_ports
-def test_two_instances_share_the_pool_with_no_interface_but_loopback(free_ports: None) -> None:
+def test_two_instances_share_the_pool_with_no_interface_but_loopback() -> None:
     with running("run.sh", under=loopback_only()) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
