@@ -204,7 +204,7 @@ async def _run_until_signal(sidecar: Sidecar) -> None:
 
 
 async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """The kind of the server, and what else of a registration it tells.
+    """The kind of the server, and the other fields of a registration that it tells.
 
     Raises:
         UntoldError: it does not tell.
@@ -225,7 +225,7 @@ async def _ask_engine(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
 
 
 async def _ask_sglang(client: httpx.AsyncClient, server: str) -> dict[str, Any]:
-    """What an SGLang server tells of itself; nothing, if it tells nothing or is another one."""
+    """An SGLang server's own facts; nothing, if it tells none or is another one."""
     _, info = await _fetch_object(client, f"{server}/server_info")
     if "disaggregation_mode" not in info:
         _, info = await _fetch_object(client, f"{server}/get_server_info")  # its name before

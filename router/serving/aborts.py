@@ -39,7 +39,7 @@ class AbortOutcome(NamedTuple):
 
 
 class Aborter:
-    """Sends ``POST /v1/abort_requests`` to instances, or what their engines have for it."""
+    """Sends ``POST /v1/abort_requests`` to instances, or their engines' own form of it."""
 
     def __init__(self, upstream: ConnectionPool, tasks: Tasks, count: Callable[[str], None]) -> None:
         """

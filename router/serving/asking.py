@@ -114,7 +114,7 @@ class LegMaker:
         return head._replace(start=head.start + ask.head)
 
     def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
-        """Of the members that each leg gets, those that do not undo what prefill alone is asked."""
+        """Of the members that each leg gets, those that do not undo the changes for prefill alone."""
         undone = {*ask.members, *ask.dropped, "return_token_ids"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 

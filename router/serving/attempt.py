@@ -201,7 +201,9 @@ class Attempt:
         """
         self.sent_at = time.perf_counter()
         if self._ask_decode is not None:
-            self._ask_decode(await self._await_prefill())
+            answer = await self._await_prefill()
+            if not self.answering.is_finished:  # else it was given up as prefill's answer came: see ``fail``
+                self._ask_decode(answer)
         elif self.prefill is not None:
             self.prefill.exchange.consume(self._on_prefill_end)
         exchange = self.answering.exchange
@@ -229,6 +231,7 @@ class Attempt:
     def fail(self, error: Exception) -> None:
         """Give up all legs now, and make the task that waits for bytes of the response get ``error``."""
         self._awaited.exchange.fail(error)
+        self.answering.exchange.fail(error)  # which is asked next, where prefill has just answered
         self.give_up()
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:

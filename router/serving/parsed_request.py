@@ -99,26 +99,37 @@ class ParsedRequest:
             message = f"{request.path} takes POST, not {request.method}"
             raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         else:
-            self.api = GENERATING[request.path]
-            try:
-                self.body = body = parse_inference(request.body, large)
-            except BadBody as exc:
-                raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
-            if len(body.request_id or "") > MAX_ID_CHARACTERS:
-                message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
-                raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
-            members: Mapping[str, Any] = body.members
-            if aliases:
-                members = self._resolve_alias(aliases, members)
-            if derive_salt is not None:
-                members = self._salt_cache(derive_salt, members)
-            self.wants_stream = bool(members.get("stream"))
-            if self.api.keeps_answers:
-                self.kept_id = str(members.get("previous_response_id") or "")
-            self.features = request_features(members, body.prompt_tokens, request.headers)
-            self.request_id = body.request_id or sent_id or _make_request_id()
+            self._read_generation(request, sent_id, large, derive_salt, aliases)
             headers = end_to_end(request.headers, _NOT_FORWARDED_WITH_COMPLETIONS)
         self.head = prepare_head(request.method, request.target, headers)
+
+    def _read_generation(
+        self,
+        request: ClientRequest,
+        sent_id: str,
+        large: LargeBody | None,
+        derive_salt: Callable[[str], str] | None,
+        aliases: Mapping[str, str],
+    ) -> None:
+        """Parse the body of a request whose answer is generated; as ``__init__``."""
+        self.api = GENERATING[request.path]
+        try:
+            self.body = body = parse_inference(request.body, large)
+        except BadBody as exc:
+            raise RequestEnded(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+        if len(body.request_id or "") > MAX_ID_CHARACTERS:
+            message = f"request_id is longer than the {MAX_ID_CHARACTERS} characters this router takes"
+            raise RequestEnded(ApiError(400, message, "invalid_body", "request_id"))
+        members: Mapping[str, Any] = body.members
+        if aliases:
+            members = self._resolve_alias(aliases, members)
+        if derive_salt is not None:
+            members = self._salt_cache(derive_salt, members)
+        self.wants_stream = bool(members.get("stream"))
+        if self.api.keeps_answers:
+            self.kept_id = str(members.get("previous_response_id") or "")
+        self.features = request_features(members, body.prompt_tokens, request.headers)
+        self.request_id = body.request_id or sent_id or _make_request_id()
 
     @property
     def samples(self) -> int:

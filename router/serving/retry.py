@@ -49,7 +49,7 @@ class Retries:
         self._avoided.add(key)
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
-        """The instance failed half-way: what failed before that may be used again, and it itself as a last resort.
+        """The instance failed half-way: those that failed before may be used again, and it itself as a last resort.
 
         Args:
             is_hung: it is not to be used again, as it might hang without end.

@@ -141,7 +141,7 @@ class Selector:
         raise NoInstance(self._explain_missing([role], model))
 
     def choose_keeper(self, features: RequestFeatures, key: str) -> Selection:
-        """The instance that keeps what the request needs, even if it gets no new requests.
+        """The instance that keeps the response a request goes on from, even if it gets no new requests.
 
         Raises:
             NoInstance: it is gone, or does not answer.

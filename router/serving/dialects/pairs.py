@@ -46,7 +46,7 @@ class Pairs:
         return pair
 
     def forget_prefill(self, prefill: Instance) -> None:
-        """An attempt failed: learn anew what was learnt of this instance, as it may have been started again."""
+        """An attempt failed: forget all facts of this instance, as it may have been started again."""
         for keys in [keys for keys in self._known if keys[0] == prefill.key]:
             del self._known[keys]
 

@@ -16,7 +16,7 @@ stream whose instance died is not resumed where one of the first two may be so (
 
 events.py        server-sent events and their chunks: read, and stripped of ids that the client did not ask for
 obstacles.py     why a stream whose instance died would not go on exactly
-continuation.py  what the next instance is asked, in the form that its engine takes
+continuation.py  the request for the next instance, in the form that its engine takes
 stream.py        the merger of streams
 whole.py         the merger of whole responses
 resuming.py      how often a request was put down, and whether it is taken up again

@@ -1,4 +1,4 @@
-"""Why a stream whose instance died would not go on exactly at another one: by what was asked, and of which engine."""
+"""Why a stream whose instance died would not go on exactly at another one: by the request, and by the engine."""
 
 from __future__ import annotations
 

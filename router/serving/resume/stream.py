@@ -169,7 +169,7 @@ class StreamMerger:
         self._resent = len(self._shown)
 
     def make_end(self) -> bytes:
-        """What is missing of the end of a stream that is ``complete``.
+        """The missing end of a stream that is ``complete``.
 
         That is its finish reason, the usage if it was asked for, and [DONE].
         """

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.router.serving.dialects.pair_fleet import PairFleet, ask_all
+from router.http import Exchange
+from tests.router.serving.dialects.pair_fleet import PairFleet, ask_all, make_body
 from tests.router.stand_in import Received, Responder
 from tests.support.strict_vllm import StrictVllm
 from tests.support.toy_model import PATHS
@@ -114,3 +115,22 @@ def test_a_prefill_instance_without_its_bootstrap_server_is_no_partner(start_pai
     story = fleet.router.client.get(f"/admin/explain/{refused.headers['x-router-request-id']}")
     assert len(json.loads(story.text)["attempts"]) <= 2, story.text
     assert not fleet.left
+
+
+def test_a_request_that_ends_as_prefill_answers_does_not_reach_decode(
+    start_pairs: StartPairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = start_pairs("nixl")
+    prefill, decode = fleet.of("prefill")[0], fleet.of("decode")[0]
+    take_in = Exchange.on_data
+
+    def end_all_after_prefill(self: Exchange, data: bytes, is_whole: bool) -> bool:
+        answer = take_in(self, data, is_whole)
+        if is_whole and self.address.port == prefill.port:
+            fleet.router.app.proxy.stop()  # before the task that waits for prefill goes on
+        return answer
+
+    monkeypatch.setattr(Exchange, "on_data", end_all_after_prefill)
+    response = fleet.router.client.post(COMPLETIONS, json=make_body(COMPLETIONS, 1))
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "router_stopping")
+    assert decode.received == []
