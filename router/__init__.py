@@ -2,10 +2,11 @@
 
 A request goes down one staircase, ``http.server -> serving -> http.exchange``; rooms import only downward:
 
-launch/      python -m router.launch, kvrouter: reads the settings and starts one process or several
+launch/      python -m router.launch: reads the settings and starts one process or several
 app.py       all parts put together, and the control plane in FastAPI
 register.py  python -m router.register: the sidecar that registers a server which cannot register itself
 simulate.py  python -m router.simulate: a trace of requests over simulated instances
+console/     kvrouter: the router, or with a command what an operator runs beside it
 sharing/     several processes, and several routers, with the knowledge of one
 serving/     the way of one request: selection, attempts, the response, resumption
 telemetry/   metrics, the access log, explanations

@@ -455,10 +455,11 @@ class TestStarting:
 
             def end_connection(seconds: float) -> None:
                 if client.fileno() == -1:  # it is closed, and on a loaded machine still on its last acknowledgement
-                    return wait(seconds)
-                accepted.close()
-                client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
-                client.close()
+                    wait(seconds)
+                else:
+                    accepted.close()
+                    client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+                    client.close()
 
             port = client.getsockname()[1]
             monkeypatch.setattr("engine.api_server.time.sleep", end_connection)
