@@ -17,6 +17,8 @@ from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 __all__ = ["MeteredBackend", "StateCollector"]
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# Of a call's answers the first of these says its outcome.
+_DECIDING = (Status.FAILED, Status.OK)
 _OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
 
 
@@ -33,11 +35,14 @@ class MeteredBackend(StackWrapper):
         calls = Counter("kvstore_calls", "Batch calls to the pool", ["operation"], registry=registry)
         blocks = Counter("kvstore_blocks", "Blocks, by answer", ["operation", "status"], registry=registry)
         nbytes = Counter("kvstore_bytes", "Payload bytes stored or read", ["operation"], registry=registry)
-        seconds = Histogram(
-            "kvstore_call_seconds", "Time a batch call took", ["operation"], buckets=_SECONDS, registry=registry
+        self._seconds = Histogram(
+            "kvstore_call_seconds",
+            "Time a batch call took, by outcome: failed (a block failed), ok (a block was there, or put), absent",
+            ["operation", "outcome"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._calls = {operation: calls.labels(operation) for operation in _OPERATIONS}
-        self._seconds = {operation: seconds.labels(operation) for operation in _OPERATIONS}
         self._bytes = {operation: nbytes.labels(operation) for operation in ("put", "get")}
         self._blocks = {
             operation: [(status, blocks.labels(operation, status.value)) for status in Status]
@@ -73,7 +78,9 @@ class MeteredBackend(StackWrapper):
     def _count_call(self, operation: str, call: Callable[[], list[Status]]) -> list[Status]:
         start = time.perf_counter()
         statuses = call()
-        self._seconds[operation].observe(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        outcome = next((status for status in _DECIDING if status in statuses), Status.ABSENT)
+        self._seconds.labels(operation, outcome.value).observe(seconds)
         self._calls[operation].inc()
         left = len(statuses)
         for status, counter in self._blocks[operation]:
