@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.wrappers.checked import REASONS
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
@@ -113,7 +114,9 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
         yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
         yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
-        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", self._rejected)
+        # Each reason from the beginning on: of a series that begins with 1, Prometheus sees no increase.
+        rejected = dict.fromkeys(REASONS, 0) | dict(self._rejected)
+        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", rejected)
         if (queue := self._write_behind) is not None:
             yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks on their way", queue.queued_blocks)
             yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes on their way", queue.queued_bytes)

@@ -51,6 +51,9 @@ _REQUEST_SECONDS = (
 )
 _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
+# Counted from 0 on, as of a series that begins with 1 Prometheus sees no increase.
+_USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
+
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 # Policies' figures are means over so many of the last requests.
@@ -74,7 +77,8 @@ class RouterMetrics:
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
         self._max_series = MAX_WORKER_SERIES
-        self._failed: dict[str, int] = {f"{role.value}_failed": 0 for role in registry.roles}
+        roles_failed = (f"{role.value}_failed" for role in registry.roles)
+        self._failed: dict[str, int] = dict.fromkeys((*roles_failed, *_USUAL_FAILURES), 0)
         self._first_token = _Histogram(_REQUEST_SECONDS)
         self._output_token = _Histogram(_OUTPUT_TOKEN_SECONDS)
         self._queue_time = _Histogram(_REQUEST_SECONDS)
@@ -303,7 +307,8 @@ class RouterMetrics:
             ("router_resumptions", "Streams whose instance failed half-way, by who did, resumed", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
-            for instance, count in counts.items():
+            known = {instance.key: 0 for instance in self._registry}
+            for instance, count in (known | counts).items():
                 family.add_metric([instance], count)
             yield family
 
