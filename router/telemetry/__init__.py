@@ -6,6 +6,7 @@ merge.py     the figures of several processes as one
 """
 
 from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord
+from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 
-__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]
+__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics", "add_counts"]
