@@ -271,6 +271,10 @@ def test_alerts_fire_when_what_they_are_for_happens(system: System) -> None:
     with system.asking(lambda: system.ask(url=system.prefill.url)):
         expect("SharedStateDown", "MasterDown", "NoMasterServes", "PoolAway", "PoolDegraded", "PoolDropsWrites")
     check_annotations(system.prometheus.list_alerts())
+    # Nothing that the worker had counted went with it: a sum that falls would be added up once more.
+    for counted in ("http_requests_total", "router_time_to_first_token_seconds_bucket"):
+        (resets,) = system.prometheus.ask(f"sum(resets({counted}[10m]))")
+        assert resets.value == 0, counted
     system.router.process.kill()
     expect("RouterDown")
     assert fired == ALERTS.keys() - BY_SERIES_ONLY
