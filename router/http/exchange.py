@@ -173,8 +173,9 @@ class Exchange:
         if self.complete or self.error is not None:
             return
         self.error = error
-        if self._connecting is not None:
-            self._connecting.cancel()
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
