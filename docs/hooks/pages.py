@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
