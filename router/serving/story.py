@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from router.fleet import Role
 from router.http import Headers, encode_request_id, read_usage
-from router.telemetry import AttemptRecord, RequestRecord
+from router.telemetry import AttemptRecord, LegRecord, RequestRecord
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -36,7 +36,7 @@ class Story:
     """Of one request, from its arrival on."""
 
     __slots__ = (
-        *("_records", "_services", "_started_unix"),
+        *("_last", "_records", "_services", "_started_unix"),
         *("client", "pair", "request_id", "selection", "sent_id", "started", "trace_id"),
     )
 
@@ -55,6 +55,7 @@ class Story:
         self._services = services
         self._started_unix = time.time()
         self._records: list[AttemptRecord] = []
+        self._last: Attempt | None = None  # that is among the records
 
     @property
     def num_ended(self) -> int:
@@ -69,7 +70,17 @@ class Story:
     def end_attempt(self, attempt: Attempt | None, how: str) -> None:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
         decisions = self.selection.decisions if self.selection else ()
-        self._records.append(AttemptRecord(decisions, how))
+        ended_at = time.perf_counter()
+        if attempt is None or attempt is self._last:  # this one failed before an instance was asked
+            began_at = self._records[-1].ended_at if self._records else self.started
+            legs: tuple[LegRecord, ...] = ()
+        else:
+            self._last, began_at = attempt, attempt.sent_at
+            answering, prefill = attempt.answering, attempt.prefill
+            legs = ((answering.instance.key, answering.instance.role, answering.exchange.times),)
+            if prefill is not None:
+                legs = ((prefill.instance.key, prefill.instance.role, prefill.exchange.times), *legs)
+        self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs))
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
@@ -104,6 +115,7 @@ class Story:
             request.path,
             self._started_unix,
             request_id=self.request_id,
+            started=self.started,
             client=self.client or "",
             trace_id=self.trace_id,
             status=response.status,
