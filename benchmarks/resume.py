@@ -187,7 +187,7 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
     fleet.wait_until_whole()
     asked = [(path, f"{PROMPT} {number}") for number in range(PROMPTS_UNDER_LOAD) for path in PATHS]
     with ThreadPoolExecutor(len(asked)) as pool:
-        told = pool.map(lambda each: read_stream(fleet, *each, tokens), asked)
+        told = pool.map(lambda each: read_stream(fleet, each[0], each[1], tokens), asked)
         whole = dict(zip(asked, told, strict=True))
     tally: Counter[str] = Counter()
     ends_at = time.monotonic() + seconds
@@ -196,7 +196,8 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
         while time.monotonic() < ends_at:
             each = asked[number % len(asked)]
             try:
-                tally["whole" if read_stream(fleet, *each, tokens) == whole[each] else "another answer"] += 1
+                told = read_stream(fleet, each[0], each[1], tokens)
+                tally["whole" if told == whole[each] else "another answer"] += 1
             except (Broken, httpx.HTTPError) as exc:
                 tally[f"{type(exc).__name__} {exc}"] += 1
                 time.sleep(0.5)
