@@ -405,6 +405,8 @@ class ServingRequest:
             self._retries.avoid(decode.key)
         self._resuming = self._resuming or Resuming(services.settings)
         error = await self._resuming.prepare_after_preemption(merger, decode, services.upstream)
+        assert self.attempt is not None
+        self._response.end_segment(self.attempt)
         if error is not None:
             raise RequestEnded(error)
 
@@ -435,6 +437,7 @@ class ServingRequest:
             failed = self._resuming.explain(why or "its tokens' ids are not known")
         if failed is not None:
             raise RequestEnded(failed) from exc
+        response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
