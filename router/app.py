@@ -32,6 +32,7 @@ from router.fleet import (
     add_listed_instances,
     clear_prefix_caches,
     parse_models,
+    tell_progress,
 )
 from router.http import (
     ApiError,
@@ -74,11 +75,12 @@ CLOSING_SECONDS = 0.5
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; two of them
-# also for instances, which may have a token of their own. The rest of the control plane is for probes and figures, or,
-# under /v1, for clients.
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three of them
+# also for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
+_DRAIN_PATH = "/admin/drain"
 
 
 class RouterApp:
@@ -187,7 +189,7 @@ class RouterApp:
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _FOR_INSTANCES:
+        if path in _FOR_INSTANCES or (path == _DRAIN_PATH and self.auth.has_admin_token):
             self.auth.check_registration(headers)
         elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
@@ -330,6 +332,13 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
+
+    @app.get(_DRAIN_PATH)
+    async def show_progress(instance: str) -> Response:
+        try:
+            return json_reply(200, tell_progress(router.registry, instance))
+        except Refused as refused:
+            return refusal_reply(refused)
 
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
