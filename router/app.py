@@ -119,7 +119,7 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
@@ -311,6 +311,10 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
     async def show_metrics() -> Response:
         others = await router.link.ask_others("figures")
         return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
+
+    @app.get("/prometheus_targets")
+    async def list_targets() -> Response:
+        return json_reply(200, [_describe_target(instance) for instance in router.registry])
 
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
@@ -508,6 +512,14 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "running_requests": instance.load.requests,
         "running_tokens": instance.load.tokens,
     }
+
+
+def _describe_target(instance: Instance) -> dict[str, Any]:
+    """Where Prometheus finds an instance's figures (http_sd_configs); no more than ``/metrics`` tells of it."""
+    registration = instance.registration
+    address = instance.address._replace(port=registration.metrics_port)
+    labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}
+    return {"targets": [str(address)], "labels": {"__scheme__": "https" if address.tls else "http", **labels}}
 
 
 def _format_text(value: Any) -> str | None:

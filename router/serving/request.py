@@ -210,7 +210,11 @@ class ServingRequest:
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
-            await services.admission.enter(client, priority, tokens)
+            since = time.perf_counter()
+            try:
+                await services.admission.enter(client, priority, tokens)
+            finally:
+                self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None
         self._charged = tokens
 

@@ -37,7 +37,7 @@ class Story:
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "request_id", "selection", "sent_id", "started", "trace_id"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -45,6 +45,8 @@ class Story:
         """When the request arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
+        self.queued_seconds = 0.0
+        """How long it waited in line."""
         self.request_id = ""
         self.sent_id = ""
         """The id that the client sent in a header."""
@@ -123,6 +125,7 @@ class Story:
             streamed=response.is_event_stream,
             first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
             total_ms=(time.perf_counter() - self.started) * 1e3,
+            queued_ms=self.queued_seconds * 1e3,
             bytes_sent=response.bytes_sent,
             chunks=response.chunks,
             attempts=self._records,

@@ -54,6 +54,8 @@ class WorkerTask(NamedTuple):
     name: str
     is_first: bool
     is_late: bool
+    num_replaced: int
+    """How many workers took the place of one that died, this one included."""
     channel: socket.socket
     """Its end of the wire to the supervisor."""
     connections: socket.socket
@@ -154,13 +156,14 @@ class Supervisor:
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:
         self._num_started += 1
+        num_replaced = max(0, self._num_started - self._settings.num_workers)
         # A name is never given twice: what was said of the one that died does not count for the next.
         name = f"{self._prefix}-{place}-{self._num_started}"
         channel, their_channel = socket.socketpair()
         connections, their_connections = socket.socketpair(type=socket.SOCK_DGRAM)
         for each in (channel, connections):
             each.setblocking(False)
-        task = WorkerTask(self._settings, name, place == 0, is_late, their_channel, their_connections)
+        task = WorkerTask(self._settings, name, place == 0, is_late, num_replaced, their_channel, their_connections)
         process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
         process.start()
         their_channel.close()
