@@ -382,6 +382,8 @@ class EngineCore:
         metrics, now = self.metrics, time.monotonic()
         metrics.finished.labels(reason).inc()
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
+        for origin, count in sequence.count_origins().items():
+            metrics.prompt_origins.labels(origin).inc(count)
         metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
         metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
         if not sequence.pool_cached_tokens:
