@@ -385,11 +385,18 @@ class EngineCore:
         sequence.ended_at = now = time.monotonic()
         metrics.finished.labels(reason).inc()
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
+        for origin, count in sequence.count_origins().items():
+            metrics.prompt_origins.labels(origin).inc(count)
         metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
         metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
         if not sequence.pool_cached_tokens:
             metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
+        started, first_token = sequence.started_at, sequence.first_token_at
+        if started is not None:
+            metrics.queue_time.observe(max(0.0, started - sequence.arrival - sequence.pool_load_seconds))
+            if first_token is not None and first_token >= started:
+                metrics.prefill_time.observe(first_token - started)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 

@@ -13,6 +13,9 @@ from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
 __all__ = ["Request", "SamplingParams", "Saves", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
 
+# Sources in ``Sequence.prompt_sources``, by their names among metrics.
+_ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -137,11 +140,11 @@ class Sequence:
     num_preemptions: int = 0
     """How often it had to give its blocks back and begin anew."""
     arrival: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first got a place among the running."""
     first_token_at: float | None = None
     submitted_at: float = 0.0
     """When the engine got it; this and the others on ``time.monotonic``, and 0 until then."""
-    running_at: float = 0.0
-    """When it first got a place among those that run."""
     ended_at: float = 0.0
     look_up: tuple[float, float] | None = None
     """Beginning and end of the first question to the pool, if there was one ..."""
@@ -160,6 +163,14 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def count_origins(self) -> dict[str, int]:
+        """The prompt's tokens by where their KV came from; without those that were not computed as it ended."""
+        counts = dict.fromkeys(_ORIGINS.values(), 0)
+        for source, count in self.prompt_sources:
+            counts[_ORIGINS[source]] += count
+        rest = max(0, self.num_prompt_tokens - sum(counts.values()))
+        return {**counts, "computed": rest if self.first_token_at is not None else 0}
 
     @property
     def num_exact(self) -> int:

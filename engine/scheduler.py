@@ -271,7 +271,8 @@ class Scheduler:
             sequence = self.ready.pop(0)
             self._take_up_more(sequence)
             sequence.state = State.RUNNING
-            sequence.running_at = sequence.running_at or time.monotonic()
+            if sequence.started_at is None:
+                sequence.started_at = time.monotonic()
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:

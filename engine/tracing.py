@@ -63,25 +63,25 @@ def _list_phases(sequence: Sequence, now: float) -> Iterator[Phase]:
     if not sequence.submitted_at:
         return
     look_up, load, use = sequence.look_up, sequence.load, sequence.pool_use
-    ended_at, running_at, first_token_at = sequence.ended_at or now, sequence.running_at, sequence.first_token_at
-    yield Phase("queue", sequence.submitted_at, look_up[0] if look_up else running_at or ended_at)
+    ended_at, started_at, first_token_at = sequence.ended_at or now, sequence.started_at, sequence.first_token_at
+    yield Phase("queue", sequence.submitted_at, look_up[0] if look_up else started_at or ended_at)
     if look_up:
         failure = use.text if use.reason is Reason.FAILED else ""
         yield Phase("look-up", *look_up, {"engine.pool": use.text}, "" if load else failure)
         if load:
             yield Phase("load", *load, {"engine.pool_cached_tokens": sequence.pool_cached_tokens}, failure)
         waited_from = (load or look_up)[1]
-        if (running_at or ended_at) - waited_from > _MIN_WAIT_SECONDS:
-            yield Phase("queue", waited_from, running_at or ended_at)
-    if not running_at:
+        if (started_at or ended_at) - waited_from > _MIN_WAIT_SECONDS:
+            yield Phase("queue", waited_from, started_at or ended_at)
+    if not started_at:
         return
-    if first_token_at is None or first_token_at > running_at:
+    if first_token_at is None or first_token_at > started_at:
         cached = sequence.own_cached_tokens + sequence.pool_cached_tokens
         tokens = {"engine.computed_tokens": sequence.num_prompt_tokens - cached}
-        yield Phase("prefill", running_at, first_token_at or ended_at, tokens)
+        yield Phase("prefill", started_at, first_token_at or ended_at, tokens)
     if first_token_at is not None and (sequence.num_output_tokens > 1 or sequence.finish_reason not in _GOOD_ENDS):
         tokens = {"engine.decoded_tokens": sequence.num_output_tokens - 1}
-        yield Phase("decode", max(first_token_at, running_at), ended_at, tokens)
+        yield Phase("decode", max(first_token_at, started_at), ended_at, tokens)
 
 
 def open_tracer(receiver: str) -> Tracer | None:

@@ -195,8 +195,9 @@ class Exchange:
             return
         self.error = error
         self.record.ended_at = time.perf_counter()
-        if self._connecting is not None:
-            self._connecting.cancel()
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()

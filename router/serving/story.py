@@ -38,7 +38,7 @@ class Story:
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -46,6 +46,8 @@ class Story:
         """When the request arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
+        self.queued_seconds = 0.0
+        """How long it waited in line."""
         self.request_id = ""
         self.sent_id = ""
         """The id that the client sent in a header."""
@@ -133,6 +135,7 @@ class Story:
             streamed=response.is_event_stream,
             first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
             total_ms=(time.perf_counter() - self.started) * 1e3,
+            queued_ms=self.queued_seconds * 1e3,
             bytes_sent=response.bytes_sent,
             chunks=response.chunks,
             attempts=self._records,
@@ -171,6 +174,11 @@ class Story:
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens = usage.cached_tokens
+        if response.is_resumed:  # the client is told of its own prompt, the policy not: this instance had another one
+            if selection.prefill is not None:
+                record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
+            else:
+                usage = usage._replace(cached_tokens=None, own_cached_tokens=None)
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens
         if not record.error and record.status < 400:
             ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None

@@ -93,6 +93,8 @@ class RequestRecord:
     first_byte_ms: float = 0.0
     """From its arrival to the first byte of the answer's body from the instance; 0 if there was none."""
     total_ms: float = 0.0
+    queued_ms: float = 0.0
+    """How long it waited in line until it was let in, or refused."""
     bytes_sent: int = 0
     chunks: int = 0
     """Pieces in which the answer's body came from the instance."""
@@ -268,6 +270,7 @@ def _format_line(record: RequestRecord) -> bytes:
         "prefill": record.prefill,
         "decode": record.decode,
         "attempts": len(record.attempts),
+        "queued_ms": int(record.queued_ms * 1e2 + 0.5) / 1e2,
         "first_byte_ms": int(record.first_byte_ms * 1e2 + 0.5) / 1e2,
         "total_ms": int(record.total_ms * 1e2 + 0.5) / 1e2,
         "prompt_tokens": record.prompt_tokens,

@@ -155,7 +155,7 @@ def test_a_sequence_that_waited_to_its_end_has_a_queue_alone_which_says_why() ->
 
 def test_a_load_lies_between_two_queues_where_there_was_no_place_yet() -> None:
     sequence = sequence_with(
-        submitted_at=1.0, look_up=(2.0, 3.0), load=(3.0, 4.0), running_at=5.0, first_token_at=6.0, ended_at=8.0
+        submitted_at=1.0, look_up=(2.0, 3.0), load=(3.0, 4.0), started_at=5.0, first_token_at=6.0, ended_at=8.0
     )
     sequence.token_ids += [4, 5]
     assert [phase[:3] for phase in list_phases(sequence, 9.0)] == [
@@ -169,7 +169,7 @@ def test_a_load_lies_between_two_queues_where_there_was_no_place_yet() -> None:
 
 
 def test_a_prompt_that_was_handed_over_has_no_prefill() -> None:
-    sequence = sequence_with(submitted_at=1.0, first_token_at=1.5, running_at=2.0, ended_at=8.0)
+    sequence = sequence_with(submitted_at=1.0, first_token_at=1.5, started_at=2.0, ended_at=8.0)
     sequence.token_ids += [4, 5]
     assert [phase[:3] for phase in list_phases(sequence, 9.0)] == [("queue", 1.0, 2.0), ("decode", 2.0, 8.0)]
 
