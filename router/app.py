@@ -60,9 +60,9 @@ from router.serving import (
     explain_unknown_model,
     list_unknown_ids,
 )
-from router.settings import RouterSettings, read_authorities
+from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -122,6 +122,10 @@ class RouterApp:
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
+        receiver = find_trace_receiver()
+        self.tracer = open_tracer(receiver) if receiver else None
+        if self.tracer is not None:
+            self.audit.subscribe_to_batches(self.tracer.on_batch)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
@@ -172,6 +176,7 @@ class RouterApp:
             aborter=self.aborter,
             metrics=self.metrics,
             audit=self.audit,
+            tracer=self.tracer,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
 
@@ -221,6 +226,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
+        if router.tracer is not None:
+            router.tracer.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_error_handlers(app)

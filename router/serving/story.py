@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from router.fleet import Role
 from router.http import Headers, encode_request_id, read_usage
-from router.telemetry import AttemptRecord, LegRecord, RequestRecord
+from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection
+    from router.telemetry import Tracer
 
 __all__ = ["Story"]
 
@@ -37,7 +38,7 @@ class Story:
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace_id"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -51,6 +52,8 @@ class Story:
         self.sent_id = ""
         """The id that the client sent in a header."""
         self.trace_id = ""
+        self.trace: RequestTrace | None = None
+        """Where the request is traced."""
         self.selection: Selection | None = None
         self.pair: Pair | None = None
         """The instances of the last attempt, and how they were asked as a pair."""
@@ -63,6 +66,12 @@ class Story:
     def num_ended(self) -> int:
         """How many attempts have ended."""
         return len(self._records)
+
+    def join_trace(self, tracer: Tracer, request: ClientRequest) -> None:
+        """Trace the request, unless its client says no."""
+        self.trace = tracer.begin_trace(request)
+        if self.trace is not None:
+            self.trace_id = self.trace.trace_id
 
     def log_choice(self, prompt_tokens: int) -> None:
         """Say which instances were chosen for the attempt that begins, and why."""
@@ -78,10 +87,11 @@ class Story:
             legs: tuple[LegRecord, ...] = ()
         else:
             self._last, began_at = attempt, attempt.sent_at
-            answering, prefill = attempt.answering, attempt.prefill
-            legs = ((answering.instance.key, answering.instance.role, answering.exchange.times),)
+            leg, prefill = attempt.answering, attempt.prefill
+            legs = ((leg.instance.key, leg.instance.role, leg.exchange.record, leg.span_id),)
             if prefill is not None:
-                legs = ((prefill.instance.key, prefill.instance.role, prefill.exchange.times), *legs)
+                first = (prefill.instance.key, prefill.instance.role, prefill.exchange.record, prefill.span_id)
+                legs = (first, *legs)
         self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs))
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
@@ -130,6 +140,9 @@ class Story:
             chunks=response.chunks,
             attempts=self._records,
         )
+        if self.trace is not None:
+            record.trace = self.trace
+            self.trace.model = parsed.features.model if parsed is not None else ""
         selection = self.selection
         if selection is not None and attempt is not None and parsed is not None and parsed.body is not None:
             self._note_outcome(record, response, parsed, selection, attempt)

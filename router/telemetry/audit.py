@@ -25,7 +25,9 @@ from router.settings import RouterSettings, SettingsError
 
 if TYPE_CHECKING:
     from router.fleet import Role
+    from router.http import ExchangeRecord
     from router.policies import Decision
+    from router.telemetry.tracing import RequestTrace
 
 __all__ = ["AttemptRecord", "Audit", "LegRecord", "RequestRecord"]
 
@@ -42,10 +44,10 @@ _FILE_PIECE_BYTES = 65536
 _PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
 
-LegRecord: TypeAlias = "tuple[str, Role, Sequence[float]]"
-"""One leg of an attempt: its instance and the role of that, and its ``Exchange.times``.
+LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
+"""One leg of an attempt: its instance and the role of that, its exchange, and the id of its span (0: it has none).
 
-Prefill's may end later than the request. (A tuple, as two of them are made for each request.)
+Prefill's may end later than the request. (A plain tuple, as two of them are made for each request.)
 """
 
 
@@ -105,6 +107,8 @@ class RequestRecord:
     predicted_cached_tokens: int | None = None
     """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
+    trace: RequestTrace | None = None
+    """Where the request is traced."""
 
 
 class Audit:
@@ -303,11 +307,11 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
                     {
                         "instance": instance,
                         "role": role.value,
-                        "sent_ms": _measure(record, sent_at),
-                        "first_byte_ms": _measure(record, first_byte_at),
-                        "ended_ms": _measure(record, ended_at),
+                        "sent_ms": _measure(record, exchange.sent_at),
+                        "first_byte_ms": _measure(record, exchange.first_byte_at),
+                        "ended_ms": _measure(record, exchange.ended_at),
                     }
-                    for instance, role, (sent_at, first_byte_at, ended_at) in attempt.legs
+                    for instance, role, exchange, _ in attempt.legs
                 ],
             }
             for attempt in record.attempts

@@ -60,12 +60,14 @@ class Router:
 
 
 @contextlib.contextmanager
-def router(folder: Path, *flags: str, splitwise: bool = True) -> Iterator[Router]:
+def router(
+    folder: Path, *flags: str, splitwise: bool = True, environ: Mapping[str, str] | None = None
+) -> Iterator[Router]:
     """A router for prefill and decode instances, or for mixed ones."""
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
-    with child(argv, folder / f"router-{port}.out") as process:
+    with child(argv, folder / f"router-{port}.out", environ) as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)
 
