@@ -188,7 +188,7 @@ class RouterApp:
         return kept
 
     def _answer_other_processes(self) -> None:
-        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
         self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
@@ -316,8 +316,10 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask_others("figures")
-        return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
+        # What the others are told of these is what the answer shows: later readings must not be less.
+        own = router.metrics.dump()
+        others = await router.link.ask_others("figures", own)
+        return Response(router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")
     async def list_targets() -> Response:

@@ -7,6 +7,7 @@ merge.py     the figures of several processes as one
 """
 
 from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, LegRecord, RequestRecord
+from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.tracing import RequestTrace, Tracer, make_span_id, open_tracer
 
@@ -20,6 +21,7 @@ __all__ = [
     "RequestTrace",
     "RouterMetrics",
     "Tracer",
+    "add_counts",
     "make_span_id",
     "open_tracer",
 ]
