@@ -171,6 +171,7 @@ class Cluster:
         port = port or free
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
+        argv += ["--num-gpu-blocks-override", "1024"]  # 1 GiB with this project's small model
         argv += ["--shutdown-timeout", "10"]  # else vLLM kills its workers, which then do not take leave of the pool
         transfer: dict[str, object] = {}
         if connector == "kvstore":

@@ -381,8 +381,5 @@ class GuardedBackend(Stack):
 
 def _says_something(answer: Any) -> bool:
     """Whether it comes from a store that answers, be it late; one that was cut off says ``FAILED``."""
-    return (
-        answer is not None
-        and answer is not Status.FAILED
-        and not (isinstance(answer, list) and Status.FAILED in answer)
-    )
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    return first is not None and first is not Status.FAILED
