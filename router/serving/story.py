@@ -145,7 +145,7 @@ class Story:
                 why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
-        record.cached_tokens = usage.cached_tokens
+        record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens
         if not record.error and record.status < 400:
             ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None
