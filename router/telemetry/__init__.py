@@ -3,9 +3,11 @@
 audit.py     Audit: one record a request, its line in the access log, and its explanation
 metrics.py   RouterMetrics: figures for Prometheus
 merge.py     the figures of several processes as one
+need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 
 from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
+from router.telemetry.need import InstancesNeeded
 
-__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]
+__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "InstancesNeeded", "RequestRecord", "RouterMetrics"]
