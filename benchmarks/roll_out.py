@@ -2,10 +2,10 @@
 
     python benchmarks/roll_out.py [--streams 64] [--tokens 48] [--workers 2]
 
-Four mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. Each instance
-is drained (``kvrouter drain --wait --until-restart``), ended by SIGTERM, and started again at the same port; the next one
-follows when ``/ready`` of the new process says that it serves. Every stream must be the text that its prompt had before,
-with one end; the program ends with 1 if one is not, or a request is refused.
+Four mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. Each one is
+drained (``kvrouter drain --wait --until-restart``), ended by SIGTERM, and started again at the same port; the next one
+follows when ``/ready`` of the new process says that it serves. Every stream must be the text that its prompt had
+before, with one end; the program ends with 1 if one is not, or a request is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 from router_overhead import free_port
 
-READY_S = 180.0
+READY_S = 600.0
 INSTANCES = 4
 PROMPTS = [f"Tell me story number {number} about the sea, the sun and the stars." for number in range(8)]
 
@@ -42,10 +42,13 @@ class Fleet:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         port = self.router.rpartition(":")[2]
         self._start(0, "router.launch", "--host", "127.0.0.1", "--port", port, "--workers", str(workers))
-        for port_of_instance in self.ports:
-            self.start_instance(port_of_instance)
-        for port_of_instance in self.ports:
-            self.wait_until_ready(port_of_instance)
+
+    def start(self) -> None:
+        """Start all instances, and wait until they serve."""
+        for port in self.ports:
+            self.start_instance(port)
+        for port in self.ports:
+            self.wait_until_ready(port)
 
     def start_instance(self, port: int) -> None:
         """Start the instance of this port."""
@@ -82,7 +85,7 @@ class Fleet:
                 [sys.executable, "-m", module, *flags],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "FD_LOG_DIR": str(self._folder / f"log_{key}")},
             )
 
 
@@ -118,9 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = str(folder / "model")
-        subprocess.run([sys.executable, "-m", "engine.make_model", "--output", model], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "engine.make_model", "--output", model], check=True, stdout=subprocess.DEVNULL
+        )
         fleet = Fleet(folder, model, flags.workers)
         try:
+            fleet.start()
             return _roll(fleet, flags)
         finally:
             fleet.stop()

@@ -103,7 +103,9 @@ class RouterClient:
 
     async def read_drain(self, instance: str) -> dict[str, Any]:
         """Whether an instance drains, and how many requests it runs."""
-        progress: dict[str, Any] = (await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")).json()
+        progress: dict[str, Any] = (
+            await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
+        ).json()
         return progress
 
     async def explain_request(self, request_id: str) -> dict[str, Any]:

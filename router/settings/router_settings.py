@@ -294,8 +294,8 @@ class RouterSettings:
             )
         if self.finds_pods and not self.selector:
             raise SettingsError(
-                f"manager.service-discovery is {self.service_discovery!r}, but no pods are named; say which are instances "
-                "with manager.selector, such as app=kv"
+                f"manager.service-discovery is {self.service_discovery!r}, but no pods are named; say which are "
+                "instances with manager.selector, such as app=kv"
             )
         if self.selector and not self.finds_pods:
             raise SettingsError(

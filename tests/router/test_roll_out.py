@@ -63,7 +63,9 @@ async def keep_streaming(client: httpx.AsyncClient, url: str, outcomes: Counter[
         except httpx.HTTPError as exc:
             outcomes[repr(exc)] += 1
             continue
-        outcomes[read_content(answer.text) if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"] += 1
+        outcomes[
+            read_content(answer.text) if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"
+        ] += 1
 
 
 def test_rolling_all_instances_under_64_streams_loses_none(

@@ -175,21 +175,23 @@ class KubernetesApi:
         target = urlsplit(request.path)
         query = {name: values[-1] for name, values in parse_qs(target.query, strict_parsing=True).items()}
         if self.refuses:
-            return self._fail(request, self.refuses, "the API server is told to refuse")
-        if self._certificate and request.headers["authorization"] != f"Bearer {self.token}":
-            return self._fail(request, 401, "Unauthorized")
-        if target.path not in ("/api/v1/namespaces/ns/pods", "/api/v1/pods"):
-            return self._fail(request, 403, f"pods is forbidden: cannot list {target.path}")
-        if query.pop("labelSelector", None) != "app=kv":
-            return self._fail(request, 400, "this mock knows the selector app=kv alone")
-        if query.pop("watch", None) == "true":
-            return self._watch(request, query)
-        return self._list(request, query)
+            self._fail(request, self.refuses, "the API server is told to refuse")
+        elif self._certificate and request.headers["authorization"] != f"Bearer {self.token}":
+            self._fail(request, 401, "Unauthorized")
+        elif target.path not in ("/api/v1/namespaces/ns/pods", "/api/v1/pods"):
+            self._fail(request, 403, f"pods is forbidden: cannot list {target.path}")
+        elif query.pop("labelSelector", None) != "app=kv":
+            self._fail(request, 400, "this mock knows the selector app=kv alone")
+        elif query.pop("watch", None) == "true":
+            self._watch(request, query)
+        else:
+            self._list(request, query)
 
     def _list(self, request: BaseHTTPRequestHandler, query: dict[str, str]) -> None:
         start, limit = int(query.pop("continue", 0)), min(self._page, int(query.pop("limit", self._page)))
         if query:
-            return self._fail(request, 400, f"unknown parameters: {query}")
+            self._fail(request, 400, f"unknown parameters: {query}")
+            return
         with self._lock:
             self.lists += 1
             pods = sorted(self._pods.values(), key=lambda pod: str(pod["metadata"]["name"]))
@@ -201,7 +203,8 @@ class KubernetesApi:
     def _watch(self, request: BaseHTTPRequestHandler, query: dict[str, str]) -> None:
         version = int(query.pop("resourceVersion"))
         if query.pop("allowWatchBookmarks") != "true" or int(query.pop("timeoutSeconds")) < 1 or query:
-            return self._fail(request, 400, f"unknown parameters: {query}")
+            self._fail(request, 400, f"unknown parameters: {query}")
+            return
         events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         with self._lock:
             self.watches += 1

@@ -8,6 +8,7 @@ that they drain is taken from there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -79,10 +80,8 @@ class Discovery:
 
     async def _keep_reconciling(self) -> None:
         while True:
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._is_changed.wait(), RECONCILE_SECONDS)
-            except asyncio.TimeoutError:
-                pass
             self._is_changed.clear()
             try:
                 if self._watch.was_listed:

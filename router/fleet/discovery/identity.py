@@ -1,4 +1,4 @@
-"""Identity: which engine answers at an address, as ``python -m router.register`` finds it out for a server beside it."""
+"""Identity: which engine answers at an address; ``router.register`` finds it out likewise for a server beside it."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def read_pod(document: Mapping[str, Any], port: int) -> Pod:
             trouble = f"its annotation {_REGISTRATION} is {text!r}; it must be a JSON object"
     if not trouble and "port" not in fields:
         trouble = (
-            f"it names no port: call one {_PORT_NAME!r}, annotate it with {_REGISTRATION}: '{{\"port\": 8000}}', or use "
-            "--service-discovery-port"
+            f"it names no port: call one {_PORT_NAME!r}, annotate it with {_REGISTRATION}: '{{\"port\": 8000}}', or "
+            "use --service-discovery-port"
         )
     return Pod(name, _find_state(metadata, status), fields, trouble)
 

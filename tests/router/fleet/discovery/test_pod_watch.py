@@ -137,9 +137,7 @@ def test_a_watch_that_is_too_far_behind_lists_again(watching: Watching) -> None:
     watching.wait_for("b")
 
 
-def test_pods_that_went_while_nobody_watched_are_gone(
-    watching: Watching, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pods_that_went_while_nobody_watched_are_gone(watching: Watching, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "router.fleet.discovery")
     watching.wait_for("a")
     watching.wait_for_watch()
