@@ -77,8 +77,8 @@ CLOSING_SECONDS = 0.5
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
 # Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three also
-# for instances, which may have a token of their own, and drain themselves before they end. The rest of the control plane
-# is for probes and figures, or, under /v1, for clients.
+# for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
 _DRAIN_PATH = "/admin/drain"
