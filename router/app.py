@@ -72,6 +72,9 @@ MODELS_SECONDS = 5.0
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
+# Of those that have ended, /admin/requests lists so many unless it is told another number.
+LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
+
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
@@ -190,6 +193,7 @@ class RouterApp:
     def _answer_other_processes(self) -> None:
         self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("requests", self.audit.list_requests)
         self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
@@ -362,6 +366,17 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         is_done = all(outcome == "success" for outcome in outcomes.values())
         status = "success" if is_done else "error"
         return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
+
+    @app.get("/admin/requests")
+    async def list_requests(count: str = str(LISTED_REQUESTS)) -> Response:
+        if not count.isdecimal() or not 0 < int(count) <= MAX_LISTED_REQUESTS:
+            message = f"count is {count!r}; it must be a number from 1 to {MAX_LISTED_REQUESTS}"
+            return error_reply(ApiError(400, message, "invalid_query", "count"))
+        listed = router.audit.list_requests(int(count))
+        for elsewhere in await router.link.ask_others("requests", int(count), everywhere=True):
+            listed += elsewhere
+        listed.sort(key=lambda request: float(request["time"]), reverse=True)
+        return json_reply(200, {"requests": listed[: int(count)]})
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:

@@ -114,6 +114,11 @@ class RouterClient:
         ).json()
         return progress
 
+    async def list_requests(self, count: int = 50) -> list[dict[str, Any]]:
+        """The last requests that have ended, the newest first, as lines of the access log have them."""
+        listed: list[dict[str, Any]] = (await self._fetch("GET", f"/admin/requests?count={count}")).json()["requests"]
+        return listed
+
     async def explain_request(self, request_id: str) -> dict[str, Any]:
         """How a request that has ended was placed and answered."""
         found: dict[str, Any] = (await self._fetch("GET", f"/admin/explain/{quote(request_id, safe='')}")).json()

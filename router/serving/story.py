@@ -173,10 +173,11 @@ class Story:
                 why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
-        record.cached_tokens = usage.cached_tokens
+        record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
         if response.is_resumed:  # the client is told of its own prompt, the policy not: this instance had another one
             if selection.prefill is not None:
                 record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
+                record.own_cached_tokens = None
             else:
                 usage = usage._replace(cached_tokens=None, own_cached_tokens=None)
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens

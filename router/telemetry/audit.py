@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import orjson
@@ -102,6 +103,8 @@ class RequestRecord:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     """Of usage, where the engine that computed the prompt said so."""
+    own_cached_tokens: int | None = None
+    """Of the cached ones, those that the engine had itself; the pool had the others. Ours says so."""
     decode_cached_tokens: int | None = None
     """As a pair's decode instance said, to which all is cached that prefill has computed."""
     predicted_cached_tokens: int | None = None
@@ -172,6 +175,10 @@ class Audit:
         names = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("cmpl-")}
         record = next((r for r in reversed(self._records) if r.request_id and r.request_id in names), None)
         return None if record is None else _build_explanation(record)
+
+    def list_requests(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` requests that have ended, the newest first, as lines of the access log have them."""
+        return [json.loads(_format_line(record)) for record in islice(reversed(self._records), count)]
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -289,6 +296,7 @@ def _format_line(record: RequestRecord) -> bytes:
 def _build_explanation(record: RequestRecord) -> dict[str, Any]:
     return {
         **json.loads(_format_line(record)),
+        "own_cached_tokens": record.own_cached_tokens,
         "attempts": [
             {
                 "decisions": [

@@ -163,7 +163,7 @@ def read_router_figures(samples: Samples) -> RouterFigures:
 
 
 def read_loads(samples: Samples) -> list[Listed]:
-    """The instances as the router's ``/metrics`` names them, which anybody may ask for: less than ``/registered`` has."""
+    """The instances as the router's ``/metrics`` names them, to anybody who asks: less than ``/registered`` does."""
     breakers = {each.labels.get("instance", ""): each.value for each in samples.get("router_instance_breaker_open", ())}
     openness = {0.0: "closed", 0.5: "half_open", 1.0: "open"}
     found = []

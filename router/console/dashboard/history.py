@@ -183,8 +183,8 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
     """The counters of prompt tokens by their origin, of one instance, or with ``""`` of all, each prompt once.
 
-    A decode instance's prompt has been read by its prefill instance: only what the decode instance read from the pool or
-    computed beside that counts again.
+    A decode instance's prompt has been read by its prefill instance: only what the decode instance read from the pool
+    or computed beside that counts again.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():

@@ -1,7 +1,8 @@
 """The views of the dashboard, each in a file, in the frame that all have. They load NiceGUI.
 
 frame.py     open_frame: navigation, freshness, light or dark, the clock; Context: a view in one browser
-parts.py     texts, tables, charts, bars of origins
+parts.py     texts, tables, bars of origins
+charts.py    values over time
 look.py      colours and the style sheet
 prompts.py   where prompts come from
 traffic.py   requests, times, the queue, errors

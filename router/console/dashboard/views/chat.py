@@ -22,7 +22,8 @@ MAX_TOKENS = 120
 SAMPLE = (
     "Here are the house rules of a library. Please keep them in mind for all that follows. "
     + " ".join(
-        f"Rule {number}: books from shelf {number} may be kept for {number + 6} days, and then go back to desk {number % 4 + 1}."
+        f"Rule {number}: books from shelf {number} may be kept for {number + 6} days, "
+        f"and then go back to desk {number % 4 + 1}."
         for number in range(1, 41)
     )
     + " Which desk takes a book from shelf 17?"
@@ -34,7 +35,9 @@ def _build(context: Context) -> None:
     running: dict[str, bool] = {}
     with ui.element("div").classes("head"), ui.element("div"):
         put_text("h1", "Try it")
-        said = "Ask through the router, and see where each prompt came from. Ask again: what was said before is in a cache by then."
+        said = (
+            "Ask through the router, and see where each prompt came from. Go on: what was said is in a cache by then."
+        )
         put_text("p", said, "lead")
     banner = Banner()
     with ui.element("section").classes("card").props('aria-label="Conversation"'):
@@ -169,12 +172,13 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
         parts.append(f'{squares}<ul class="from-words">{words}<li class="note">of {many}</li></ul>')
     else:
         parts.append('<p class="note">The engine did not say where the prompt came from.</p>')
-    link = f' · <a href="/request?id={quote(request_id, safe="")}">its way</a>' if request_id else ""
+    link = f' · <a href="/request?id={quote(request_id, safe="")}">see its way</a>' if request_id else ""
     generated = (
         f" for {format_count(usage['completion_tokens'])} tokens" if usage and usage.get("completion_tokens") else ""
     )
     parts.append(
-        f'<p class="note">First token after {format_seconds(first)}, {format_seconds(seconds)} in all{escape(generated)}{link}</p>'
+        f'<p class="note">First token after {format_seconds(first)}, '
+        f"{format_seconds(seconds)} in all{escape(generated)}{link}</p>"
     )
     return f'<div class="from">{"".join(parts)}</div>'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from html import escape
 from typing import Any
 
 from nicegui import ui
@@ -34,6 +35,7 @@ _BREAKERS = {"open": "left out, as requests fail there", "half_open": "one reque
 
 def _build(context: Context) -> None:
     history = context.site.collector.history
+    address = context.site.collector.router.url.partition("://")[2]
     with ui.element("div").classes("head"), ui.element("div"):
         put_text("h1", "Fleet")
         put_text("p", "The instances that serve requests, and what each of them does now.", "lead")
@@ -59,7 +61,7 @@ def _build(context: Context) -> None:
             empty.classes(remove="hidden")
             empty.show(
                 '<div class="empty">The router has no instances. Start one with '
-                f"<code>--router {context.site.collector.router.url.partition('://')[2]}</code>, and it shows here.</div>"
+                f"<code>--router {escape(address)}</code>, and it shows here.</div>"
             )
         ready = sum(_is_ready(report) for report in reports)
         tiles["Instances"].show(format_count(len(reports)))
@@ -142,7 +144,7 @@ class _Row:
         colour, state = _STATES.get(listed.state, ("bad", listed.state))
         self._dot.classes(replace=f"dot {colour}")
         self._state.set_text(state)
-        about = [listed.engine if listed.engine != "fastdeploy" else "", ", ".join(listed.models)]
+        about = [listed.engine if listed.engine != "fastdeploy" else "", ", ".join(map(_shorten_model, listed.models))]
         if figures is not None and figures.pool_open is not None:
             about.append("in the pool" if figures.pool_open else "not in the pool")
         self._about.set_text(" · ".join(filter(None, about)))
@@ -212,6 +214,11 @@ class _Row:
     async def _order(self, order: str, **members: Any) -> None:
         await self._context.site.collector.router.give_order(order, self._key, **members)
         await self._context.site.collector.look()
+
+
+def _shorten_model(name: str) -> str:
+    """Of a folder, its own name."""
+    return name.rpartition("/")[2] if name.startswith("/") else name
 
 
 def _is_ready(report: InstanceReport) -> bool:

@@ -60,7 +60,10 @@ class Context:
             self.refresh_now()
 
         toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=lambda e: choose(e.value))
-        toggle.classes("choice").props('unelevated no-caps aria-label="Length of time shown"')
+        toggle.classes("choice").props(
+            "unelevated no-caps toggle-color=chosen toggle-text-color=chosen text-color=plain "
+            'aria-label="Length of time shown"'
+        )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Parts that views are made of: texts, tables, charts, bars of origins. All text from elsewhere is escaped."""
+"""Parts that views are made of: texts, tables, bars of origins. All text from elsewhere is escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -15,10 +14,9 @@ from router.console.dashboard.words import NOTHING, ORIGIN_NAMES, format_count, 
 
 __all__ = [
     "Banner",
-    "Chart",
     "Markup",
-    "Series",
     "draw_blocks",
+    "draw_facts",
     "draw_parts",
     "draw_table",
     "put_button",
@@ -26,8 +24,6 @@ __all__ = [
     "put_text",
     "put_tiles",
 ]
-
-AXIS_LINE = "rgba(128, 140, 155, 0.28)"
 
 
 class Markup(ui.html):
@@ -87,103 +83,6 @@ class Banner:
         self._box.classes(replace="banner plain hidden")
 
 
-@dataclass(frozen=True)
-class Series:
-    """Values of a chart, one a piece of time."""
-
-    name: str
-    colour: str
-    values: Sequence[float | None]
-    is_dashed: bool = False
-
-
-class Chart:
-    """Values over time, as bars on each other or as lines.
-
-    Args:
-        title: for those who do not see it.
-        unit: behind the numbers in the box that shows them.
-        kind: ``bars`` or ``lines``.
-    """
-
-    def __init__(self, title: str, unit: str, kind: str = "lines", *, top: float | None = None) -> None:
-        self._title = title
-        self._unit = unit
-        self._kind = kind
-        self._top = top
-        self._element = ui.echart(self._make_options([], []), renderer="svg").classes("chart")
-        self._element.props(f'role="img" aria-label="{escape(title)}"')
-
-    def show(self, labels: Sequence[str], series: Sequence[Series]) -> None:
-        """Show these values from now on."""
-        made = self._make_options(labels, series)
-        if made != self._element.options:
-            self._element.options.clear()
-            self._element.options.update(made)
-            self._element.update()
-
-    def _make_options(self, labels: Sequence[str], series: Sequence[Series]) -> dict[str, Any]:
-        is_small = "value => value >= 1000 ? (value / 1000) + ' k' : +value.toPrecision(3)"
-        number = "value => value == null ? '\\u2013' : (+value).toLocaleString('en', {maximumSignificantDigits: 3})"
-        return {
-            "animation": False,
-            "grid": {"left": 4, "right": 8, "top": 34, "bottom": 4, "containLabel": True},
-            "legend": {
-                "top": 0,
-                "left": 0,
-                "icon": "roundRect",
-                "itemWidth": 13,
-                "itemHeight": 13,
-                "itemGap": 18,
-                "textStyle": {"color": "var(--muted)", "fontSize": 13},
-                "data": [each.name for each in series],
-            },
-            "tooltip": {
-                "trigger": "axis",
-                "axisPointer": {"type": "shadow" if self._kind == "bars" else "line"},
-                "backgroundColor": "var(--card)",
-                "borderColor": "var(--rule)",
-                "textStyle": {"color": "var(--text)", "fontSize": 13},
-                ":valueFormatter": f"value => ({number})(value) + {' ' + self._unit!r}",
-            },
-            "xAxis": {
-                "type": "category",
-                "data": list(labels),
-                "axisTick": {"show": False},
-                "axisLine": {"lineStyle": {"color": AXIS_LINE}},
-                "axisLabel": {
-                    "fontSize": 12,
-                    "showMaxLabel": True,
-                    "hideOverlap": True,
-                    ":interval": f"(index) => ({len(labels)} - 1 - index) % 12 === 0",
-                },
-            },
-            "yAxis": {
-                "type": "value",
-                "min": 0,
-                "max": self._top,
-                "minInterval": 0,
-                "splitNumber": 4,
-                "axisLabel": {"fontSize": 12, ":formatter": is_small},
-                "splitLine": {"lineStyle": {"color": AXIS_LINE}},
-            },
-            "series": [self._make_series(each) for each in series],
-        }
-
-    def _make_series(self, series: Series) -> dict[str, Any]:
-        values = [None if value is None else float(f"{value:.5g}") for value in series.values]
-        common = {
-            "name": series.name,
-            "data": values,
-            "itemStyle": {"color": series.colour},
-            "emphasis": {"disabled": True},
-        }
-        if self._kind == "bars":
-            return {**common, "type": "bar", "stack": "all", "barCategoryGap": "18%"}
-        line = {"color": series.colour, "width": 2, "type": "dashed" if series.is_dashed else "solid"}
-        return {**common, "type": "line", "lineStyle": line, "symbol": "circle", "symbolSize": 4, "showSymbol": True}
-
-
 def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
     """A bar of the shares of origins, which need not add up to one."""
     words = ", ".join(
@@ -192,7 +91,8 @@ def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
     parts = "".join(
         f'<i class="{each}" style="width:{share * 100:.2f}%"></i>' for each, share in shares.items() if share > 0
     )
-    return f'<div class="parts{" thin" if is_thin else ""}" role="img" aria-label="{escape(words or "nothing yet")}">{parts}</div>'
+    classes = "parts thin" if is_thin else "parts"
+    return f'<div class="{classes}" role="img" aria-label="{escape(words or "nothing yet")}">{parts}</div>'
 
 
 def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
@@ -210,7 +110,16 @@ def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
     body = "".join(
         "<tr>" + "".join(draw_cell("td", column, cell) for column, cell in enumerate(row)) + "</tr>" for row in rows
     )
-    return f'<div class="table-box" tabindex="0" role="group" aria-label="Table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table-box" tabindex="0" role="group" aria-label="{escape(heads[0])}">{table}</div>'
+
+
+def draw_facts(facts: Mapping[str, str]) -> str:
+    """Facts beside each other, by their names; those that are empty are left out."""
+    listed = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items() if value
+    )
+    return f'<dl class="facts">{listed}</dl>'
 
 
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
@@ -227,6 +136,6 @@ def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, in
     for origin in [*ORIGINS, *(tokens.keys() - set(ORIGINS))]:
         begun += tokens.get(origin, 0.0)
         while len(squares) * size + size / 2 <= begun or (begun == total and len(squares) * size < total):
-            squares.append(f'<i class="{origin}"></i>')
+            squares.append(f'<i class="{origin if origin in ORIGINS else "unknown"}"></i>')
     words = ", ".join(f"{ORIGIN_NAMES.get(each, each)}: {format_count(count)}" for each, count in tokens.items())
     return f'<div class="blocks" role="img" aria-label="{escape(words)} tokens">{"".join(squares)}</div>', size

@@ -9,9 +9,10 @@ from nicegui import ui
 
 from router.console.dashboard.figures import MasterFigures
 from router.console.dashboard.history import MasterReport, Moment
+from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
-from router.console.dashboard.views.parts import Banner, Chart, Series, draw_table, put_html, put_text, put_tiles
+from router.console.dashboard.views.parts import Banner, draw_table, put_html, put_text, put_tiles
 from router.console.dashboard.words import format_bytes, format_count, format_share
 
 __all__ = ["POOL"]
@@ -33,12 +34,12 @@ def _build(context: Context) -> None:
     banner = Banner()
     tiles = put_tiles("Used", "Room in all", "Blocks", "Clients that give memory", "Thrown out")
     with ui.element("div").classes("grid"):
-        room = _put_chart("Room", "GiB")
-        blocks = _put_chart("Blocks", "blocks")
-        found = _put_chart(
+        room = put_chart("Room", "GiB")
+        blocks = put_chart("Blocks", "blocks", is_whole=True)
+        found = put_chart(
             "Looked up by instances", "blocks/s", "bars", "Blocks that a prompt needed: whether the pool had them."
         )
-        moved = _put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
+        moved = put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
     with ui.element("section").classes("card"):
         put_text("h2", "Masters")
         masters = put_html("")
@@ -47,7 +48,7 @@ def _build(context: Context) -> None:
         segments = put_html("")
         put_text(
             "p",
-            "Which models the blocks belong to, no master tells: `kvstore stats` counts that.".replace("`", ""),
+            "Which models the blocks belong to, no master tells: the command kvstore stats counts that.",
             "note",
         )
 
@@ -105,21 +106,10 @@ def _build(context: Context) -> None:
     context.refreshers.append(refresh)
 
 
-def _put_chart(title: str, unit: str, kind: str = "lines", note: str = "") -> Chart:
-    with ui.element("section").classes("card"):
-        with ui.element("div").classes("card-head"):
-            put_text("h2", title)
-            put_text("span", f"in {unit}" if unit != "blocks" else "", "note")
-        chart = Chart(f"{title}, over time", unit, kind)
-        if note:
-            put_text("p", note, "note")
-    return chart
-
-
 def _show_trouble(banner: Banner, last: Moment | None, number: int) -> None:
     if not number:
-        said = "No master of the pool was named: start the dashboard with --pool HOST:PORT, the metrics port of a mooncake_master."
-        banner.show("plain", said)
+        said = "No master of the pool was named: start the dashboard with --pool HOST:PORT"
+        banner.show("plain", f"{said}, the metrics port of a mooncake_master.")
     elif last is not None and not any(each.figures for each in last.masters):
         said = "; ".join(each.trouble for each in last.masters)
         banner.show("bad", f"The pool is away: {said}. Instances go on without it, and compute what they do not have.")

@@ -10,9 +10,10 @@ from nicegui import ui
 
 from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL
 from router.console.dashboard.history import Moment, count_origins, share_origins
+from router.console.dashboard.views.charts import Chart, Series
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
-from router.console.dashboard.views.parts import Chart, Series, draw_parts, draw_table, put_html, put_text
+from router.console.dashboard.views.parts import draw_parts, draw_table, put_html, put_text
 from router.console.dashboard.words import NOTHING, ORIGIN_NAMES, ORIGIN_TEXTS, format_count, format_share
 
 __all__ = ["PROMPTS"]
@@ -33,7 +34,7 @@ def _build(context: Context) -> None:
         legend = put_html("", "ul").classes("legend")
     with ui.element("section").classes("card"):
         with ui.element("div").classes("card-head"):
-            put_text("h2", "Over time")
+            put_text("h2", "Over time, in tokens a second")
             select = ui.select({"": ALL}, value="", on_change=lambda e: choose(e.value)).props(
                 'outlined dense options-dense aria-label="Instance shown"'
             )
@@ -82,7 +83,8 @@ def _build(context: Context) -> None:
 def _draw_hero(tokens: Mapping[str, float], title: str, last: Moment | None) -> str:
     shares = share_origins(tokens, with_handed_over=False)
     if not shares:
-        said = "No prompt has been answered in this time. Ask something under <a href='/try'>Try it</a>, and it shows here."
+        said = "No prompt has been answered in this time. "
+        said += "Ask something under <a href='/try'>Try it</a>, and it shows here."
         if last is not None and not last.trouble and not last.instances:
             said = "The router has no instances yet. They show here once they have registered."
         return f'<div class="empty">{said}</div>'

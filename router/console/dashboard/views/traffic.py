@@ -10,16 +10,17 @@ from nicegui import ui
 
 from router.console.dashboard.figures import RouterFigures
 from router.console.dashboard.history import Moment, estimate_quantile, sum_answers
+from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS, LINE_COLOURS
-from router.console.dashboard.views.parts import Chart, Series, draw_table, put_html, put_text, put_tiles
+from router.console.dashboard.views.parts import draw_table, put_html, put_text, put_tiles
 from router.console.dashboard.words import NOTHING, format_count, format_rate, format_seconds
 
 __all__ = ["TRAFFIC"]
 
 K = TypeVar("K", bound=Hashable)
 
-QUANTILES = (("half", 0.5), ("95 of 100", 0.95), ("99 of 100", 0.99))
+QUANTILES = (("Median", 0.5), ("95 of 100", 0.95), ("99 of 100", 0.99))
 _ENDS = (
     ("answered", "Answered", LINE_COLOURS[1]),
     ("refused", "Refused (4xx)", COLOURS["warn"]),
@@ -37,19 +38,21 @@ def _build(context: Context) -> None:
         context.choose_span()
     tiles = put_tiles(
         "Requests a second",
-        "First token, half within",
-        "A further token, half within",
+        "First token, median",
+        "Further tokens, median",
         "Running now",
         "Waiting now",
         "Failed",
     )
     with ui.element("div").classes("grid"):
-        requests = _put_chart("Requests a second", "requests/s", "bars")
-        waiting = _put_chart("Requests at once", "requests")
-        first = _put_chart(
-            "Time to the first token", "ms", note="Of streams: so many of them had their first token within this time."
+        requests = put_chart("Requests a second", "requests/s", "bars")
+        waiting = put_chart("Requests at once", "requests", is_whole=True)
+        first = put_chart(
+            "Time to the first token",
+            "ms",
+            note="Of streams; 95 of 100: so many had their first token within this time.",
         )
-        later = _put_chart("Time for each further token", "ms", note="Of streams: the mean time between tokens.")
+        later = put_chart("Time for each further token", "ms", note="Of streams: the mean time between tokens.")
     with ui.element("section").classes("card"):
         put_text("h2", "What went wrong")
         errors = put_html("")
@@ -84,7 +87,7 @@ def _build(context: Context) -> None:
             chart.show(
                 labels,
                 [
-                    Series(f"{name} within", colour, [_to_ms(estimate_quantile(quantile, each)) for each in pieces])
+                    Series(name, colour, [_to_ms(estimate_quantile(quantile, each)) for each in pieces])
                     for (name, quantile), colour in zip(QUANTILES, LINE_COLOURS, strict=True)
                 ],
             )
@@ -92,8 +95,8 @@ def _build(context: Context) -> None:
         length = min(span.seconds, last.time - history.list_moments(span.seconds)[0].time) if last else 0.0
         tiles["Requests a second"].show(format_rate(sum(total.values()) / length if length > 0 else 0.0))
         for tile, read in (
-            ("First token, half within", _read(lambda router: router.first_token)),
-            ("A further token, half within", _read(lambda router: router.output_token)),
+            ("First token, median", _read(lambda router: router.first_token)),
+            ("Further tokens, median", _read(lambda router: router.output_token)),
         ):
             tiles[tile].show(format_seconds(estimate_quantile(0.5, history.count_span(span, read))))
         router = last.router if last else None
@@ -103,17 +106,6 @@ def _build(context: Context) -> None:
         errors.show(_draw_errors(context, total))
 
     context.refreshers.append(refresh)
-
-
-def _put_chart(title: str, unit: str, kind: str = "lines", note: str = "") -> Chart:
-    with ui.element("section").classes("card"):
-        with ui.element("div").classes("card-head"):
-            put_text("h2", title)
-            put_text("span", f"in {unit}" if unit != "requests" else "", "note")
-        chart = Chart(f"{title}, over time", unit, kind)
-        if note:
-            put_text("p", note, "note")
-    return chart
 
 
 def _draw_errors(context: Context, total: Mapping[str, float]) -> str:
