@@ -72,12 +72,14 @@ class Router:
 
 
 @contextlib.contextmanager
-def router(folder: Path, *flags: str, splitwise: bool = True) -> Iterator[Router]:
+def router(
+    folder: Path, *flags: str, splitwise: bool = True, environ: Mapping[str, str] | None = None
+) -> Iterator[Router]:
     """A router for prefill and decode instances, or for mixed ones."""
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
-    with child(argv, folder / f"router-{port}.out") as process:
+    with child(argv, folder / f"router-{port}.out", environ) as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)
 
@@ -90,8 +92,13 @@ def instance(
     port: int | None = None,
     master: MooncakeMaster | None = None,
     environ: Mapping[str, str] | None = None,
+    segment: str = "256MiB",
 ) -> Iterator[Instance]:
-    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables."""
+    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables.
+
+    Args:
+        segment: the memory that it gives to the pool.
+    """
     port = port or free_port()
     argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--max-model-len", "4096", *flags]
@@ -99,7 +106,7 @@ def instance(
     if master is not None:
         argv += ["--kvcache-storage-backend", "mooncake"]
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
-        settings = master.settings(global_segment_size="256MiB")
+        settings = master.settings(global_segment_size=segment)
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
     is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
     with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
