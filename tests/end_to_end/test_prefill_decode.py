@@ -148,9 +148,8 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
             assert plain_http.post(f"{url}/admin/weight", json={**order, "weight": weight}).status_code == 200
             if not weight:
                 text, usage, request_id, decode = read_stream(url, path, body, on_line)
-        metrics = plain_http.get(f"{url}/metrics").text.splitlines()
-        resumed = [line for line in metrics if line.startswith("router_resumptions_total{")]
-        assert resumed == [f'router_resumptions_total{{instance="127.0.0.1:{victim.port}"}} 1.0']
+    attempts = plain_http.get(f"{url}/admin/explain/{request_id}").json()["attempts"]
+    assert [attempt["ended"].partition(":")[0] for attempt in attempts] == ["broke off", "answered"]
     wait_until(lambda: request_id in find_logged([shared.prefill.log]), "prefill to have written its log")
     right, right_usage, _, _ = read_stream(cold.url, path, body)
     assert (text, decode) == (right, f"127.0.0.1:{victim.port}")
