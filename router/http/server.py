@@ -89,6 +89,7 @@ class ClientRequest:
         "response_complete",
         "response_started",
         "target",
+        "task",
         "version",
     )
 
@@ -119,6 +120,8 @@ class ClientRequest:
         """Why its body is not kept."""
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
+        self.task: asyncio.Task[None] | None = None
+        """Serves it, from when it is whole until its answer is complete."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -220,6 +223,9 @@ class ClientRequest:
         self.response_complete = True
         self.on_leave = None
         self.body = b""  # an idle connection keeps its last request
+        if self.task is not None:
+            self._protocol.tasks.discard(self.task)
+            self.task = None
         if not self.keep_alive:
             self._protocol.hang_up(self)
         self._protocol.on_response_complete()
@@ -515,9 +521,9 @@ class RouterProtocol(HttpToolsProtocol):
             self._served = cycle
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
-            task = self.loop.create_task(self._data_plane.serve(cycle))
+            # A callback at the task's end would cost the loop another turn: all that follows the answer is done at once.
+            cycle.task = task = self.loop.create_task(self._data_plane.serve(cycle))
             self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
         """Answer a request that only asks for a page's script whether it may send another one; False for others."""

@@ -13,10 +13,8 @@ from typing import NamedTuple
 __all__ = ["Usage", "read_cached_figures", "read_usage", "set_figures"]
 
 _MARK = b'"usage"'
-_FIGURE = re.compile(
-    rb'"((?:prompt|completion|input|output|cached|own_cached|cache_read_input|cache_creation_input)_tokens)"'
-    rb"\s*:\s*(\d{1,15})\b"
-)
+# Any of them, though few count: to search for those by name takes longer.
+_FIGURE = re.compile(rb'"([a-z_]{5,20})_tokens"\s*:\s*(\d{1,15})\b')
 # Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
 _CACHED_NAME = rb"(?:own_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
 _CACHED_FIGURE = re.compile(rb'"(' + _CACHED_NAME + rb')"\s*:\s*(\d{1,15})\b')
@@ -46,13 +44,13 @@ def read_usage(data: bytes) -> Usage | None:
         found[name] = int(figure)
     if not found:
         return None
-    prompt, cached = found.get(b"prompt_tokens"), found.get(b"cached_tokens")
-    if prompt is None and b"input_tokens" in found:
-        read, written = found.get(b"cache_read_input_tokens"), found.get(b"cache_creation_input_tokens")
-        prompt = found[b"input_tokens"] + (read or 0) + (written or 0)
+    prompt, cached = found.get(b"prompt"), found.get(b"cached")
+    if prompt is None and b"input" in found:
+        read, written = found.get(b"cache_read_input"), found.get(b"cache_creation_input")
+        prompt = found[b"input"] + (read or 0) + (written or 0)
         cached = read if cached is None else cached
-    completion = found.get(b"completion_tokens", found.get(b"output_tokens"))
-    return Usage(prompt, completion, cached, found.get(b"own_cached_tokens"))
+    completion = found.get(b"completion", found.get(b"output"))
+    return Usage(prompt, completion, cached, found.get(b"own_cached"))
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:

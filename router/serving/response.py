@@ -135,7 +135,8 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        body = self._correct_usage(attempt, body)
+        if _CACHE_MARK in body:
+            body = self._correct_usage(attempt, body)
         self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
         attempt.finish()
         return True
