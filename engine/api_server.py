@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -113,6 +114,8 @@ class Instance:
     def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
         """Take over ``connector``, the bound socket where prefill instances reach this one."""
         self.args = args
+        self.start_id = secrets.token_hex(8)
+        """By which the router tells this process from one that had its address before."""
         self._connector = connector
         self.router = router_url(args.router) if args.router else None
         self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
@@ -232,6 +235,7 @@ class Instance:
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
             "role": args.splitwise_role,
+            "start_id": self.start_id,
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,

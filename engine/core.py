@@ -387,6 +387,11 @@ class EngineCore:
         if not sequence.pool_cached_tokens:
             metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
+        started, first_token = sequence.started_at, sequence.first_token_at
+        if started is not None:
+            metrics.queue_time.observe(max(0.0, started - sequence.arrival - sequence.pool_load_seconds))
+            if first_token is not None and first_token >= started:
+                metrics.prefill_time.observe(first_token - started)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 

@@ -123,6 +123,8 @@ class Sequence:
     num_preemptions: int = 0
     """How often it had to give its blocks back and begin anew."""
     arrival: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first got a place among the running."""
     first_token_at: float | None = None
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from router.fleet import (
     add_listed_instances,
     clear_prefix_caches,
     parse_models,
+    tell_progress,
 )
 from router.http import (
     ApiError,
@@ -74,11 +75,12 @@ CLOSING_SECONDS = 0.5
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; two of them
-# also for instances, which may have a token of their own. The rest of the control plane is for probes and figures, or,
-# under /v1, for clients.
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three of them
+# also for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
+_DRAIN_PATH = "/admin/drain"
 
 
 class RouterApp:
@@ -117,7 +119,7 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
@@ -187,7 +189,7 @@ class RouterApp:
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _FOR_INSTANCES:
+        if path in _FOR_INSTANCES or (path == _DRAIN_PATH and self.auth.has_admin_token):
             self.auth.check_registration(headers)
         elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
@@ -310,6 +312,10 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
         others = await router.link.ask_others("figures")
         return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
 
+    @app.get("/prometheus_targets")
+    async def list_targets() -> Response:
+        return json_reply(200, [_describe_target(instance) for instance in router.registry])
+
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
     async def tell_where_docs_are() -> Response:
@@ -330,6 +336,13 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
+
+    @app.get(_DRAIN_PATH)
+    async def show_progress(instance: str) -> Response:
+        try:
+            return json_reply(200, tell_progress(router.registry, instance))
+        except Refused as refused:
+            return refusal_reply(refused)
 
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
@@ -499,6 +512,14 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "running_requests": instance.load.requests,
         "running_tokens": instance.load.tokens,
     }
+
+
+def _describe_target(instance: Instance) -> dict[str, Any]:
+    """Where Prometheus finds an instance's figures (http_sd_configs); no more than ``/metrics`` tells of it."""
+    registration = instance.registration
+    address = instance.address._replace(port=registration.metrics_port)
+    labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}
+    return {"targets": [str(address)], "labels": {"__scheme__": "https" if address.tls else "http", **labels}}
 
 
 def _format_text(value: Any) -> str | None:

@@ -132,6 +132,7 @@ class Cluster:
         self._processes: dict[str, Process] = {}
 
     def __enter__(self) -> Cluster:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         self.master.start()
         return self
 

@@ -5,6 +5,6 @@ client.py    RouterClient: what a router says of itself and its instances, and t
 drain.py     kvrouter drain: no new requests for an instance, and wait until it has none
 """
 
-from router.console.commands import main
+from router.console.commands import COMMANDS, main
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]

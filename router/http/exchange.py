@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from router.http.connection import Connection
     from router.http.pool import ConnectionPool
 
-__all__ = ["HIGH_WATER", "Exchange"]
+__all__ = ["ENDED", "FIRST_BYTE", "HIGH_WATER", "SENT", "Exchange"]
+
+SENT, FIRST_BYTE, ENDED = range(3)
+"""Places in ``Exchange.times``."""
 
 # A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
 HIGH_WATER = 256 * 1024
@@ -53,8 +56,8 @@ class Exchange:
         "fresh",
         "headers",
         "last_heard",
-        "sent",
         "status",
+        "times",
     )
 
     def __init__(
@@ -67,13 +70,15 @@ class Exchange:
         """Whether it has a connection of its own."""
         self.status = 0
         self.headers: Headers = []
-        self.sent = False
         self.complete = False
         """Whether the whole response has arrived (it may not all have been taken yet)."""
         self.error: Exception | None = None
         """Why it ended early, if it did."""
         self.last_heard = 0.0
         """When the last piece of the body came, on ``time.monotonic``."""
+        self.times = [0.0, 0.0, 0.0]
+        """When the request was sent, the first byte of the body came, and it ended, well or not, on
+        ``time.perf_counter``; 0 until then. Others keep this list: it outlives the exchange."""
         self._pool = pool
         self._request = request
         self._connection: Connection | None = None
@@ -173,8 +178,10 @@ class Exchange:
         if self.complete or self.error is not None:
             return
         self.error = error
-        if self._connecting is not None:
-            self._connecting.cancel()
+        self.times[ENDED] = time.perf_counter()
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -202,6 +209,8 @@ class Exchange:
         self._may_be_stale = False
         if data:
             self.last_heard = time.monotonic()
+            if not self.times[FIRST_BYTE]:
+                self.times[FIRST_BYTE] = time.perf_counter()
             if not is_whole and self._sink is not None and not self._chunks and self._sink(data):
                 return False
             self._chunks.append(data)
@@ -212,6 +221,7 @@ class Exchange:
                 self._buffered = 2 * KEPT_BYTES
         if is_whole:
             self.complete = True
+            self.times[ENDED] = time.perf_counter()
             self._connection = None
             if self._on_end is not None:
                 self._wake()
@@ -228,6 +238,7 @@ class Exchange:
             error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
         if not self.complete and self.error is None:
             self.error = error
+            self.times[ENDED] = time.perf_counter()
         self._wake()
 
     def _send(self) -> None:
@@ -237,7 +248,7 @@ class Exchange:
         connection = None if self.fresh else self._pool.take_idle(self.address)
         if connection is not None:
             self._may_be_stale = True
-            self._connection, self.sent = connection, True
+            self._connection, self.times[SENT] = connection, time.perf_counter()
             request, self._request = self._request, ()  # it may be large, and the response may take long
             connection.send_request(self, request)
         else:
@@ -258,7 +269,7 @@ class Exchange:
         if not connection.is_open:
             self.on_lost(ConnectionLost(f"{self.address} closed the connection"))
             return
-        self._connection, self.sent = connection, True
+        self._connection, self.times[SENT] = connection, time.perf_counter()
         request, self._request = self._request, ()
         connection.send_request(self, request)
 

@@ -16,7 +16,9 @@ _MARK = b'"usage"'
 # Any of them, though few count: to search for those by name takes longer.
 _FIGURE = re.compile(rb'"([a-z_]{5,20})_tokens"\s*:\s*(\d{1,15})\b')
 # Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
-_CACHED_NAME = rb"(?:own_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
+_CACHED_NAME = (
+    rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
+)
 _CACHED_FIGURE = re.compile(rb'"(' + _CACHED_NAME + rb')"\s*:\s*(\d{1,15})\b')
 _INPUT_FIGURE = re.compile(rb'"(input_tokens)"\s*:\s*(\d{1,15})\b')
 

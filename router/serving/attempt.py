@@ -19,7 +19,7 @@ from collections.abc import Callable
 import orjson
 
 from router.fleet import Instance
-from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
+from router.http import SENT, Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 from router.serving.api import EngineIds
 
@@ -109,7 +109,7 @@ class Leg:
     @property
     def runs_at_engine(self) -> bool:
         """Whether the instance may still be working on it."""
-        return self.exchange.sent and not self.exchange.complete
+        return self.exchange.times[SENT] > 0 and not self.exchange.complete
 
     def end_prefill(self) -> None:
         """The first token is there."""

@@ -210,7 +210,11 @@ class ServingRequest:
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
-            await services.admission.enter(client, priority, tokens)
+            since = time.perf_counter()
+            try:
+                await services.admission.enter(client, priority, tokens)
+            finally:
+                self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None
         self._charged = tokens
 
@@ -405,6 +409,8 @@ class ServingRequest:
             self._retries.avoid(decode.key)
         self._resuming = self._resuming or Resuming(services.settings)
         error = await self._resuming.prepare_after_preemption(merger, decode, services.upstream)
+        assert self.attempt is not None
+        self._response.end_segment(self.attempt)
         if error is not None:
             raise RequestEnded(error)
 
@@ -435,6 +441,7 @@ class ServingRequest:
             failed = self._resuming.explain(why or "its tokens' ids are not known")
         if failed is not None:
             raise RequestEnded(failed) from exc
+        response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 

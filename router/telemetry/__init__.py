@@ -5,7 +5,7 @@ metrics.py   RouterMetrics: figures for Prometheus
 merge.py     the figures of several processes as one
 """
 
-from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, RequestRecord
+from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, LegRecord, RequestRecord
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 
-__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "RequestRecord", "RouterMetrics"]
+__all__ = ["CONTENT_TYPE", "MAX_RECORDS", "AttemptRecord", "Audit", "LegRecord", "RequestRecord", "RouterMetrics"]

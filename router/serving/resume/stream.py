@@ -10,6 +10,7 @@ import orjson
 from router.http import UpstreamError
 from router.serving.resume.continuation import count_remaining, resume_by_ids
 from router.serving.resume.events import (
+    CACHE_TOLD,
     DONE,
     IDS_MARK,
     PROMPT_IDS,
@@ -54,7 +55,7 @@ class StreamMerger:
     __slots__ = (
         *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
-        *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts"),
+        *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
     )
 
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -84,6 +85,7 @@ class StreamMerger:
         self._keeps_prompt = keeps_prompt
         self._prompt = b""  # the JSON array of its ids, if kept
         self._texts: list[str] = []  # with the prompt's ids, the text shown
+        self._cached: Mapping[str, int] = {}  # figures of how much of the client's prompt was cached, if they are told
         self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
 
     @property
@@ -117,6 +119,15 @@ class StreamMerger:
         """Whether the client has seen more than ids of tokens stand for."""
         self._fold_events()
         return self._blind
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether the next segment goes on behind others, rather than begin again."""
+        return bool(self.shown_ids)
+
+    def note_cached(self, figures: Mapping[str, int]) -> None:
+        """How much of the client's prompt was cached where it was first computed."""
+        self._cached = figures
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
         """The next segment should be of this prompt, or else it is none of this stream."""
@@ -183,7 +194,10 @@ class StreamMerger:
         wants_usage = isinstance(options, dict) and options.get("include_usage")
         if wants_usage and not self._has_usage and self._prompt_tokens is not None:
             prompt, completion = self._prompt_tokens, len(self._shown) + (len(self._held) if self._is_finished else 0)
-            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+            usage["total_tokens"] = prompt + completion
+            if self._cached:
+                usage["prompt_tokens_details"] = self._cached
             chunks.append({**self._head, "choices": [], "usage": usage})
         return b"".join(map(encode_event, chunks)) + DONE
 
@@ -234,6 +248,8 @@ class StreamMerger:
             message = find_message(choice)
             ids, text = find_ids(choice), find_text(message)
             self._is_finished |= bool(choice.get("finish_reason"))
+            if not self._resent and isinstance(told := message.get(CACHE_TOLD), dict):
+                self._cached = told
             if message.get("tool_calls"):
                 self._blind = True
             if not text:
@@ -296,11 +312,12 @@ class StreamMerger:
     def _as_first_segment(self, chunk: dict[str, Any]) -> bytes:
         """A later segment's chunk as the first one's instance would have written it."""
         chunk.update(self._head)
-        merge_usage(chunk, self._resent, self._reasoning)
+        merge_usage(chunk, self._resent, self._cached, self._reasoning)
         for choice in find_choices(chunk):
             if self._begun:
                 for place in (chunk, choice, find_message(choice)):
                     place.pop("prompt_token_ids", None)
+                    place.pop(CACHE_TOLD, None)
             logprobs = choice.get("logprobs")
             if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
                 offsets = logprobs["text_offset"]
