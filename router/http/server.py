@@ -131,10 +131,14 @@ class ClientRequest:
         self._chunked = False
         self._left_to_send = 0
 
-    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
+    def send_response(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
+        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD.
+
+        Args:
+            lines: more of the head.
+        """
         is_head = self.method == "HEAD"
-        head = STATUS_LINE[status] + self.added_head
+        head = STATUS_LINE[status] + self.added_head + lines
         for header in headers:
             if is_head or header[0] != b"content-length":
                 head += b"%s: %s\r\n" % header
@@ -146,9 +150,9 @@ class ClientRequest:
         self._write(b"%s\r\n%s" % (head, b"" if is_head else body))
         self._complete_response()
 
-    def start_response(self, status: int, headers: Headers) -> None:
-        """Send the head of a response whose body comes in pieces."""
-        head, length = STATUS_LINE[status] + self.added_head, None
+    def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
+        """Send the head of a response whose body comes in pieces; as ``send_response``."""
+        head, length = STATUS_LINE[status] + self.added_head + lines, None
         for header in headers:
             head += b"%s: %s\r\n" % header
             if header[0] == b"content-length" and length is None:

@@ -254,7 +254,7 @@ class ServingRequest:
         self._story.request_id = parsed.request_id
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
-            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_headers())
+            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
         if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
             await asyncio.sleep(0)
             _ = parsed.features.chunks
@@ -295,7 +295,7 @@ class ServingRequest:
                 if self._keep_alive is not None:
                     self._keep_alive.stop()
                 if not attempt.is_event_stream and response.holds_whole(attempt):
-                    is_done = response.relay_whole(attempt, first, self._story.own_headers())
+                    is_done = response.relay_whole(attempt, first, self._story.own_head())
                     if not is_done:
                         await self._go_on_after_preemption()
                 else:
@@ -303,7 +303,7 @@ class ServingRequest:
                 if is_done:
                     break
                 if response.merger is not None and response.merger.complete:
-                    response.finish_from_segments(self._story.own_headers())
+                    response.finish_from_segments(self._story.own_head())
                     break
         except LegFailed as failure:
             self._send_failure(failure)
@@ -317,7 +317,7 @@ class ServingRequest:
             RequestEnded: the answering leg failed or preempted the request, which cannot go on; or it was ended.
         """
         try:
-            if await self._response.relay_pieces(attempt, first, self._story.own_headers()):
+            if await self._response.relay_pieces(attempt, first, self._story.own_head()):
                 return True
         except UpstreamError as exc:
             self._go_on_after_break(parsed, attempt, exc)
@@ -538,7 +538,7 @@ class ServingRequest:
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
         if response is not None and is_own and not self._request.response_started:
             headers = end_to_end(response.headers, NOT_PASSED_BACK)
-            self._response.send(response.status, headers, response.body, self._story.own_headers())
+            self._response.send(response.status, headers, response.body, self._story.own_head())
         elif response is not None and is_own and not self._response.first_byte_at:
             self._response.end_with_refusal(response.status, response.body)
         else:
@@ -551,4 +551,4 @@ class ServingRequest:
             self.attempt.give_up()
         if self._num_attempts > self._story.num_ended:
             self._story.end_attempt(self.attempt, error.message if error else "the client left")
-        self._response.end_with(error, self._story.own_headers())
+        self._response.end_with(error, self._story.own_head())
