@@ -159,6 +159,8 @@ class EngineCore:
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
+        sequence.submitted_at = time.monotonic()
+
         def add() -> None:
             self._listeners[sequence] = listener
             if prefilled is None:
@@ -379,9 +381,12 @@ class EngineCore:
         self._report_saves(sequence)
 
     def _count_end(self, sequence: Sequence, reason: str) -> None:
-        metrics, now = self.metrics, time.monotonic()
+        metrics = self.metrics
+        sequence.ended_at = now = time.monotonic()
         metrics.finished.labels(reason).inc()
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
+        for origin, count in sequence.count_origins().items():
+            metrics.prompt_origins.labels(origin).inc(count)
         metrics.own_cached_tokens.inc(sequence.own_cached_tokens)
         metrics.pool_cached_tokens.inc(sequence.pool_cached_tokens)
         if not sequence.pool_cached_tokens:

@@ -44,6 +44,12 @@ class EngineMetrics:
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
+        self.prompt_origins = self._add_counters(
+            "kvstore_prompt_tokens",
+            "Prompt tokens by where their KV came from: own_cache, pool, handed_over (by a prefill instance), computed",
+            "origin",
+            ("own_cache", "pool", "handed_over", "computed"),
+        )
         self.own_cached_tokens = self._add_counter(
             "fastdeploy:prefix_gpu_cache_token_num", "Prompt tokens found in this instance's own cache"
         )

@@ -60,9 +60,9 @@ from router.serving import (
     explain_unknown_model,
     list_unknown_ids,
 )
-from router.settings import RouterSettings, read_authorities
+from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -71,6 +71,9 @@ _log = logging.getLogger("router.app")
 MODELS_SECONDS = 5.0
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
+
+# Of those that have ended, /admin/requests lists so many unless it is told another number.
+LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
@@ -122,6 +125,10 @@ class RouterApp:
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
+        receiver = find_trace_receiver()
+        self.tracer = open_tracer(receiver) if receiver else None
+        if self.tracer is not None:
+            self.audit.subscribe_to_batches(self.tracer.on_batch)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
@@ -172,6 +179,7 @@ class RouterApp:
             aborter=self.aborter,
             metrics=self.metrics,
             audit=self.audit,
+            tracer=self.tracer,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
 
@@ -183,8 +191,9 @@ class RouterApp:
         return kept
 
     def _answer_other_processes(self) -> None:
-        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("requests", self.audit.list_requests)
         self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
@@ -221,6 +230,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
+        if router.tracer is not None:
+            router.tracer.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
@@ -309,8 +320,10 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask_others("figures")
-        return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
+        # What the others are told of these is what the answer shows: later readings must not be less.
+        own = router.metrics.dump()
+        others = await router.link.ask_others("figures", own)
+        return Response(router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")
     async def list_targets() -> Response:
@@ -353,6 +366,17 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         is_done = all(outcome == "success" for outcome in outcomes.values())
         status = "success" if is_done else "error"
         return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
+
+    @app.get("/admin/requests")
+    async def list_requests(count: str = str(LISTED_REQUESTS)) -> Response:
+        if not count.isdecimal() or not 0 < int(count) <= MAX_LISTED_REQUESTS:
+            message = f"count is {count!r}; it must be a number from 1 to {MAX_LISTED_REQUESTS}"
+            return error_reply(ApiError(400, message, "invalid_query", "count"))
+        listed = router.audit.list_requests(int(count))
+        for elsewhere in await router.link.ask_others("requests", int(count), everywhere=True):
+            listed += elsewhere
+        listed.sort(key=lambda request: float(request["time"]), reverse=True)
+        return json_reply(200, {"requests": listed[: int(count)]})
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:

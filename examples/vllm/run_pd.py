@@ -1,6 +1,7 @@
 """vLLM on CPU with prefill and decode apart, our router in splitwise mode before them.
 
-    python examples/vllm/run_pd.py [--connector kvstore|nixl] [--prompts N] [--runs N] [--at-once N] [--answers FILE] [--keep]
+    python examples/vllm/run_pd.py [--connector kvstore|nixl] [--prompts N] [--runs N] [--at-once N] [--answers FILE]
+        [--model FOLDER] [--keep]
 
 The router asks prefill first, for one token, then decode. With our connector (``kvstore``) prefill's answer says that
 the prompt's blocks are in the pool, a Mooncake one, from which decode loads them; with vLLM's own NixlConnector
@@ -31,10 +32,11 @@ from engine.make_model import default_folder, make_model
 # The first transfers open connections and commit memory, which may take longer than the pool allows.
 WARM_UPS = 2
 ENOUGH = 0.95
-LENGTHS = (640, 300, 1025, 100, 700, 1900, 129, 500)  # words; one prompt is shorter than a block
+LENGTHS = (320, 150, 513, 100, 350, 900, 129, 260)  # words; one prompt is shorter than a block
 
 
-Item, Given = TypeVar("Item"), TypeVar("Given")
+Item = TypeVar("Item")
+Given = TypeVar("Given")
 
 
 class Prompt(NamedTuple):
@@ -115,11 +117,8 @@ class Pair(NamedTuple):
             fail(f"decode's metrics say {by_decode}, not {expected}")
         if given > most:
             fail(f"decode was given {given:,} tokens of prompts, of {most:,}")
-        print(
-            f"  prefill computed {total:,} tokens, decode was given {given:,} of {most:,} ({100 * given / most:.1f} %); "
-            "all answers are those of the instance without connector",
-            flush=True,
-        )
+        did = f"prefill computed {total:,} tokens, decode was given {given:,} of {most:,} ({100 * given / most:.1f} %)"
+        print(f"  {did}; all answers are those of the instance without connector", flush=True)
         return given / most
 
     def most_given(self, prompt: Prompt) -> int:
@@ -201,10 +200,14 @@ def main() -> None:
         "--answers", type=Path, metavar="FILE", help="keep the answers of the instance without connector for next time"
     )
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a checkpoint; default: the small one of this project"
+    )
     options = parser.parse_args()
-    model = default_folder()
-    make_model(model)
-    with scratch("run_pd") as folder, Cluster(folder, model) as cluster:
+    model = options.model or default_folder()
+    if options.model is None:
+        make_model(model)
+    with scratch(f"run_pd_{options.connector}") as folder, Cluster(folder, model) as cluster:
         print(f"logs are in {folder}", flush=True)
         alone = Alone(cluster, options.answers, options.at_once)
         runs = [alone.ask_run(run, options.prompts) for run in range(options.runs)]

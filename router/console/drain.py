@@ -1,7 +1,7 @@
 """kvrouter drain: let instances take no new requests and, with --wait, wait until they have none.
 
-    kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
-    kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
+kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
+kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
         raise SettingsError("name an instance as HOST:PORT, or this machine's with --self-port PORT")
     for name in ("wait", "until_restart"):
         if flags.undrain and getattr(flags, name):
-            raise SettingsError(f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one")
+            raise SettingsError(
+                f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one"
+            )
     return flags
 
 

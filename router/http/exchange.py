@@ -18,16 +18,32 @@ if TYPE_CHECKING:
     from router.http.connection import Connection
     from router.http.pool import ConnectionPool
 
-__all__ = ["ENDED", "FIRST_BYTE", "HIGH_WATER", "SENT", "Exchange"]
-
-SENT, FIRST_BYTE, ENDED = range(3)
-"""Places in ``Exchange.times``."""
+__all__ = ["HIGH_WATER", "Exchange", "ExchangeRecord"]
 
 # A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
 HIGH_WATER = 256 * 1024
 # Of a response that is consumed, so much is kept of its beginning and of its end: enough for an error and for usage
 # figures, which may come after the ids of a long prompt.
 KEPT_BYTES = 64 * 1024
+
+
+class ExchangeRecord:
+    """The part of an exchange that outlives it: records of requests keep it, by the thousand.
+
+    ``Exchange.__init__`` sets all of it: a constructor here would be one more call for each leg of each request.
+    """
+
+    __slots__ = ("ended_at", "first_byte_at", "is_complete", "sent_at", "status")
+
+    sent_at: float
+    """When the request was sent: this and the others on ``time.perf_counter``, and 0 until then."""
+    first_byte_at: float
+    """When the first byte of the body came."""
+    ended_at: float
+    """When the response was complete, or the exchange failed."""
+    status: int
+    is_complete: bool
+    """Whether the whole response arrived."""
 
 
 class Exchange:
@@ -56,8 +72,8 @@ class Exchange:
         "fresh",
         "headers",
         "last_heard",
+        "record",
         "status",
-        "times",
     )
 
     def __init__(
@@ -76,9 +92,9 @@ class Exchange:
         """Why it ended early, if it did."""
         self.last_heard = 0.0
         """When the last piece of the body came, on ``time.monotonic``."""
-        self.times = [0.0, 0.0, 0.0]
-        """When the request was sent, the first byte of the body came, and it ended, well or not, on
-        ``time.perf_counter``; 0 until then. Others keep this list: it outlives the exchange."""
+        self.record = record = ExchangeRecord()
+        record.sent_at = record.first_byte_at = record.ended_at = 0.0
+        record.status, record.is_complete = 0, False
         self._pool = pool
         self._request = request
         self._connection: Connection | None = None
@@ -178,7 +194,7 @@ class Exchange:
         if self.complete or self.error is not None:
             return
         self.error = error
-        self.times[ENDED] = time.perf_counter()
+        self.record.ended_at = time.perf_counter()
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
@@ -195,6 +211,7 @@ class Exchange:
     def on_head(self, status: int, headers: Headers) -> None:
         """Called by the connection, before ``on_data``: the response has begun."""
         self.status, self.headers = status, headers
+        self.record.status = status
 
     def on_data(self, data: bytes, is_whole: bool) -> bool:
         """Called by the connection after each read of its socket, with all that this brought of the body.
@@ -209,8 +226,8 @@ class Exchange:
         self._may_be_stale = False
         if data:
             self.last_heard = time.monotonic()
-            if not self.times[FIRST_BYTE]:
-                self.times[FIRST_BYTE] = time.perf_counter()
+            if not self.record.first_byte_at:
+                self.record.first_byte_at = time.perf_counter()
             if not is_whole and self._sink is not None and not self._chunks and self._sink(data):
                 return False
             self._chunks.append(data)
@@ -220,8 +237,8 @@ class Exchange:
                 self._chunks = [body[:KEPT_BYTES], body[-KEPT_BYTES:]]
                 self._buffered = 2 * KEPT_BYTES
         if is_whole:
-            self.complete = True
-            self.times[ENDED] = time.perf_counter()
+            self.complete = self.record.is_complete = True
+            self.record.ended_at = time.perf_counter()
             self._connection = None
             if self._on_end is not None:
                 self._wake()
@@ -238,7 +255,7 @@ class Exchange:
             error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
         if not self.complete and self.error is None:
             self.error = error
-            self.times[ENDED] = time.perf_counter()
+            self.record.ended_at = time.perf_counter()
         self._wake()
 
     def _send(self) -> None:
@@ -248,7 +265,7 @@ class Exchange:
         connection = None if self.fresh else self._pool.take_idle(self.address)
         if connection is not None:
             self._may_be_stale = True
-            self._connection, self.times[SENT] = connection, time.perf_counter()
+            self._connection, self.record.sent_at = connection, time.perf_counter()
             request, self._request = self._request, ()  # it may be large, and the response may take long
             connection.send_request(self, request)
         else:
@@ -269,7 +286,7 @@ class Exchange:
         if not connection.is_open:
             self.on_lost(ConnectionLost(f"{self.address} closed the connection"))
             return
-        self._connection, self.times[SENT] = connection, time.perf_counter()
+        self._connection, self.record.sent_at = connection, time.perf_counter()
         request, self._request = self._request, ()
         connection.send_request(self, request)
 

@@ -50,7 +50,7 @@ from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
 from router.serving.story import Story
 from router.settings import RouterSettings
-from router.telemetry import Audit, RouterMetrics
+from router.telemetry import Audit, RouterMetrics, Tracer
 
 __all__ = ["Services", "ServingRequest"]
 
@@ -76,6 +76,8 @@ class Services(NamedTuple):
     aborter: Aborter
     metrics: RouterMetrics
     audit: Audit
+    tracer: Tracer | None
+    """Where requests are traced."""
     is_debugging: bool
     """Whether the log shows each request's way; looked up once, at start."""
 
@@ -124,6 +126,8 @@ class ServingRequest:
     async def serve(self) -> None:
         """Answer the request; nothing is raised."""
         response, services = self._response, self._services
+        if services.tracer is not None:
+            self._story.join_trace(services.tracer, self._request)
         try:
             client = services.auth.identify_client(self._request.headers)
             if services.admission.is_limited:
@@ -470,7 +474,8 @@ class ServingRequest:
                 and not find_obstacle(parsed.body, engine, parsed.api.is_chat)
             ):
                 self._response.expect_segments(parsed.body, engine is not EngineKind.FASTDEPLOY)
-        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed, engine), self._retries.stale)
+        members, stale = self._list_members(parsed, engine), self._retries.stale
+        maker = LegMaker(services.upstream, parsed, asking, members, stale, self._story.trace)
         answering, prefill = maker.make_legs()
         self.attempt = Attempt(
             answering,

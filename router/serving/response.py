@@ -316,9 +316,12 @@ class ClientResponse:
         if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
             return False
         if isinstance(merger, StreamMerger):
-            if merger.must_parse(data):
-                return False
-            sent = merger.feed(data)
+            usual = merger.feed_usual(data)
+            if usual is None:
+                if merger.must_parse(data):
+                    return False
+                usual = merger.feed(data)
+            sent = usual
         self._note_piece(sent)
         if self.is_event_stream and _CACHE_MARK in sent:
             sent = self._correct_usage(attempt, sent)

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from router.http import read_usage
-from router.telemetry import AttemptRecord, LegRecord, RequestRecord
+from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection
+    from router.telemetry import Tracer
 
 __all__ = ["Story"]
 
@@ -34,7 +35,7 @@ class Story:
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace_id"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -48,6 +49,8 @@ class Story:
         self.sent_id = ""
         """The id that the client sent in a header."""
         self.trace_id = ""
+        self.trace: RequestTrace | None = None
+        """Where the request is traced."""
         self.selection: Selection | None = None
         self.pair: Pair | None = None
         """The instances of the last attempt, and how they were asked as a pair."""
@@ -60,6 +63,12 @@ class Story:
     def num_ended(self) -> int:
         """How many attempts have ended."""
         return len(self._records)
+
+    def join_trace(self, tracer: Tracer, request: ClientRequest) -> None:
+        """Trace the request, unless its client says no."""
+        self.trace = tracer.begin_trace(request)
+        if self.trace is not None:
+            self.trace_id = self.trace.trace_id
 
     def log_choice(self, prompt_tokens: int) -> None:
         """Say which instances were chosen for the attempt that begins, and why."""
@@ -75,10 +84,11 @@ class Story:
             legs: tuple[LegRecord, ...] = ()
         else:
             self._last, began_at = attempt, attempt.sent_at
-            answering, prefill = attempt.answering, attempt.prefill
-            legs = ((answering.instance.key, answering.instance.role, answering.exchange.times),)
+            leg, prefill = attempt.answering, attempt.prefill
+            legs = ((leg.instance.key, leg.instance.role, leg.exchange.record, leg.span_id),)
             if prefill is not None:
-                legs = ((prefill.instance.key, prefill.instance.role, prefill.exchange.times), *legs)
+                first = (prefill.instance.key, prefill.instance.role, prefill.exchange.record, prefill.span_id)
+                legs = (first, *legs)
         self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs))
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
@@ -126,6 +136,9 @@ class Story:
             chunks=response.chunks,
             attempts=self._records,
         )
+        if self.trace is not None:
+            record.trace = self.trace
+            self.trace.model = parsed.features.model if parsed is not None else ""
         selection = self.selection
         if selection is not None and attempt is not None and parsed is not None and parsed.body is not None:
             self._note_outcome(record, response, parsed, selection, attempt)
@@ -156,10 +169,11 @@ class Story:
                 why = pair.find_lost_hand_over(attempt.prefill_answer, usage, said)
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
-        record.cached_tokens = usage.cached_tokens
+        record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
         if response.is_resumed:  # the client is told of its own prompt, the policy not: this instance had another one
             if selection.prefill is not None:
                 record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
+                record.own_cached_tokens = None
             else:
                 usage = usage._replace(cached_tokens=None, own_cached_tokens=None)
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens

@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import orjson
@@ -25,7 +26,9 @@ from router.settings import RouterSettings, SettingsError
 
 if TYPE_CHECKING:
     from router.fleet import Role
+    from router.http import ExchangeRecord
     from router.policies import Decision
+    from router.telemetry.tracing import RequestTrace
 
 __all__ = ["AttemptRecord", "Audit", "LegRecord", "RequestRecord"]
 
@@ -42,10 +45,10 @@ _FILE_PIECE_BYTES = 65536
 _PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
 
-LegRecord: TypeAlias = "tuple[str, Role, Sequence[float]]"
-"""One leg of an attempt: its instance and the role of that, and its ``Exchange.times``.
+LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
+"""One leg of an attempt: its instance and the role of that, its exchange, and the id of its span (0: it has none).
 
-Prefill's may end later than the request. (A tuple, as two of them are made for each request.)
+Prefill's may end later than the request. (A plain tuple, as two of them are made for each request.)
 """
 
 
@@ -100,11 +103,15 @@ class RequestRecord:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     """Of usage, where the engine that computed the prompt said so."""
+    own_cached_tokens: int | None = None
+    """Of the cached ones, those that the engine had itself; the pool had the others. Ours says so."""
     decode_cached_tokens: int | None = None
     """As a pair's decode instance said, to which all is cached that prefill has computed."""
     predicted_cached_tokens: int | None = None
     """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
+    trace: RequestTrace | None = None
+    """Where the request is traced."""
 
 
 class Audit:
@@ -168,6 +175,10 @@ class Audit:
         names = {request_id, request_id.removeprefix("chatcmpl-"), request_id.removeprefix("cmpl-")}
         record = next((r for r in reversed(self._records) if r.request_id and r.request_id in names), None)
         return None if record is None else _build_explanation(record)
+
+    def list_requests(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` requests that have ended, the newest first, as lines of the access log have them."""
+        return [json.loads(_format_line(record)) for record in islice(reversed(self._records), count)]
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -285,6 +296,7 @@ def _format_line(record: RequestRecord) -> bytes:
 def _build_explanation(record: RequestRecord) -> dict[str, Any]:
     return {
         **json.loads(_format_line(record)),
+        "own_cached_tokens": record.own_cached_tokens,
         "attempts": [
             {
                 "decisions": [
@@ -303,11 +315,11 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
                     {
                         "instance": instance,
                         "role": role.value,
-                        "sent_ms": _measure(record, sent_at),
-                        "first_byte_ms": _measure(record, first_byte_at),
-                        "ended_ms": _measure(record, ended_at),
+                        "sent_ms": _measure(record, exchange.sent_at),
+                        "first_byte_ms": _measure(record, exchange.first_byte_at),
+                        "ended_ms": _measure(record, exchange.ended_at),
                     }
-                    for instance, role, (sent_at, first_byte_at, ended_at) in attempt.legs
+                    for instance, role, exchange, _ in attempt.legs
                 ],
             }
             for attempt in record.attempts

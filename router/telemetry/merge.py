@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-__all__ = ["dump_families", "merge_families"]
+__all__ = ["add_counts", "dump_families", "merge_families"]
 
 # Of these each process has a part. Any other gauge is about all of them already, or a mean of which one is enough.
 _ADDED_GAUGES = frozenset(
@@ -25,6 +25,14 @@ def dump_families(families: Iterable[Metric]) -> list[_Dump]:
         (family.name, family.documentation, family.type, [(s.name, s.labels, s.value) for s in family.samples])
         for family in families
     ]
+
+
+def add_counts(known: Sequence[_Dump], figures: Sequence[_Dump]) -> list[_Dump]:
+    """The counts of processes that have ended: those ``known``, and those of one more. Its gauges ended with it."""
+    added = [family for family in merge_families((), [known, figures]) if family.type != "gauge"]
+    for family in added:
+        family.samples = [sample for sample in family.samples if "quantile" not in sample.labels]
+    return dump_families(added)
 
 
 def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> list[Metric]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,9 @@ _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.
 
 # Counted from 0 on, as of a series that begins with 1 Prometheus sees no increase.
 _USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
+
+# Labels whose values are instances.
+_NAMING = frozenset({"instance", "mixed_worker", "prefill_worker", "decode_worker"})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
@@ -194,15 +197,19 @@ class RouterMetrics:
         self._audit.flush_records()
         return dump_families(self.collect())
 
-    def render_text(self, others: Sequence[Sequence[Any]] = ()) -> bytes:
+    def render_text(self, *dumps: Sequence[Any]) -> bytes:
         """All figures in Prometheus's text format.
 
         Args:
-            others: the figures of the router's other processes.
+            dumps: the figures of this process and the router's others, those that have ended included; without any,
+                this one's.
         """
-        self._audit.flush_records()
+        families = merge_families((), dumps or [self.dump()])
+        known = {"", *(instance.key for instance in self._registry)}
+        for family in families:  # of instances that are gone, processes that have ended too
+            family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
         collector = CollectorRegistry()
-        collector.register(_Families(merge_families(self.collect(), others)))
+        collector.register(_Families(families))
         return generate_latest(collector)
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
@@ -384,6 +391,11 @@ class RouterMetrics:
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
         yield from (states, requests, tokens, queued, running, waiting, breakers)
+
+
+def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:
+    """Whether all instances that these labels name are ``known``."""
+    return all(name not in _NAMING or value in known for name, value in labels.items())
 
 
 class _Families(Collector):

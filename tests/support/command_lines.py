@@ -50,10 +50,10 @@ def _check_console(arguments: Sequence[str]) -> None:
     """Every program there first reads its flags, and then makes its client of them."""
     stopped = RouterError("the flags are read")
     output = io.StringIO()
-    with mock.patch.object(RouterClient, "from_flags", side_effect=stopped) as from_flags:
-        with contextlib.redirect_stderr(output):
-            run_kvrouter(arguments)
-    assert from_flags.called, f"kvrouter {' '.join(arguments)}: {output.getvalue()}"
+    from_flags = mock.patch.object(RouterClient, "from_flags", side_effect=stopped)
+    with from_flags as called, contextlib.redirect_stderr(output):
+        run_kvrouter(arguments)
+    assert called.called, f"kvrouter {' '.join(arguments)}: {output.getvalue()}"
 
 
 def _check_store(arguments: Sequence[str], _: Mapping[str, str]) -> None:
@@ -66,7 +66,9 @@ def _check_store(arguments: Sequence[str], _: Mapping[str, str]) -> None:
 def _check_engine(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     args = parse_args(arguments, environ)
     if args.kvcache_storage_backend:
-        load_config(args.kvcache_storage_backend, environ=environ)
+        # Whether a machine has RDMA cards is known when it runs there.
+        with mock.patch("kvstore_backend.config.values.list_rdma_devices", return_value=["mlx5_0"]):
+            load_config(args.kvcache_storage_backend, environ=environ)
 
 
 def _check_make_model(arguments: Sequence[str], _: Mapping[str, str]) -> None:

@@ -29,6 +29,7 @@ from router.serving.resume.events import (
     strip_token_ids,
 )
 from router.serving.resume.obstacles import follows_grammar
+from router.serving.resume.shape import EventShape, learn_shape
 
 if TYPE_CHECKING:
     from router.http import InferenceBody
@@ -40,6 +41,10 @@ _KEPT_BYTES = 16 * 1024
 # Where an engine gives no ids, a few pieces of the stream show it, and nothing need be kept of the others.
 _KEPT_WITHOUT_IDS = 3
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+# Usual events of which only text and ids are kept, up to this number; then only their ids are.
+_KEPT_USUAL = 256
+# So often a stream's usual event is looked for anew: where reasoning ends, say.
+_SHAPES_TRIED = 32
 
 
 class StreamMerger:
@@ -56,6 +61,7 @@ class StreamMerger:
         *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
         *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
+        *("_shape", "_shapes_left", "_usual"),
     )
 
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -85,6 +91,9 @@ class StreamMerger:
         self._keeps_prompt = keeps_prompt
         self._prompt = b""  # the JSON array of its ids, if kept
         self._texts: list[str] = []  # with the prompt's ids, the text shown
+        self._shape: EventShape | None = None
+        self._shapes_left = 0 if self._client_wants_ids else _SHAPES_TRIED
+        self._usual: list[tuple[bytes, bytes, bytes]] = []  # text, and last ids, of events that came after those kept
         self._cached: Mapping[str, int] = {}  # figures of how much of the client's prompt was cached, if they are told
         self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
 
@@ -133,6 +142,20 @@ class StreamMerger:
         """The next segment should be of this prompt, or else it is none of this stream."""
         self._expected = ids
 
+    def feed_usual(self, event: bytes) -> bytes | None:
+        """As ``feed``, of an event known to tell nothing but the next tokens; None of others."""
+        shape = self._shape
+        if shape is None or not event.startswith(shape.beginning):
+            return None
+        found = shape.rest.fullmatch(event, len(shape.beginning))
+        if found is None:
+            return None
+        self._usual.append(found.groups())
+        if len(self._usual) > _KEPT_USUAL:
+            self._fold_events()
+        start, end = found.span(2)
+        return event[:start] + event[end:]
+
     def feed(self, events: bytes) -> bytes:
         """Take whole server-sent events of the current segment; give the bytes that go to the client.
 
@@ -144,9 +167,21 @@ class StreamMerger:
         if self.must_parse(events):
             return self._merge_events(events)
         has_ids = IDS_MARK in events
+        if has_ids and self._shape is not None and events.count(b"\n\n") > 1:
+            return b"".join(map(self._feed_one, split_events(events)))
         if not self._blind:
             self._keep_events(events, has_ids)
         return strip_token_ids(events) if has_ids else events
+
+    def _feed_one(self, event: bytes) -> bytes:
+        """``feed`` where an event need not be looked into."""
+        usual = self.feed_usual(event)
+        if usual is not None:
+            return usual
+        has_ids = IDS_MARK in event
+        if not self._blind:
+            self._keep_events(event, has_ids)
+        return strip_token_ids(event) if has_ids else event
 
     def must_parse(self, events: bytes) -> bool:
         """Whether these events may end the segment, or need more than ids taken out of them."""
@@ -174,6 +209,7 @@ class StreamMerger:
         """From now on the events of another response are fed: to a body with the members of ``resumption``."""
         self._fold_events()
         self.preempted = False
+        self._shape, self._shapes_left = None, 0  # of later segments all events are rewritten
         self._segment += 1
         self._held.clear()
         self._withheld.clear()
@@ -206,7 +242,13 @@ class StreamMerger:
         if has_ids and self._prompt_tokens is None and (found := PROMPT_IDS.search(events)):
             self._note_prompt(found.group(1))
             events = PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
+        if self._usual:
+            self._fold_events()
         self._kept.append(events)
+        if has_ids and self._shapes_left:
+            self._shapes_left -= 1
+            last = events.rfind(b"\n\n", 0, -2)
+            self._shape = learn_shape(events[last + 2 :] if last >= 0 else events) or self._shape
         self._kept_bytes += len(events)
         if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
             self._fold_events()
@@ -223,6 +265,25 @@ class StreamMerger:
                 self._note_other(event)
         self._kept.clear()
         self._kept_bytes = 0
+        if self._usual and not self._blind:
+            self._fold_usual()
+        self._usual.clear()
+
+    def _fold_usual(self) -> None:
+        """Note the ids and the text of the usual events."""
+        texts, _, ids = zip(*self._usual, strict=True)
+        try:
+            text = orjson.loads(b'"%s"' % b"".join(texts))
+        except orjson.JSONDecodeError:
+            self._blind = True
+            return
+        shown = [*self._held, *orjson.loads(b"[%s]" % b",".join(ids))]
+        self._held.clear()
+        self._shown += shown
+        self._reasoning += len(shown) if self._shape is not None and self._shape.is_reasoning else 0
+        self._offset += len(text)
+        if self._keeps_prompt:
+            self._texts.append(text)
 
     def _note_prompt(self, ids: bytes) -> None:
         self._prompt_tokens = count_integers(ids) - self._resent

@@ -125,9 +125,7 @@ def test_a_request_that_does_not_end_is_told_when_the_time_is_over(
     router = make_router(instance)
     with run_request(router):
         assert main([instance.key, "--wait", "0.2", *at(router)]) == 1
-        assert capsys.readouterr().err == (
-            f"kvrouter drain: {instance.key} still has 1 request running after 0.2 s\n"
-        )
+        assert capsys.readouterr().err == (f"kvrouter drain: {instance.key} still has 1 request running after 0.2 s\n")
         held.let_go()
 
 

@@ -189,6 +189,7 @@ def test_a_request_is_explained_by_whichever_is_asked(workers: list[RouterUnderT
     explained = second.client.get("/admin/explain/r1")
     assert explained.json() == first.client.get("/admin/explain/r1").json()
     assert second.client.get("/admin/explain/r2").status_code == 404
+    assert [each["request_id"] for each in second.client.get("/admin/requests").json()["requests"]] == ["r1"]
 
 
 def test_a_request_is_aborted_by_whichever_is_asked(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

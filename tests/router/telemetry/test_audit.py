@@ -19,9 +19,11 @@ from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
 from tests.router.calls import calls_in_router
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.test_attempt import MakeStandIn, cuts
-from tests.router.stand_in import Received, Responder, answers, streams
+from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.router.test_app import MakeRouter
 from tests.support.waiting import wait_until
+
+MakeStandIn = Callable[..., StandIn]
 
 
 def record(request_id: str = "r", **changes: Any) -> RequestRecord:
@@ -244,6 +246,28 @@ def test_old_requests_are_forgotten() -> None:
     add(log, *(record(str(number)) for number in range(audit.MAX_RECORDS + 1)))
     assert (log.explain_request("0"), len(log.records)) == (None, audit.MAX_RECORDS)
     assert log.explain_request("1") is not None
+
+
+def test_the_last_requests_are_listed_the_newest_first(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    for name in ("a", "b", "c"):
+        router.chat(request_id=name)
+    listed = router.client.get("/admin/requests?count=2").json()["requests"]
+    assert [(each["request_id"], each["status"]) for each in listed] == [("c", 200), ("b", 200)]
+    refused = router.client.get("/admin/requests?count=many")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        400,
+        "count is 'many'; it must be a number from 1 to 1000",
+    )
+
+
+def test_what_the_instance_itself_had_cached_is_told_apart(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    details = {"cached_tokens": 192, "own_cached_tokens": 128, "pool_cached_tokens": 64}
+    answer = {"choices": [], "usage": {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}}
+    router = make_router(stand_in(behave=answers(200, json.dumps(answer).encode())))
+    router.chat(request_id="r")
+    told = router.client.get("/admin/explain/r").json()
+    assert (told["prompt_tokens"], told["cached_tokens"], told["own_cached_tokens"]) == (200, 192, 128)
 
 
 def test_explain_over_http(make_router: MakeRouter) -> None:
