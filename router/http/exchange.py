@@ -176,6 +176,11 @@ class Exchange:
             self._connection.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    def take_whole(self) -> bytes:
+        """The rest of the body, once the response is complete."""
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
+
     async def read(self, enough: int) -> bytes:
         """The rest of the body, or as much as has come once there are ``enough`` bytes.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
 
 import httptools
@@ -50,7 +50,7 @@ class DataPlane(Protocol):
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
 
-    async def serve(self, request: ClientRequest) -> None:
+    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
         """Answer a request whose body has been read."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:

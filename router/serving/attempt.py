@@ -214,8 +214,12 @@ class Attempt:
             if not 200 <= status < 300:
                 raise await self._read_answer_refusal()  # no variable: its traceback will lead here
             self.is_event_stream = _is_event_stream(exchange.headers)
-            is_held = self._hold_bytes and not self.is_event_stream
-            first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
+            if exchange.complete:
+                first = exchange.take_whole()
+            elif self._hold_bytes and not self.is_event_stream:
+                first = await exchange.read(self._hold_bytes)
+            else:
+                first = await exchange.chunk()
             if self._may_err_late and self.is_event_stream:
                 first = await self._read_preamble(first)
         except NoRoom:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
+from typing import Any
 
 from router.fleet import Instance
 from router.http import ApiError, ClientRequest, Headers, Refused
@@ -61,14 +62,9 @@ class Proxy:
             return refused
         return None
 
-    async def serve(self, request: ClientRequest) -> None:
+    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
         """Answer one request."""
-        serving = ServingRequest(request, self._services)
-        self._live.add(serving)
-        try:
-            await serving.serve()
-        finally:
-            self._live.discard(serving)
+        return ServingRequest(request, self._services, self._live).serve()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""

@@ -90,6 +90,7 @@ class ServingRequest:
         "_ended",
         "_is_aborted",
         "_keep_alive",
+        "_live",
         "_num_attempts",
         "_parsed",
         "_queueing",
@@ -103,7 +104,12 @@ class ServingRequest:
         "started",
     )
 
-    def __init__(self, request: ClientRequest, services: Services) -> None:
+    def __init__(self, request: ClientRequest, services: Services, live: set[ServingRequest]) -> None:
+        """
+        Args:
+            live: has the requests that are served.
+        """
+        self._live = live
         self._story = story = Story(services)
         self.started = story.started
         """When it arrived, on ``time.perf_counter``."""
@@ -126,6 +132,7 @@ class ServingRequest:
     async def serve(self) -> None:
         """Answer the request; nothing is raised."""
         response, services = self._response, self._services
+        self._live.add(self)
         if services.tracer is not None:
             self._story.join_trace(services.tracer, self._request)
         try:
@@ -136,7 +143,7 @@ class ServingRequest:
                 services.admission.try_enter(client)
             self._story.client = client
             if self._parsed is None:
-                self._parsed = await self._read_request(client)
+                self._parsed = await self._read_large(client) if self._is_large else self._read_request(client)
             await self._answer_client(self._parsed)
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -153,6 +160,7 @@ class ServingRequest:
             _log.exception("%s %s failed", self._request.method, self._request.path)
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
+            self._live.discard(self)
             self._ended = None  # its traceback leads to this request: only the collector could free both
             if self._keep_alive is not None:
                 self._keep_alive.stop()
@@ -210,7 +218,7 @@ class ServingRequest:
             self._watch_client()
             # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
-                self._parsed = await self._read_request(client)
+                self._parsed = await self._read_large(client) if self._is_large else self._read_request(client)
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
@@ -235,11 +243,37 @@ class ServingRequest:
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    async def _read_request(self, client: str) -> ParsedRequest:
+    @property
+    def _is_large(self) -> bool:
+        """Whether its body takes so long to parse that it is looked through first."""
+        return len(self._request.body) > UNCHECKED_BYTES and self._request.path in GENERATING
+
+    def _read_request(self, client: str, large: LargeBody | None = None) -> ParsedRequest:
         """Read the request, as far as the router needs to.
+
+        Args:
+            large: of a large body that was looked through; then the head has been read, too.
 
         Raises:
             RequestEnded: it cannot be served, or the client left.
+        """
+        request = self._request
+        if large is None:
+            self._read_head()
+        salts = self._services.auth.cache_salts
+        derive_salt = partial(salts.derive, client) if salts else None
+        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
+        self._story.request_id = parsed.request_id
+        seconds = self._services.settings.sse_keepalive_secs
+        if seconds and parsed.wants_stream:
+            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
+        return parsed
+
+    def _read_head(self) -> None:
+        """Read the headers that matter to the router, and watch the client from now on.
+
+        Raises:
+            RequestEnded: a header is wrong, or the client has left.
         """
         request = self._request
         self._watch_client()
@@ -250,19 +284,14 @@ class ServingRequest:
             self._story.sent_id = self._story.request_id = find_request_id(request.headers)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
-        is_large = len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
-        large = await self._look_through() if is_large else None
-        salts = self._services.auth.cache_salts
-        derive_salt = partial(salts.derive, client) if salts else None
-        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
-        self._story.request_id = parsed.request_id
-        seconds = self._services.settings.sse_keepalive_secs
-        if seconds and parsed.wants_stream:
-            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
-        if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
-            await asyncio.sleep(0)
-            _ = parsed.features.chunks
-            await asyncio.sleep(0)
+
+    async def _read_large(self, client: str) -> ParsedRequest:
+        """Read a request with a large body, and let other requests go on meanwhile; as ``_read_request``."""
+        self._read_head()
+        parsed = self._read_request(client, await self._look_through())
+        await asyncio.sleep(0)  # parsing has taken its time, and so do hashing the prompt and what follows
+        _ = parsed.features.chunks
+        await asyncio.sleep(0)
         return parsed
 
     async def _look_through(self) -> LargeBody:
