@@ -525,7 +525,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._served = cycle
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
-            # A callback at the task's end would cost the loop another turn: all that follows the answer is done at once.
+            # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
             cycle.task = task = self.loop.create_task(self._data_plane.serve(cycle))
             self.tasks.add(task)
 

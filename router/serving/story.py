@@ -94,7 +94,7 @@ class Story:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
     def own_head(self) -> bytes:
-        """The response's header lines that say who served the request, and why; the whole story is at /admin/explain."""
+        """The header lines that say who served the request, and why; the whole story is at /admin/explain."""
         lines = b""
         if self.request_id:
             # A client's own id may hold any printable character.
