@@ -1,4 +1,4 @@
-"""An engine's token figures, read from its response, or set in it, without parsing it.
+"""An engine's token figures, read from its response, or set in it, without parsing all of it.
 
 In OpenAI's names for chat and completions and for responses, and in Anthropic's for messages, whose ``input_tokens``
 are those that were neither read from a cache nor written to it.
@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import orjson
+
 __all__ = ["Usage", "read_cached_figures", "read_usage", "set_figures"]
 
 _MARK = b'"usage"'
-# Any of them, though few count: to search for those by name takes longer.
-_FIGURE = re.compile(rb'"([a-z_]{5,20})_tokens"\s*:\s*(\d{1,15})\b')
+# A longer one than any engine's is not read.
+_USAGE_BYTES = 2048
 # Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
@@ -38,21 +40,38 @@ def read_usage(data: bytes) -> Usage | None:
 
     The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
     """
-    start = data.rfind(_MARK)
-    if start < 0:
-        return None
-    found: dict[bytes, int] = {}
-    for name, figure in _FIGURE.findall(data, start):
-        found[name] = int(figure)
+    found = _find_figures(data)
     if not found:
         return None
-    prompt, cached = found.get(b"prompt"), found.get(b"cached")
-    if prompt is None and b"input" in found:
-        read, written = found.get(b"cache_read_input"), found.get(b"cache_creation_input")
-        prompt = found[b"input"] + (read or 0) + (written or 0)
+    prompt, cached = found.get("prompt_tokens"), found.get("cached_tokens")
+    if prompt is None and "input_tokens" in found:
+        read, written = found.get("cache_read_input_tokens"), found.get("cache_creation_input_tokens")
+        prompt = found["input_tokens"] + (read or 0) + (written or 0)
         cached = read if cached is None else cached
-    completion = found.get(b"completion", found.get(b"output"))
-    return Usage(prompt, completion, cached, found.get(b"own_cached"))
+    completion = found.get("completion_tokens", found.get("output_tokens"))
+    return Usage(prompt, completion, cached, found.get("own_cached_tokens"))
+
+
+def _find_figures(data: bytes) -> dict[str, int]:
+    """By their names, all whole numbers in the usage that stands last in ``data``, and in the objects in it."""
+    mark = data.rfind(_MARK)
+    start = data.find(b"{", mark)
+    if mark < 0 or start < 0 or data[mark + len(_MARK) : start].strip() != b":":
+        return {}
+    end, limit = data.find(b"}", start) + 1, start + _USAGE_BYTES
+    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
+        end = data.find(b"}", end, limit) + 1
+    figures: dict[str, int] = {}
+    try:
+        members = orjson.loads(data[start:end])
+    except orjson.JSONDecodeError:
+        return figures
+    for each in (members, *members.values()):
+        if type(each) is dict:
+            for name, figure in each.items():
+                if type(figure) is int and figure >= 0:
+                    figures[name] = figure
+    return figures
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
