@@ -50,8 +50,8 @@ class DataPlane(Protocol):
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
 
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
-        """Answer a request whose body has been read."""
+    def serve(self, request: ClientRequest) -> None:
+        """Answer a request whose body has been read; what waits does so in ``ClientRequest.run``."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
@@ -121,7 +121,7 @@ class ClientRequest:
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
         self.task: asyncio.Task[None] | None = None
-        """Serves it, from when it is whole until its answer is complete."""
+        """Serves it until its answer is complete, if that takes one."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -171,6 +171,12 @@ class ClientRequest:
             head += b"connection: close\r\n"
         self.response_started = True
         self._write(head + b"\r\n")
+
+    def run(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serve it from now on in a task, until its answer is complete."""
+        # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
+        self.task = self._protocol.loop.create_task(serving)
+        self._protocol.tasks.add(self.task)
 
     @property
     def is_ready(self) -> bool:
@@ -525,9 +531,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._served = cycle
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
-            # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
-            cycle.task = task = self.loop.create_task(self._data_plane.serve(cycle))
-            self.tasks.add(task)
+            self._data_plane.serve(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
         """Answer a request that only asks for a page's script whether it may send another one; False for others."""

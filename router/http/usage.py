@@ -40,7 +40,23 @@ def read_usage(data: bytes) -> Usage | None:
 
     The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
     """
-    found = _find_figures(data)
+    mark = data.rfind(_MARK)
+    start = data.find(b"{", mark)
+    if mark < 0 or start < 0 or data[mark + len(_MARK) : start].strip() != b":":
+        return None
+    end, limit = data.find(b"}", start) + 1, start + _USAGE_BYTES
+    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
+        end = data.find(b"}", end, limit) + 1
+    try:
+        members = orjson.loads(data[start:end])
+    except orjson.JSONDecodeError:
+        return None
+    found: dict[str, int] = {}
+    for each in (members, *members.values()):  # those of the whole, and of its details
+        if type(each) is dict:
+            for name, figure in each.items():
+                if type(figure) is int and figure >= 0:
+                    found[name] = figure
     if not found:
         return None
     prompt, cached = found.get("prompt_tokens"), found.get("cached_tokens")
@@ -50,28 +66,6 @@ def read_usage(data: bytes) -> Usage | None:
         cached = read if cached is None else cached
     completion = found.get("completion_tokens", found.get("output_tokens"))
     return Usage(prompt, completion, cached, found.get("own_cached_tokens"))
-
-
-def _find_figures(data: bytes) -> dict[str, int]:
-    """By their names, all whole numbers in the usage that stands last in ``data``, and in the objects in it."""
-    mark = data.rfind(_MARK)
-    start = data.find(b"{", mark)
-    if mark < 0 or start < 0 or data[mark + len(_MARK) : start].strip() != b":":
-        return {}
-    end, limit = data.find(b"}", start) + 1, start + _USAGE_BYTES
-    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
-        end = data.find(b"}", end, limit) + 1
-    figures: dict[str, int] = {}
-    try:
-        members = orjson.loads(data[start:end])
-    except orjson.JSONDecodeError:
-        return figures
-    for each in (members, *members.values()):
-        if type(each) is dict:
-            for name, figure in each.items():
-                if type(figure) is int and figure >= 0:
-                    figures[name] = figure
-    return figures
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:

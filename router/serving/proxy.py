@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine
-from typing import Any
+from collections.abc import Collection
 
 from router.fleet import Instance
 from router.http import ApiError, ClientRequest, Headers, Refused
@@ -62,9 +61,9 @@ class Proxy:
             return refused
         return None
 
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
+    def serve(self, request: ClientRequest) -> None:
         """Answer one request."""
-        return ServingRequest(request, self._services, self._live).serve()
+        ServingRequest(request, self._services, self._live).start()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""

@@ -278,7 +278,7 @@ class ClientResponse:
 
     def read_usage(self) -> Usage:
         """The engine's figures of tokens, in the end of its response."""
-        return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
+        return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
         """Of a pair's answer in several segments, the prompt's tokens that its first prefill instance had cached."""
