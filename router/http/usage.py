@@ -35,6 +35,9 @@ class Usage(NamedTuple):
     """Of the cached ones, those that the instance had itself; our engine says so."""
 
 
+_NO_FIGURES = Usage()
+
+
 def read_usage(data: bytes) -> Usage | None:
     """The usage that stands last in ``data``, an answer or the end of an event stream; None where there is none.
 
@@ -51,21 +54,24 @@ def read_usage(data: bytes) -> Usage | None:
         members = orjson.loads(data[start:end])
     except orjson.JSONDecodeError:
         return None
-    found: dict[str, int] = {}
-    for each in (members, *members.values()):  # those of the whole, and of its details
-        if type(each) is dict:
-            for name, figure in each.items():
-                if type(figure) is int and figure >= 0:
-                    found[name] = figure
-    if not found:
-        return None
+    found = members
+    for details in members.values():
+        if type(details) is dict:
+            found = {**found, **details}
     prompt, cached = found.get("prompt_tokens"), found.get("cached_tokens")
+    completion = found.get("completion_tokens")
     if prompt is None and "input_tokens" in found:
         read, written = found.get("cache_read_input_tokens"), found.get("cache_creation_input_tokens")
-        prompt = found["input_tokens"] + (read or 0) + (written or 0)
-        cached = read if cached is None else cached
-    completion = found.get("completion_tokens", found.get("output_tokens"))
-    return Usage(prompt, completion, cached, found.get("own_cached_tokens"))
+        completion, cached = found.get("output_tokens"), read if cached is None else cached
+        try:
+            prompt = found["input_tokens"] + (read or 0) + (written or 0)
+        except TypeError:
+            return None
+    usage = Usage(prompt, completion, cached, found.get("own_cached_tokens"))
+    for figure in usage:
+        if figure is not None and (type(figure) is not int or figure < 0):
+            return None
+    return None if usage == _NO_FIGURES else usage
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:
