@@ -91,7 +91,7 @@ class ServingRequest:
         "_failure",
         "_is_aborted",
         "_is_preempted",
-        "_is_sent",
+        "_is_prepared",
         "_keep_alive",
         "_live",
         "_num_attempts",
@@ -131,8 +131,8 @@ class ServingRequest:
         self._is_aborted = False
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
-        # What ``start`` leaves to ``serve``: an attempt that was sent, an answer that was preempted, an exception.
-        self._is_sent = self._is_preempted = False
+        # What ``start`` leaves to ``serve``: an attempt, perhaps sent; an answer that was preempted; an exception.
+        self._is_prepared = self._is_preempted = False
         self._failure: Exception | None = None
 
     def start(self) -> None:
@@ -153,11 +153,12 @@ class ServingRequest:
                 self._parsed = parsed = self._read_request(client)
                 if not parsed.wants_stream:
                     attempt = self._make_attempt(parsed, self._select_instances(parsed))
-                    self._is_sent = attempt.send(self._on_answer)
+                    self._is_prepared = True
+                    if attempt.send(self._on_answer):
+                        return
             except Exception:
                 pass  # ``serve`` comes to the same, and handles it
-        if not self._is_sent:
-            request.run(self.serve())
+        request.run(self.serve())
 
     def _on_answer(self) -> None:
         """The attempt that ``start`` has sent has an answer, or at least the beginning of one, or has failed."""
@@ -168,7 +169,7 @@ class ServingRequest:
         try:
             whole = attempt.take_whole()
             if whole is not None and self._response.holds_whole(attempt):
-                self._is_sent = False
+                self._is_prepared = False
                 if parsed.api.keeps_answers:
                     self._services.kept_responses.note_answer(whole, attempt.answering.instance.key)
                 is_done = self._response.relay_whole(attempt, whole, self._story.own_head())
@@ -255,11 +256,12 @@ class ServingRequest:
             if not meant:
                 return (), ()
             self._story.request_id = ids.request_id
-        if self.attempt is None or self.attempt.engine_ids is None:  # none runs, or by closing its connections
+        attempt = self.attempt
+        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
             self.fail(RequestEnded(_ABORTED))
             return meant, ()
         self._is_aborted = True
-        return meant, self.attempt.engine_ids.list_ids()
+        return meant, attempt.engine_ids.list_ids()
 
     async def _pass_limits(self, client: str) -> None:
         """Have the request let in where there are limits.
@@ -428,7 +430,7 @@ class ServingRequest:
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._story.selection if self._is_sent else None
+            selection = self._story.selection if self._is_prepared else None
             selection = selection or self._select_instances(parsed)
         except NoInstance as none:
             resuming = self._resuming
@@ -439,8 +441,8 @@ class ServingRequest:
         while True:
             attempts += 1
             try:
-                if self._is_sent and self.attempt is not None:
-                    self._is_sent = False
+                if self._is_prepared and self.attempt is not None:
+                    self._is_prepared = False
                     return await self.attempt.begin()
                 while True:
                     if self._ended is not None:
