@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -73,6 +74,7 @@ from engine.protocol import (
 from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from engine.request import Request as EngineRequest
 from engine.scheduler import Scheduler
+from engine.tracing import Tracer, open_tracer
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
 
@@ -113,6 +115,8 @@ class Instance:
     def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
         """Take over ``connector``, the bound socket where prefill instances reach this one."""
         self.args = args
+        self.start_id = secrets.token_hex(8)
+        """By which the router tells this process from one that had its address before."""
         self._connector = connector
         self.router = router_url(args.router) if args.router else None
         self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
@@ -131,6 +135,7 @@ class Instance:
             if advice := args.retrieval.explain_block_size():
                 log.warning("%s", advice)
         self.metrics = EngineMetrics()
+        self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         scheduler = Scheduler(
             BlockManager(num_blocks),
             args.block_size,
@@ -156,7 +161,7 @@ class Instance:
         self.dialect = self._choose_dialect()
         host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
         self.completions = Completions(
             self.generations,
@@ -225,6 +230,8 @@ class Instance:
                 heartbeat.cancel()
             await self.receiver.stop_listening()
             await asyncio.to_thread(self.core.stop)
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
 
     def registration_payload(self) -> dict[str, Any]:
         """This instance as the router is to know it (FastDeploy's registration)."""
@@ -232,6 +239,7 @@ class Instance:
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
             "role": args.splitwise_role,
+            "start_id": self.start_id,
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,
@@ -272,15 +280,15 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(request, ChatBody, instance.completions.begin_chat)
+        return await _complete(request, ChatBody, instance.completions.begin_chat, instance.tracer)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _complete(request, CompletionBody, instance.completions.begin_completion)
+        return await _complete(request, CompletionBody, instance.completions.begin_completion, instance.tracer)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await _complete(request, ResponsesBody, instance.responses.begin_response)
+        return await _complete(request, ResponsesBody, instance.responses.begin_response, instance.tracer)
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str) -> Response:
@@ -292,7 +300,7 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
     @app.post("/v1/messages")
     async def message(request: Request) -> Response:
-        return await _complete(request, MessagesBody, instance.messages.begin_message)
+        return await _complete(request, MessagesBody, instance.messages.begin_message, instance.tracer)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -371,9 +379,14 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 
 
 async def _complete(
-    request: Request, kind: type[_BodyT], begin: Callable[[_BodyT], Awaitable[_ClientResponse]]
+    request: Request,
+    kind: type[_BodyT],
+    begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
+    tracer: Tracer | None,
 ) -> Response:
     """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
+    if tracer is not None:
+        tracer.enter_request(request.headers.raw)
     body = parse_body(kind, await read_body(request))
     sent_id = find_request_id(request.headers.raw)
     body.request_id = body.request_id or sent_id or None

@@ -32,6 +32,7 @@ from router.fleet import (
     add_listed_instances,
     clear_prefix_caches,
     parse_models,
+    tell_progress,
 )
 from router.http import (
     ApiError,
@@ -59,9 +60,9 @@ from router.serving import (
     explain_unknown_model,
     list_unknown_ids,
 )
-from router.settings import RouterSettings, read_authorities
+from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -71,14 +72,18 @@ MODELS_SECONDS = 5.0
 # Aborts that the router still has to send to engines when it stops get this long.
 CLOSING_SECONDS = 0.5
 
+# Of those that have ended, /admin/requests lists so many unless it is told another number.
+LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
+
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; two of them
-# also for instances, which may have a token of their own. The rest of the control plane is for probes and figures, or,
-# under /v1, for clients.
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three of them
+# also for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
+_DRAIN_PATH = "/admin/drain"
 
 
 class RouterApp:
@@ -117,9 +122,13 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
+        receiver = find_trace_receiver()
+        self.tracer = open_tracer(receiver) if receiver else None
+        if self.tracer is not None:
+            self.audit.subscribe_to_batches(self.tracer.on_batch)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
@@ -170,6 +179,7 @@ class RouterApp:
             aborter=self.aborter,
             metrics=self.metrics,
             audit=self.audit,
+            tracer=self.tracer,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
 
@@ -181,13 +191,14 @@ class RouterApp:
         return kept
 
     def _answer_other_processes(self) -> None:
-        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
+        self.link.answer_topic("requests", self.audit.list_requests)
         self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _FOR_INSTANCES:
+        if path in _FOR_INSTANCES or (path == _DRAIN_PATH and self.auth.has_admin_token):
             self.auth.check_registration(headers)
         elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
@@ -219,6 +230,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
+        if router.tracer is not None:
+            router.tracer.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
@@ -307,8 +320,14 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask_others("figures")
-        return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
+        # What the others are told of these is what the answer shows: later readings must not be less.
+        own = router.metrics.dump()
+        others = await router.link.ask_others("figures", own)
+        return Response(router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
+
+    @app.get("/prometheus_targets")
+    async def list_targets() -> Response:
+        return json_reply(200, [_describe_target(instance) for instance in router.registry])
 
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
@@ -331,6 +350,13 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
 
+    @app.get(_DRAIN_PATH)
+    async def show_progress(instance: str) -> Response:
+        try:
+            return json_reply(200, tell_progress(router.registry, instance))
+        except Refused as refused:
+            return refusal_reply(refused)
+
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
         outcomes = await clear_prefix_caches(router.registry, router.upstream)
@@ -340,6 +366,17 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         is_done = all(outcome == "success" for outcome in outcomes.values())
         status = "success" if is_done else "error"
         return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
+
+    @app.get("/admin/requests")
+    async def list_requests(count: str = str(LISTED_REQUESTS)) -> Response:
+        if not count.isdecimal() or not 0 < int(count) <= MAX_LISTED_REQUESTS:
+            message = f"count is {count!r}; it must be a number from 1 to {MAX_LISTED_REQUESTS}"
+            return error_reply(ApiError(400, message, "invalid_query", "count"))
+        listed = router.audit.list_requests(int(count))
+        for elsewhere in await router.link.ask_others("requests", int(count), everywhere=True):
+            listed += elsewhere
+        listed.sort(key=lambda request: float(request["time"]), reverse=True)
+        return json_reply(200, {"requests": listed[: int(count)]})
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_request(request_id: str) -> Response:
@@ -499,6 +536,14 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "running_requests": instance.load.requests,
         "running_tokens": instance.load.tokens,
     }
+
+
+def _describe_target(instance: Instance) -> dict[str, Any]:
+    """Where Prometheus finds an instance's figures (http_sd_configs); no more than ``/metrics`` tells of it."""
+    registration = instance.registration
+    address = instance.address._replace(port=registration.metrics_port)
+    labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}
+    return {"targets": [str(address)], "labels": {"__scheme__": "https" if address.tls else "http", **labels}}
 
 
 def _format_text(value: Any) -> str | None:

@@ -11,6 +11,8 @@ FASTDEPLOY_INDEX=https://www.paddlepaddle.org.cn/packages/stable/cu126/
 MASTER_PORT=15001
 METADATA_PORT=15002
 METRICS_PORT=15003
+# Where Mooncake's clients listen, at random; without these it is 15000 to 17000, and one may have the master's port.
+export MC_MIN_RPC_PORT=${MC_MIN_RPC_PORT:-17200} MC_MAX_RPC_PORT=${MC_MAX_RPC_PORT:-19999}
 
 START_DEADLINE=300 # seconds; a large model needs minutes to load
 STOP_DEADLINE=15   # seconds from TERM to KILL

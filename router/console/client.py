@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -14,16 +17,42 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.settings import FlagParser, read_authorities, read_token
 
-__all__ = ["ROLES", "RouterClient", "RouterError", "Sample", "add_router_flags"]
+__all__ = [
+    "ROLES",
+    "ChatStream",
+    "RouterAway",
+    "RouterClient",
+    "RouterError",
+    "Sample",
+    "TokenWanted",
+    "UnknownInstance",
+    "add_router_flags",
+    "find_own_address",
+    "parse_samples",
+]
 
 ROLES = ("mixed", "prefill", "decode")
 """As ``/registered`` lists instances."""
 TIMEOUT_SECONDS = 5.0
+# A stream's next piece; a long prompt is computed before the first.
+STREAM_SECONDS = 300.0
 _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
 
 
 class RouterError(Exception):
     """The router does not answer, or refuses: one sentence that says so."""
+
+
+class RouterAway(RouterError):
+    """The router does not answer."""
+
+
+class UnknownInstance(RouterError):
+    """The router knows no such instance."""
+
+
+class TokenWanted(RouterError):
+    """The router has an admin token, and was not given it."""
 
 
 class Sample(NamedTuple):
@@ -66,17 +95,29 @@ class RouterClient:
 
     async def read_metrics(self) -> dict[str, list[Sample]]:
         """The samples of ``/metrics``, of all processes of the router, by their names."""
-        answer = await self._fetch("GET", "/metrics")
-        samples: dict[str, list[Sample]] = {}
-        for family in text_string_to_metric_families(answer.text):
-            for sample in family.samples:
-                samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
-        return samples
+        return parse_samples((await self._fetch("GET", "/metrics")).text)
 
     async def list_instances(self) -> list[dict[str, Any]]:
         """The entries of ``/registered``, of all roles."""
         listed = (await self._fetch("GET", "/registered")).json()
         return [instance for role in ROLES for instance in listed[role]]
+
+    async def read_shared_state(self) -> str:
+        """Why the router does not hear of the other routers; ``""`` if it does, or there are none."""
+        answer = await self._fetch("GET", "/health")
+        return str(answer.json().get("shared_state", "")) if answer.content else ""
+
+    async def read_drain(self, instance: str) -> dict[str, Any]:
+        """Whether an instance drains, and how many requests it runs."""
+        progress: dict[str, Any] = (
+            await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
+        ).json()
+        return progress
+
+    async def list_requests(self, count: int = 50) -> list[dict[str, Any]]:
+        """The last requests that have ended, the newest first, as lines of the access log have them."""
+        listed: list[dict[str, Any]] = (await self._fetch("GET", f"/admin/requests?count={count}")).json()["requests"]
+        return listed
 
     async def explain_request(self, request_id: str) -> dict[str, Any]:
         """How a request that has ended was placed and answered."""
@@ -89,16 +130,90 @@ class RouterClient:
         outcome: dict[str, Any] = answer.json()
         return outcome
 
+    @contextlib.asynccontextmanager
+    async def open_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[ChatStream]:
+        """A chat completion as a stream, which is given up where the block is left before its end.
+
+        Args:
+            body: the request's, but for ``stream``.
+            api_key: a client's, where the router wants one.
+        """
+        request = self._http.build_request(
+            "POST",
+            "/v1/chat/completions",
+            json={**body, "stream": True, "stream_options": {"include_usage": True}},
+            timeout=httpx.Timeout(TIMEOUT_SECONDS, read=STREAM_SECONDS),
+        )
+        request.headers.pop("authorization", None)  # the admin token is no client's key
+        if api_key:
+            request.headers["authorization"] = f"Bearer {api_key}"
+        try:
+            answer = await self._http.send(request, stream=True)
+        except httpx.HTTPError as exc:
+            raise self._explain_silence(exc) from None
+        try:
+            if answer.status_code == 401:
+                raise RouterError(f"the router at {self.url} wants a client's API key: give it with --api-key-file")
+            if answer.status_code != 200:
+                await answer.aread()
+                raise RouterError(f"the router at {self.url} refused the request: {_read_message(answer)}")
+            yield ChatStream(self.url, answer)
+        except httpx.HTTPError as exc:
+            raise self._explain_silence(exc) from None
+        finally:
+            await answer.aclose()
+
+    def _explain_silence(self, exc: httpx.HTTPError) -> RouterAway:
+        return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
+
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             answer = await self._http.request(method, path, json=body)
         except httpx.HTTPError as exc:
-            raise RouterError(f"the router at {self.url} does not answer: {exc or type(exc).__name__}") from None
+            raise self._explain_silence(exc) from None
         if answer.status_code in (401, 403):
-            raise RouterError(f"the router at {self.url} wants its admin token for {path}: give it with --token-file")
+            raise TokenWanted(f"the router at {self.url} wants its admin token for {path}: give it with --token-file")
         if answer.status_code != 200:
-            raise RouterError(f"the router at {self.url} refused {path}: {_read_message(answer)}")
+            is_unknown = answer.status_code == 404 and _read_error(answer).get("code") == "unknown_instance"
+            error = UnknownInstance if is_unknown else RouterError
+            raise error(f"the router at {self.url} refused {path}: {_read_message(answer)}")
         return answer
+
+
+class ChatStream:
+    """The answer to a chat completion, as it comes."""
+
+    def __init__(self, url: str, answer: httpx.Response) -> None:
+        self._url = url
+        self._answer = answer
+        self.request_id = answer.headers.get("x-request-id", "")
+
+    async def read_events(self) -> AsyncIterator[dict[str, Any]]:
+        """Its events, but for ``[DONE]``; one that tells an error is raised as a ``RouterError``."""
+        async for line in self._answer.aiter_lines():
+            if not line.startswith("data:") or line == "data: [DONE]":
+                continue
+            try:
+                event: dict[str, Any] = json.loads(line.removeprefix("data:"))
+            except ValueError:
+                raise RouterError(f"the router at {self._url} sent an event that is no JSON: {line[:80]!r}") from None
+            if error := event.get("error"):
+                said = error.get("message") if isinstance(error, dict) else error
+                raise RouterError(f"the answer broke off: {said}")
+            yield event
+
+
+def parse_samples(text: str) -> dict[str, list[Sample]]:
+    """The samples of a page in Prometheus's text format, by their names.
+
+    Raises:
+        ValueError: it is no such page.
+    """
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
+    return samples
 
 
 def add_router_flags(parser: FlagParser) -> None:
@@ -126,8 +241,30 @@ def _parse_url(text: str) -> str:
     return text.rstrip("/") if "://" in text else f"http://{text.rstrip('/')}"
 
 
-def _read_message(answer: httpx.Response) -> str:
+def find_own_address(router: str) -> str:
+    """This machine's address as the router at this URL sees it.
+
+    Raises:
+        RouterAway: there is no way to the router.
+    """
+    target = httpx.URL(router)
     try:
-        return str(answer.json()["error"]["message"])
+        family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
+            own: str = probe.getsockname()[0]
+    except OSError as exc:
+        raise RouterAway(f"there is no way to the router {router}: {exc.strerror or exc}") from None
+    return f"[{own}]" if ":" in own else own
+
+
+def _read_error(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _read_message(answer: httpx.Response) -> str:
+    return str(_read_error(answer).get("message") or f"status {answer.status_code}")

@@ -15,6 +15,7 @@ from router.settings import suggest_name
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
+    "dashboard": "router.console.dashboard",
     "drain": "router.console.drain",
 }
 """The module of each command, whose ``main`` takes the arguments behind the command."""

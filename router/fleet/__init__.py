@@ -15,7 +15,7 @@ snapshot.py       Snapshot: instances and prefixes for the next start
 tasks.py          Tasks: background work that nobody awaits
 """
 
-from router.fleet.admin import ORDERS, clear_prefix_caches
+from router.fleet.admin import ORDERS, clear_prefix_caches, tell_progress
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
 from router.fleet.kept_responses import KeptResponses
@@ -52,4 +52,5 @@ __all__ = [
     "pairing_kind",
     "parse_models",
     "share_model",
+    "tell_progress",
 ]

@@ -18,7 +18,9 @@ _FIGURE = re.compile(
     rb"\s*:\s*(\d{1,15})\b"
 )
 # Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
-_CACHED_NAME = rb"(?:own_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
+_CACHED_NAME = (
+    rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
+)
 _CACHED_FIGURE = re.compile(rb'"(' + _CACHED_NAME + rb')"\s*:\s*(\d{1,15})\b')
 _INPUT_FIGURE = re.compile(rb'"(input_tokens)"\s*:\s*(\d{1,15})\b')
 

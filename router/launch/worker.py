@@ -34,7 +34,7 @@ def run_worker(task: WorkerTask) -> None:
 
 
 async def _serve(task: WorkerTask) -> None:
-    link = WorkerLink(task.name, is_first=task.is_first, is_late=task.is_late)
+    link = WorkerLink(task.name, is_first=task.is_first, is_late=task.is_late, num_replaced=task.num_replaced)
     await link.connect(task.channel)
     if task.settings.log_output == "file":
         send_log(link.send_log_line)

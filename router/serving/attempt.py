@@ -89,17 +89,19 @@ class LegFailed(Exception):
 class Leg:
     """A request at one instance; the instance's load counts it until ``finish``."""
 
-    __slots__ = ("_tokens", "_work", "exchange", "instance", "is_finished", "queued_before")
+    __slots__ = ("_tokens", "_work", "exchange", "instance", "is_finished", "queued_before", "span_id")
 
-    def __init__(self, instance: Instance, exchange: Exchange, tokens: int, work: float) -> None:
+    def __init__(self, instance: Instance, exchange: Exchange, tokens: int, work: float, span_id: int = 0) -> None:
         """
         Args:
             tokens: the prompt's.
             work: the cost of its prefill, counted until ``end_prefill``.
+            span_id: of its span, where the request is traced.
         """
         self.instance = instance
         self.exchange = exchange
         self.is_finished = False
+        self.span_id = span_id
         self.queued_before = instance.load.queued
         """The work that was queued at the instance before this leg."""
         self._tokens = tokens
@@ -109,7 +111,7 @@ class Leg:
     @property
     def runs_at_engine(self) -> bool:
         """Whether the instance may still be working on it."""
-        return self.exchange.sent and not self.exchange.complete
+        return self.exchange.record.sent_at > 0 and not self.exchange.complete
 
     def end_prefill(self) -> None:
         """The first token is there."""

@@ -1,4 +1,4 @@
-"""The data plane: every request under /v1, from the client's bytes to the response's.
+"""The data plane: every request under /v1, and a few beside, from the client's bytes to the response's.
 
 One request's way: who asks is checked and let in; the body, read once, is parsed once; instances are selected; an
 attempt is sent; its first bytes decide whether it stands or another attempt is made; then bytes are relayed as they
@@ -21,6 +21,10 @@ __all__ = ["Proxy"]
 
 # These concern all instances at once, and are the control plane's.
 _NOT_TAKEN = frozenset({"/v1/models", "/v1/abort_requests"})
+# Outside /v1, engines serve these to clients: vLLM's and SGLang's names.
+_TAKEN_ELSEWHERE = frozenset(
+    {"/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/pooling", "/classify"}
+)
 
 
 class Proxy:
@@ -45,7 +49,9 @@ class Proxy:
 
     def takes(self, path: str) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
-        return path.startswith("/v1/") and path not in _NOT_TAKEN and not path.startswith("/v1/models/")
+        if not path.startswith("/v1/"):
+            return path in _TAKEN_ELSEWHERE
+        return path not in _NOT_TAKEN and not path.startswith("/v1/models/")
 
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""

@@ -50,7 +50,7 @@ from router.serving.retry import Retries
 from router.serving.selection import NoInstance, Selection, Selector
 from router.serving.story import Story
 from router.settings import RouterSettings
-from router.telemetry import Audit, RouterMetrics
+from router.telemetry import Audit, RouterMetrics, Tracer
 
 __all__ = ["Services", "ServingRequest"]
 
@@ -76,6 +76,8 @@ class Services(NamedTuple):
     aborter: Aborter
     metrics: RouterMetrics
     audit: Audit
+    tracer: Tracer | None
+    """Where requests are traced."""
     is_debugging: bool
     """Whether the log shows each request's way; looked up once, at start."""
 
@@ -124,6 +126,8 @@ class ServingRequest:
     async def serve(self) -> None:
         """Answer the request; nothing is raised."""
         response, services = self._response, self._services
+        if services.tracer is not None:
+            self._story.join_trace(services.tracer, self._request)
         try:
             client = services.auth.identify_client(self._request.headers)
             if services.admission.is_limited:
@@ -210,7 +214,11 @@ class ServingRequest:
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
-            await services.admission.enter(client, priority, tokens)
+            since = time.perf_counter()
+            try:
+                await services.admission.enter(client, priority, tokens)
+            finally:
+                self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None
         self._charged = tokens
 
@@ -405,6 +413,8 @@ class ServingRequest:
             self._retries.avoid(decode.key)
         self._resuming = self._resuming or Resuming(services.settings)
         error = await self._resuming.prepare_after_preemption(merger, decode, services.upstream)
+        assert self.attempt is not None
+        self._response.end_segment(self.attempt)
         if error is not None:
             raise RequestEnded(error)
 
@@ -435,6 +445,7 @@ class ServingRequest:
             failed = self._resuming.explain(why or "its tokens' ids are not known")
         if failed is not None:
             raise RequestEnded(failed) from exc
+        response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
         self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
@@ -463,7 +474,8 @@ class ServingRequest:
                 and not find_obstacle(parsed.body, engine, parsed.api.is_chat)
             ):
                 self._response.expect_segments(parsed.body, engine is not EngineKind.FASTDEPLOY)
-        maker = LegMaker(services.upstream, parsed, asking, self._list_members(parsed, engine), self._retries.stale)
+        members, stale = self._list_members(parsed, engine), self._retries.stale
+        maker = LegMaker(services.upstream, parsed, asking, members, stale, self._story.trace)
         answering, prefill = maker.make_legs()
         self.attempt = Attempt(
             answering,

@@ -73,6 +73,7 @@ class ClientResponse:
         "error_code",
         "first_byte_at",
         "is_event_stream",
+        "is_resumed",
         "merger",
         "status",
     )
@@ -87,6 +88,8 @@ class ClientResponse:
         self.bytes_sent = 0
         self.chunks = 0
         """Pieces in which its body came from the instance."""
+        self.is_resumed = False
+        """Whether the last attempt went on behind what others had generated."""
         self.merger: StreamMerger | ResponseMerger | None = None
         """Makes one response of segments; there from ``expect_segments`` on."""
         self._request = request
@@ -192,10 +195,23 @@ class ClientResponse:
         attempt.finish()
         return True
 
+    def end_segment(self, attempt: Attempt) -> None:
+        """An attempt was put down: if another is to go on behind it, note how much of the prompt was cached."""
+        merger = self.merger
+        if merger is None or not merger.is_going_on or self.is_resumed:
+            return
+        self.is_resumed = True
+        if self._cached_figures is None:
+            self._cached_figures = read_cached_figures(attempt.prefill_answer)
+        if self._cached_figures:
+            merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
+
     def finish_from_segments(self, own_headers: Headers) -> None:
         """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
         assert self.merger is not None
         end = self.merger.make_end()
+        if self._cached_figures:
+            end = set_figures(end, self._cached_figures)
         self._before_last, self._last = self._last, end
         if self._request.response_started:
             self._request.finish_response(end)
@@ -259,6 +275,11 @@ class ClientResponse:
         """The engine's figures of tokens, in the end of its response."""
         return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
 
+    def read_cached_tokens(self) -> int | None:
+        """Of a pair's answer in several segments, the prompt's tokens that its first prefill instance had cached."""
+        figures = self._cached_figures if self.is_resumed else None
+        return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
+
     def count_used_tokens(self, prompt_tokens: int) -> int:
         """How many tokens the request has used, prompt and answer; none where it failed before its answer began.
 
@@ -290,9 +311,12 @@ class ClientResponse:
         if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
             return False
         if isinstance(merger, StreamMerger):
-            if merger.must_parse(data):
-                return False
-            sent = merger.feed(data)
+            usual = merger.feed_usual(data)
+            if usual is None:
+                if merger.must_parse(data):
+                    return False
+                usual = merger.feed(data)
+            sent = usual
         self._note_piece(sent)
         if self.is_event_stream and _CACHE_MARK in sent:
             sent = self._correct_usage(attempt, sent)

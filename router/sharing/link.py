@@ -39,6 +39,8 @@ class Link:
     """Whether this process has the work that one of them should do for all."""
     is_late = False
     """Whether this process has taken the place of one that died."""
+    num_replaced = 0
+    """How many of the router's processes had died and been replaced when this one started."""
     trouble = ""
     """Why other routers are not heard of; ``""`` if they are, or there are none."""
 
@@ -88,9 +90,9 @@ class WorkerLink(Link):
 
     is_alone = False
 
-    def __init__(self, name: str, *, is_first: bool, is_late: bool) -> None:
+    def __init__(self, name: str, *, is_first: bool, is_late: bool, num_replaced: int = 0) -> None:
         self.name = name
-        self.is_first, self.is_late = is_first, is_late
+        self.is_first, self.is_late, self.num_replaced = is_first, is_late, num_replaced
         self._has_records = asyncio.Event()
         self._grace: float | None = None  # once the supervisor has said to stop
         self._stop_callback: Callable[[float], None] | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import Any
 import openai
 import pytest
 
-from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, instance, router
+from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, check_cached_tokens, instance, router
+from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.trace import find_logged
 from tests.support.waiting import wait_until
 
 PREFILL = ("--splitwise-role", "prefill")
 DECODE = ("--splitwise-role", "decode", "--enable-output-caching")
 BLOCK = 64
+TOKENS = 200
 
 
 @dataclass
@@ -103,6 +108,70 @@ def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target:
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 30
+
+
+def read_stream(url: str, path: str, body: dict[str, Any], on_event: Callable[[], None] = lambda: None) -> Any:
+    """Text, usage, request id and decode instance of a stream; ``on_event`` is called when an event has come."""
+    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    text, events = "", []
+    with plain_http.stream("POST", f"{url}{path}", json={**body, **options, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        headers = response.headers
+        for line in response.iter_lines():
+            events += [line.removeprefix("data: ")] if line else []
+            on_event()
+    *chunks, done = events
+    assert done == "[DONE]"
+    for chunk in map(json.loads, chunks):
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            text += choice.get("delta", choice).get("content", choice.get("text", "")) or ""
+    usage = json.loads(chunks[-1])["usage"]
+    return text, usage, headers.get("x-router-request-id"), headers.get("x-router-decode")
+
+
+def test_streams_whose_decode_instance_is_killed_go_on_as_if_nothing_had_happened(
+    tmp_path: Path, model: Path, shared: System, cold: Instance
+) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": conversation("killed")},
+        "/v1/completions": {"prompt": f"killed: {QUESTION}"},
+    }
+    url, towards = shared.router.url, ("--router", f"127.0.0.1:{shared.router.port}")
+    with instance(tmp_path, model, *DECODE, *towards, master=shared.master) as victim:
+        shared.router.wait_for(decode=2)
+        order = {"instance": f"127.0.0.1:{shared.decode.port}"}
+        assert plain_http.post(f"{url}/admin/pause", json=order).status_code == 200  # so all goes to the other one
+        begun: Counter[str] = Counter()
+
+        def read_and_kill(path: str) -> Any:
+            def on_event() -> None:
+                begun[path] += 1
+                if len(begun) == len(asked) and min(begun.values()) >= 3:
+                    victim.process.kill()
+
+            return read_stream(url, path, asked[path], on_event)
+
+        with ThreadPoolExecutor(len(asked)) as threads:
+            reading = {path: threads.submit(read_and_kill, path) for path in asked}
+            wait_until(lambda: len(begun) == len(asked), "both streams to begin")
+            assert plain_http.post(f"{url}/admin/resume", json=order).status_code == 200
+            told = {path: each.result() for path, each in reading.items()}
+        metrics = plain_http.get(f"{url}/metrics").text
+        assert f'router_resumptions_total{{instance="127.0.0.1:{victim.port}"}} 2.0' in metrics
+    ids = {request_id for _, _, request_id, _ in told.values()}
+    wait_until(lambda: ids <= find_logged([shared.prefill.log]).keys(), "prefill to have written its log")
+    logged = find_logged([shared.prefill.log])
+    for path, (text, usage, request_id, decode) in told.items():
+        right, right_usage, _, _ = read_stream(cold.url, path, asked[path])
+        assert (text, decode) == (right, f"127.0.0.1:{victim.port}"), path
+        details = usage.pop("prompt_tokens_details")
+        assert details["cached_tokens"] == logged[request_id], path
+        assert usage.items() <= right_usage.items(), path
+
+
+def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
+    check_cached_tokens(shared.router.url, [shared.prefill])
 
 
 def test_conversation_survives_decode_then_master_being_killed(tmp_path: Path, model: Path, cold: Instance) -> None:

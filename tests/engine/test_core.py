@@ -178,6 +178,8 @@ def test_metrics_count_what_was_done(engine: Engine) -> None:
     assert engine.metric("fastdeploy:prompt_tokens_total") == 80
     assert engine.metric("fastdeploy:generation_tokens_total") == 10
     assert engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") == 32
+    assert engine.metric("kvstore_prompt_tokens_total", origin="own_cache") == 32
+    assert engine.metric("kvstore_prompt_tokens_total", origin="computed") == 48
     assert engine.metric("kvstore_requests_finished_total", reason="length") == 2
     assert engine.metric("fastdeploy:time_to_first_token_seconds_count") == 2
     assert engine.metric("fastdeploy:available_gpu_block_num") == 64

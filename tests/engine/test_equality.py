@@ -152,5 +152,7 @@ async def test_answers_of_a_pair_that_hands_over_directly_are_those_of_transform
         # Prefill had few blocks and found the first turns in the pool, decode had kept its own.
         assert pair.prefill.engine.metric("kvstore_pool_cached_tokens_total") > 0.3 * full_blocks(turns)
         assert pair.decode.engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") > 0.6 * full_blocks(turns)
+        assert pair.prefill.engine.metric("kvstore_prompt_tokens_total", origin="pool") > 0.3 * full_blocks(turns)
+        assert pair.decode.engine.metric("kvstore_prompt_tokens_total", origin="handed_over") > 0
     same = [reference.check(prompt, answer) for prompt, answer in zip([*PROMPTS, *turns], answers, strict=True)]
     assert sum(same) > 0.95 * len(same)

@@ -218,6 +218,23 @@ class TestDraining:
         assert said in answer.json()["error"]["message"]
 
 
+def test_prometheus_finds_each_instance_where_its_figures_are_with_its_role(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router, prefill, decode = make_router(splitwise=True), stand_in("prefill"), stand_in("decode")
+    assert router.client.get("/prometheus_targets").json() == []
+    prefill.register(router.url, metrics_port=9101)
+    decode.register(router.url)
+    answer = router.client.get("/prometheus_targets")
+    assert answer.headers["content-type"] == "application/json"  # or Prometheus refuses it
+    of_prefill, of_decode = answer.json()
+    assert of_prefill == {
+        "targets": ["127.0.0.1:9101"],
+        "labels": {"__scheme__": "http", "instance": prefill.key, "role": "prefill", "engine": "fastdeploy"},
+    }
+    assert of_decode["labels"]["role"] == "decode"
+
+
 def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, dead, decode = stand_in("prefill"), stand_in("prefill"), stand_in("decode")
     router = make_router(prefill, dead, decode, splitwise=True)

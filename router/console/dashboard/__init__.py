@@ -1,0 +1,18 @@
+"""kvrouter dashboard: what the router, its instances and the pool do, as a page for a browser.
+
+A process of its own beside the router. It looks at everything every two seconds and keeps an hour of that in memory;
+NiceGUI, which brings its own assets, is loaded when the command runs.
+
+program.py    main: the flags, and the port
+site.py       the web application: which path shows which view, and who may ask
+collector.py  Collector: a look at everything, on a clock
+scraper.py    Scraper: asks instances and masters for their figures
+figures.py    what they tell, as plain figures
+history.py    History: the last looks, and what happened between them: growth, quantiles, shares
+words.py      figures with their units, for people
+views/        one view a file
+"""
+
+from router.console.dashboard.program import main
+
+__all__ = ["main"]

@@ -1,0 +1,95 @@
+"""Collector: looks at the router, its instances and the pool's masters on a clock, and keeps the looks in a History."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from router.console.client import RouterClient, RouterError, TokenWanted
+from router.console.dashboard.figures import Listed, RouterFigures, read_listed, read_loads, read_router_figures
+from router.console.dashboard.history import History, InstanceReport, MasterReport, Moment
+from router.console.dashboard.scraper import ScrapeError, Scraper
+
+__all__ = ["Collector"]
+
+_log = logging.getLogger("router.console.dashboard")
+
+MAX_AT_ONCE = 32
+
+
+class Collector:
+    """Looks every ``seconds``; whoever shows the figures reads ``history``.
+
+    Args:
+        pools: ``host:port`` of the HTTP side of each of the pool's masters.
+    """
+
+    def __init__(self, router: RouterClient, scraper: Scraper, pools: Sequence[str], seconds: float) -> None:
+        self.router = router
+        self.pools = pools
+        self.seconds = seconds
+        self.history = History()
+        self._scraper = scraper
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def keep_looking(self) -> None:
+        """Look until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except Exception:
+                _log.exception("a look at the router failed; the next one follows")
+            await asyncio.sleep(max(0.1, self.seconds - (time.monotonic() - began)))
+
+    async def look(self) -> Moment:
+        """Look once at everything, and keep it."""
+        masters = asyncio.gather(*(self._ask_master(address) for address in self.pools))
+        figures: RouterFigures | None = None
+        trouble = listing_trouble = ""
+        listed: list[Listed] = []
+        try:
+            samples = await self.router.read_metrics()
+            figures = read_router_figures(samples)
+            try:
+                listed = [read_listed(each) for each in await self.router.list_instances()]
+            except TokenWanted as exc:
+                listing_trouble = str(exc)
+                listed = read_loads(samples)
+        except (RouterError, ValueError, KeyError, TypeError) as exc:
+            trouble = (
+                str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a router of ours: {exc!r}"
+            )
+        reports = await asyncio.gather(*(self._ask_instance(each) for each in listed))
+        moment = Moment(
+            time=time.time(),
+            router=figures,
+            trouble=trouble,
+            listing_trouble=listing_trouble,
+            instances={report.listed.key: report for report in reports},
+            masters=tuple(await masters),
+        )
+        self.history.add(moment)
+        return moment
+
+    async def close(self) -> None:
+        """Close the connections."""
+        with contextlib.suppress(Exception):
+            await self.router.close()
+        await self._scraper.close()
+
+    async def _ask_instance(self, listed: Listed) -> InstanceReport:
+        async with self._at_once:
+            try:
+                return InstanceReport(listed, await self._scraper.ask_instance(listed.metrics_url))
+            except ScrapeError as exc:
+                return InstanceReport(listed, trouble=str(exc))
+
+    async def _ask_master(self, address: str) -> MasterReport:
+        try:
+            return MasterReport(address, await self._scraper.ask_master(address))
+        except ScrapeError as exc:
+            return MasterReport(address, trouble=str(exc))

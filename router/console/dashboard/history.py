@@ -1,0 +1,250 @@
+"""History: the last looks at everything, and what happened between them. Plain functions over plain figures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from router.console.dashboard.figures import (
+    COMPUTED,
+    HANDED_OVER,
+    ORIGINS,
+    POOL,
+    InstanceFigures,
+    Listed,
+    MasterFigures,
+    RouterFigures,
+)
+
+__all__ = [
+    "History",
+    "InstanceReport",
+    "MasterReport",
+    "Moment",
+    "Span",
+    "count_origins",
+    "estimate_quantile",
+    "share_origins",
+    "sum_answers",
+]
+
+K = TypeVar("K", bound=Hashable)
+
+HISTORY_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReport:
+    """One look at an instance: the router's account of it, and its own, where it gives one."""
+
+    listed: Listed
+    figures: InstanceFigures | None = None
+    trouble: str = ""
+    """Why there are no figures, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class MasterReport:
+    """One look at a master of the pool."""
+
+    address: str
+    figures: MasterFigures | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One look at everything."""
+
+    time: float
+    """Seconds since 1970."""
+    router: RouterFigures | None = None
+    trouble: str = ""
+    """Why there are no figures of the router, in one sentence."""
+    listing_trouble: str = ""
+    """Why the router does not list its instances: only with its admin token it does."""
+    instances: Mapping[str, InstanceReport] = field(default_factory=dict)
+    masters: tuple[MasterReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A length of time that ends now, in pieces of equal length."""
+
+    title: str
+    seconds: float
+    pieces: int
+
+    @property
+    def piece_seconds(self) -> float:
+        """How long a piece is."""
+        return self.seconds / self.pieces
+
+    def label_pieces(self) -> list[str]:
+        """How long ago each piece ended."""
+        labels = []
+        for number in range(self.pieces - 1, -1, -1):
+            ago = number * self.piece_seconds
+            labels.append("now" if not ago else f"{ago / 60:g} min ago" if ago % 60 == 0 else f"{ago:g} s ago")
+        return labels
+
+
+class History:
+    """The last looks, oldest first."""
+
+    def __init__(self, seconds: float = HISTORY_SECONDS) -> None:
+        self._seconds = seconds
+        self._moments: deque[Moment] = deque()
+
+    @property
+    def last(self) -> Moment | None:
+        """The last look; None before the first."""
+        return self._moments[-1] if self._moments else None
+
+    def add(self, moment: Moment) -> None:
+        """Keep a look, and forget those that are too old."""
+        self._moments.append(moment)
+        while self._moments[0].time < moment.time - self._seconds:
+            self._moments.popleft()
+
+    def list_moments(self, seconds: float) -> list[Moment]:
+        """The looks of the last ``seconds``, and the one before them."""
+        moments: list[Moment] = []
+        for moment in reversed(self._moments):
+            moments.append(moment)
+            if moment.time <= self._moments[-1].time - seconds:
+                break
+        return moments[::-1]
+
+    def count_pieces(
+        self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
+    ) -> list[dict[K, float]]:
+        """By how much counters grew in each piece of a span.
+
+        Args:
+            read: the counters of a look, by who counts them: an instance that is gone, or that begins anew, is told
+                from one whose counters stand still.
+        """
+        pieces: list[dict[K, float]] = [{} for _ in range(span.pieces)]
+        if self.last is None:
+            return pieces
+        # Pieces end at multiples of their length, so that what has been counted stays in its piece.
+        end = -(-self.last.time // span.piece_seconds) * span.piece_seconds
+        for time, grown in _count_steps(self.list_moments(span.seconds), read):
+            number = span.pieces - 1 - int((end - time) // span.piece_seconds)
+            if 0 <= number < span.pieces:
+                _add_counts(pieces[number], grown)
+        return pieces
+
+    def count_span(self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]) -> dict[K, float]:
+        """By how much counters grew in the whole of a span; ``read`` as for ``count_pieces``."""
+        total: dict[K, float] = {}
+        for grown in self.count_pieces(span, read):
+            _add_counts(total, grown)
+        return total
+
+    def average_pieces(self, span: Span, read: Callable[[Moment], float | None]) -> list[float | None]:
+        """The mean of a figure in each piece of a span; None where there was none."""
+        found: list[list[float]] = [[] for _ in range(span.pieces)]
+        if self.last is None:
+            return [None] * span.pieces
+        end = -(-self.last.time // span.piece_seconds) * span.piece_seconds
+        for moment in self.list_moments(span.seconds):
+            number = span.pieces - 1 - int((end - moment.time) // span.piece_seconds)
+            value = read(moment)
+            if 0 <= number < span.pieces and value is not None:
+                found[number].append(value)
+        return [sum(values) / len(values) if values else None for values in found]
+
+
+def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float | None:
+    """The value that this share of observations does not exceed, as Prometheus estimates it; None if there are none.
+
+    Args:
+        counts: how many observations did not exceed each bound; of infinity, too.
+    """
+    bounds = sorted(counts)
+    if not bounds or counts[bounds[-1]] <= 0:
+        return None
+    wanted = quantile * counts[bounds[-1]]
+    below, count_below = 0.0, 0.0
+    for bound in bounds:
+        count = counts[bound]
+        if count >= wanted and count > count_below:
+            if bound == float("inf"):
+                return below
+            return below + (bound - below) * (wanted - count_below) / (count - count_below)
+        below, count_below = bound, count
+    return below
+
+
+def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
+    """The counters of prompt tokens by their origin, of one instance, or with ``""`` of all, each prompt once.
+
+    A decode instance's prompt has been read by its prefill instance: only what the decode instance read from the pool
+    or computed beside that counts again.
+    """
+    counted: dict[str, Mapping[str, float]] = {}
+    for key, report in moment.instances.items():
+        if report.figures is None or report.figures.origins is None or instance not in ("", key):
+            continue
+        origins = report.figures.origins
+        if not instance and report.listed.role == "decode":
+            origins = {origin: origins[origin] for origin in (POOL, HANDED_OVER, COMPUTED)}
+        counted[key] = origins
+    return counted
+
+
+def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dict[str, float]:
+    """The share of each origin, 0 to 1; empty where there were no tokens.
+
+    Args:
+        with_handed_over: whether tokens that were handed over are a part of the whole.
+    """
+    wanted = [origin for origin in ORIGINS if with_handed_over or origin != HANDED_OVER]
+    total = sum(tokens.get(origin, 0.0) for origin in wanted)
+    return {origin: tokens.get(origin, 0.0) / total for origin in wanted} if total > 0 else {}
+
+
+def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
+    """Answers by how they ended: ``answered``, ``refused``, ``left`` (the client did) and ``failed``."""
+    sums = {"answered": 0.0, "refused": 0.0, "left": 0.0, "failed": 0.0}
+    for status, count in by_status.items():
+        if status == "499":
+            sums["left"] += count
+        elif status.startswith("5"):
+            sums["failed"] += count
+        elif status.startswith("4"):
+            sums["refused"] += count
+        else:
+            sums["answered"] += count
+    return sums
+
+
+def _count_steps(
+    moments: Sequence[Moment], read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
+) -> Iterator[tuple[float, dict[K, float]]]:
+    """By how much counters grew up to each look since the one before that had them."""
+    known: dict[str, Mapping[K, float]] = {}
+    for moment in moments:
+        grown: dict[K, float] = {}
+        for who, counters in read(moment).items():
+            before = known.get(who)
+            if before is not None:
+                _add_counts(grown, _grow(before, counters))
+            known[who] = counters
+        yield moment.time, grown
+
+
+def _grow(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
+    """The growth of each counter; all of it where they began anew in between."""
+    if any(after.get(name, 0.0) < count for name, count in before.items()):
+        return dict(after)
+    return {name: count - before.get(name, 0.0) for name, count in after.items()}
+
+
+def _add_counts(total: dict[K, float], counts: Mapping[K, float]) -> None:
+    for name, count in counts.items():
+        total[name] = total.get(name, 0.0) + count

@@ -1,0 +1,124 @@
+"""The program ``kvrouter dashboard``: its flags, its port, and one sentence where it cannot start."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from router.console.client import RouterClient, add_router_flags
+from router.console.dashboard.collector import Collector
+from router.console.dashboard.scraper import Scraper
+from router.settings import FlagParser, SettingsError, read_authorities, read_token
+
+__all__ = ["main"]
+
+DEFAULT_PORT = 52790
+DEFAULT_INTERVAL = 2.0
+LOOPBACK = "127.0.0.1"
+MISSING = (
+    "the dashboard needs NiceGUI, which is not installed: pip install 'fastdeploy-kvstore[dashboard]' "
+    "(in a clone of the repository: pip install '.[dashboard]')"
+)
+_AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the page until a signal comes; the exit status: 0, 1 if it cannot be served, 2 for a bad command line."""
+    parser = _make_parser()
+    try:
+        flags = parser.parse_args(argv)
+        if importlib.util.find_spec("nicegui") is None:
+            print(f"kvrouter dashboard: {MISSING}", file=sys.stderr)
+            return 1
+        router = RouterClient.from_flags(flags)
+        api_key = read_token(flags.api_key_file, "--api-key-file") if flags.api_key_file else ""
+        verify = read_authorities(str(flags.ca_file), "--ca-file") if flags.ca_file else True
+    except SettingsError as exc:
+        print(f"kvrouter dashboard: {exc}", file=sys.stderr)
+        return 2
+    try:
+        family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
+        listener = socket.create_server((flags.host, flags.port), family=family)
+    except OSError as exc:
+        where = f"{flags.host}:{flags.port}"
+        print(f"kvrouter dashboard: cannot listen on {where}: {exc.strerror}; choose another --port", file=sys.stderr)
+        return 1
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    port = listener.getsockname()[1]
+    print(f"the dashboard of {flags.router} is at http://{_format_host(flags.host)}:{port}", flush=True)
+    if flags.token_file and flags.host not in (LOOPBACK, "localhost", "::1"):
+        warning = "whoever reaches this page can drain and weigh instances, as it holds the router's admin token"
+        print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
+    collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
+    # Only now: its import takes a second, and nothing else of the router needs it.
+    site = importlib.import_module("router.console.dashboard.site")
+    site.serve(collector, listener, flags.host, api_key)
+    return 0
+
+
+def _make_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="kvrouter dashboard", description="Show what the router, its instances and the pool do, in a browser."
+    )
+    add_router_flags(parser)
+    parser.add_argument(
+        "--port", type=_parse_port, default=DEFAULT_PORT, help=f"of the page (default: {DEFAULT_PORT}; 0: any free one)"
+    )
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help=f"where the page listens (default: {LOOPBACK}, this machine only; the page asks nobody for a password)",
+    )
+    parser.add_argument(
+        "--pool",
+        action="append",
+        type=_parse_authority,
+        default=[],
+        metavar="HOST:PORT",
+        help="the metrics port of a mooncake_master; once for each master",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with a client's API key, if the router wants one: for Try it"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_parse_interval,
+        default=DEFAULT_INTERVAL,
+        metavar="SECONDS",
+        help=f"between two looks at everything (default: {DEFAULT_INTERVAL:g})",
+    )
+    return parser
+
+
+def _parse_port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
+    return int(text)
+
+
+def _parse_authority(text: str) -> str:
+    if not _AUTHORITY.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:15003")
+    return text
+
+
+def _parse_interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 60")
+    return seconds
+
+
+def _format_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,92 @@
+"""Scraper: asks instances, and the pool's masters, for their figures over HTTP."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import httpx
+
+from router.console.client import parse_samples
+from router.console.dashboard.figures import (
+    InstanceFigures,
+    MasterFigures,
+    parse_plain_figures,
+    read_instance_figures,
+    read_master_figures,
+    read_segments,
+)
+
+__all__ = ["ScrapeError", "Scraper"]
+
+TIMEOUT_SECONDS = 3.0
+# A master lists each client's memory; of more clients only the sum is of use.
+_MAX_SEGMENTS = 64
+
+
+class ScrapeError(Exception):
+    """Somebody does not tell its figures: one sentence that says why."""
+
+
+class Scraper:
+    """Asks over one pool of connections."""
+
+    def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
+        """
+        Args:
+            verify: the authorities of instances that speak HTTPS.
+        """
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, verify=verify)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask_instance(self, url: str) -> InstanceFigures:
+        """The figures of an instance whose ``/metrics`` are at ``url``.
+
+        Raises:
+            ScrapeError: it does not tell them.
+        """
+        page = await self._fetch(url)
+        try:
+            return read_instance_figures(parse_samples(page.text))
+        except ValueError as exc:
+            raise ScrapeError(f"{url} is no page of figures: {exc}") from None
+
+    async def ask_master(self, address: str) -> MasterFigures:
+        """The figures of the master whose HTTP side is at ``address``.
+
+        Raises:
+            ScrapeError: it does not tell them.
+        """
+        health = await self._fetch_object(f"http://{address}/health")
+        if "role" not in health:
+            raise ScrapeError(f"what answers at {address} is no mooncake_master: its /health does not tell its role")
+        try:
+            figures = parse_plain_figures((await self._fetch(f"http://{address}/metrics")).text)
+        except ValueError as exc:
+            raise ScrapeError(f"http://{address}/metrics is no page of figures: {exc}") from None
+        try:
+            segments = read_segments(await self._fetch_object(f"http://{address}/get_segments_detail"))
+        except ScrapeError:  # one that does not serve has none to tell of
+            segments = []
+        return read_master_figures(health, figures, segments[:_MAX_SEGMENTS])
+
+    async def _fetch_object(self, url: str) -> dict[str, Any]:
+        try:
+            found = (await self._fetch(url)).json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ScrapeError(f"{url} is no JSON object")
+        return found
+
+    async def _fetch(self, url: str) -> httpx.Response:
+        try:
+            answer = await self._http.get(url)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise ScrapeError(f"{url} does not answer: {exc or type(exc).__name__}") from None
+        if answer.status_code != 200:
+            raise ScrapeError(f"{url} answers with status {answer.status_code}")
+        return answer

@@ -1,0 +1,110 @@
+"""The web application: which path shows which view, and who may ask. It loads NiceGUI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import uvicorn
+from fastapi import FastAPI, Request
+from nicegui import ui
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.console.dashboard.collector import Collector
+from router.console.dashboard.views import VIEWS, Site, View, open_frame
+from router.console.dashboard.views.look import ICON
+
+__all__ = ["serve"]
+
+TITLE = "KV pool dashboard"
+RECONNECT_SECONDS = 10.0
+
+
+def serve(collector: Collector, listener: socket.socket, host: str, api_key: str = "") -> None:
+    """Serve the page at ``listener``, which listens at ``host``, until SIGINT or SIGTERM."""
+    app = build_app(collector, api_key)
+    config = uvicorn.Config(_HostGuard(app, host), log_level="warning", access_log=False, lifespan="on")
+    config.timeout_graceful_shutdown = 1  # open pages do not end by themselves
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def build_app(collector: Collector, api_key: str) -> FastAPI:
+    """All views, and the clock that the figures come by."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        looking = asyncio.ensure_future(collector.keep_looking())
+        yield
+        looking.cancel()
+        await collector.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    site = Site(collector, api_key, VIEWS)
+    for view in VIEWS:
+        ui.page(view.path, title=f"{view.title} · {TITLE}", dark=None)(_make_page(site, view))
+    ui.run_with(
+        app,
+        title=TITLE,
+        favicon=ICON,
+        dark=None,
+        language="en-US",
+        tailwind=False,
+        reconnect_timeout=RECONNECT_SECONDS,
+        binding_refresh_interval=None,
+        show_welcome_message=False,
+    )
+    return app
+
+
+def _make_page(site: Site, view: View) -> Callable[[Request], None]:
+    def show_page(request: Request) -> None:
+        open_frame(site, view, request)
+
+    # NiceGUI looks at what a page asks for; as text it would not find the name.
+    show_page.__annotations__ = {"request": Request}
+    return show_page
+
+
+class _HostGuard:
+    """Answers only who asks for this machine by an address, or by the name it was given.
+
+    A page elsewhere could have its own name point here, and would then read this page in the browser of whoever visits
+    it: the browser would take both for one.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._names = {"localhost", host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._is_known(_read_host(scope)):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                refusal = PlainTextResponse("This page answers only to its own address.\n", status_code=421)
+                await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, name: str) -> bool:
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _read_host(scope: Scope) -> str:
+    """The name by which the server was asked, in lower case and without its port."""
+    header = next((value for name, value in scope["headers"] if name == b"host"), b"")
+    host: str = header.decode("latin-1").lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

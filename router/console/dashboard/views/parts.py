@@ -1,0 +1,141 @@
+"""Parts that views are made of: texts, tables, bars of origins. All text from elsewhere is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
+
+from router.console.dashboard.figures import ORIGINS
+from router.console.dashboard.words import NOTHING, ORIGIN_NAMES, format_count, format_share
+
+__all__ = [
+    "Banner",
+    "Markup",
+    "draw_blocks",
+    "draw_facts",
+    "draw_parts",
+    "draw_table",
+    "put_button",
+    "put_html",
+    "put_text",
+    "put_tiles",
+]
+
+
+class Markup(ui.html):
+    """HTML of our own making, in which all text from elsewhere is escaped."""
+
+    def __init__(self, content: str = "", tag: str = "div") -> None:
+        super().__init__(content, sanitize=False, tag=tag)
+
+    def show(self, content: str) -> None:
+        """Show this from now on."""
+        if content != self.content:
+            self.set_content(content)
+
+
+def put_html(content: str, tag: str = "div") -> Markup:
+    """HTML of our own making."""
+    return Markup(content, tag)
+
+
+def put_text(tag: str, text: str, classes: str = "") -> TextElement:
+    """An element with nothing but text."""
+    element = TextElement(tag=tag, text=text)
+    return element.classes(classes) if classes else element
+
+
+def put_button(text: str, on_click: Any, kind: str = "") -> ui.button:
+    """A button; ``kind`` is ``strong`` for the one thing to do here, ``danger`` for one that takes something away."""
+    return ui.button(text, on_click=on_click, color=None).classes(f"button {kind}").props("flat no-caps")
+
+
+def put_tiles(*names: str) -> dict[str, Markup]:
+    """Figures beside each other, by their names."""
+    tiles = {}
+    with ui.element("dl").classes("tiles"):
+        for name in names:
+            with ui.element("div").classes("tile"):
+                put_text("dt", name)
+                tiles[name] = put_html(NOTHING, "dd")
+    return tiles
+
+
+class Banner:
+    """One sentence across the page, where there is something to say."""
+
+    def __init__(self) -> None:
+        self._box = ui.element("div").classes("banner plain hidden").props('role="status"')
+        with self._box:
+            self._text = put_text("span", "")
+
+    def show(self, kind: str, text: str) -> None:
+        """Say it: ``bad``, ``warn`` or ``plain``."""
+        self._text.set_text(text)
+        self._box.classes(replace=f"banner {kind}")
+
+    def hide(self) -> None:
+        """Say nothing."""
+        self._box.classes(replace="banner plain hidden")
+
+
+def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
+    """A bar of the shares of origins, which need not add up to one."""
+    words = ", ".join(
+        f"{ORIGIN_NAMES.get(each, each)} {format_share(share)}" for each, share in shares.items() if share
+    )
+    parts = "".join(
+        f'<i class="{each}" style="width:{share * 100:.2f}%"></i>' for each, share in shares.items() if share > 0
+    )
+    classes = "parts thin" if is_thin else "parts"
+    return f'<div class="{classes}" role="img" aria-label="{escape(words or "nothing yet")}">{parts}</div>'
+
+
+def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table; cells are HTML already.
+
+    Args:
+        numbers: the columns whose cells are numbers.
+    """
+
+    def draw_cell(tag: str, column: int, content: str) -> str:
+        scope = ' scope="col"' if tag == "th" else ""
+        return f"<{tag}{scope}{' class=num' if column in numbers else ''}>{content}</{tag}>"
+
+    head = "".join(draw_cell("th", column, escape(name)) for column, name in enumerate(heads))
+    body = "".join(
+        "<tr>" + "".join(draw_cell("td", column, cell) for column, cell in enumerate(row)) + "</tr>" for row in rows
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table-box" tabindex="0" role="group" aria-label="{escape(heads[0])}">{table}</div>'
+
+
+def draw_facts(facts: Mapping[str, str]) -> str:
+    """Facts beside each other, by their names; those that are empty are left out."""
+    listed = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items() if value
+    )
+    return f'<dl class="facts">{listed}</dl>'
+
+
+def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
+    """A prompt as a row of squares in the colours of its tokens' origins, and how many tokens a square is.
+
+    Tokens stand in the order in which an instance finds them: what its own cache has, then the pool, then the rest.
+    """
+    total = sum(tokens.values())
+    size = 1
+    while total / size > at_most:
+        size *= 2
+    squares: list[str] = []
+    begun = 0.0
+    for origin in [*ORIGINS, *(tokens.keys() - set(ORIGINS))]:
+        begun += tokens.get(origin, 0.0)
+        while len(squares) * size + size / 2 <= begun or (begun == total and len(squares) * size < total):
+            squares.append(f'<i class="{origin if origin in ORIGINS else "unknown"}"></i>')
+    words = ", ".join(f"{ORIGIN_NAMES.get(each, each)}: {format_count(count)}" for each, count in tokens.items())
+    return f'<div class="blocks" role="img" aria-label="{escape(words)} tokens">{"".join(squares)}</div>', size

@@ -1,0 +1,82 @@
+"""Figures with their units, and other words, as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.console.dashboard.figures import COMPUTED, HANDED_OVER, OWN_CACHE, POOL
+
+__all__ = [
+    "NOTHING",
+    "ORIGIN_NAMES",
+    "ORIGIN_TEXTS",
+    "format_bytes",
+    "format_count",
+    "format_rate",
+    "format_seconds",
+    "format_share",
+    "join_words",
+]
+
+ORIGIN_NAMES: Mapping[str, str] = {
+    OWN_CACHE: "Own cache",
+    POOL: "Pool",
+    HANDED_OVER: "Handed over",
+    COMPUTED: "Computed",
+}
+ORIGIN_TEXTS: Mapping[str, str] = {
+    OWN_CACHE: "still in the instance's own memory",
+    POOL: "read from the pool that all instances share",
+    HANDED_OVER: "passed on from a prefill to a decode instance",
+    COMPUTED: "not stored anywhere yet, so worked out anew",
+}
+
+NOTHING = "\u2013"
+"""Where there is no figure."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_count(value: float) -> str:
+    """A whole number with its thousands apart."""
+    return f"{value:,.0f}"
+
+
+def format_rate(value: float) -> str:
+    """So many a second: more digits where there are few."""
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def format_share(share: float) -> str:
+    """Per cent; one that is neither nothing nor all does not look so."""
+    percent = share * 100
+    if 0 < percent < 0.5:
+        return "< 1 %"
+    if 99.5 <= percent < 100:
+        return "> 99 %"
+    return f"{percent:.0f} %"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time, in milliseconds below a second; a dash where there is none."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.0995:
+        return f"{seconds * 1e3:.1f} ms" if seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
+    return (
+        f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s" if seconds < 99.5 else f"{seconds:.0f} s"
+    )
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in the largest unit that leaves a digit before the point."""
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def join_words(words: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
