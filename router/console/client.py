@@ -28,6 +28,7 @@ __all__ = [
     "UnknownInstance",
     "add_router_flags",
     "find_own_address",
+    "parse_interval",
     "parse_samples",
 ]
 
@@ -232,6 +233,17 @@ def add_router_flags(parser: FlagParser) -> None:
         metavar="FILE",
         help="with certificates of the authorities that the router's own must be of (default: the system's)",
     )
+
+
+def parse_interval(text: str) -> float:
+    """The seconds between two looks, as a flag gives them."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 60")
+    return seconds
 
 
 def _parse_url(text: str) -> str:

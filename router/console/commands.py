@@ -17,6 +17,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "dashboard": "router.console.dashboard",
     "drain": "router.console.drain",
+    "top": "router.console.top",
 }
 """The module of each command, whose ``main`` takes the arguments behind the command."""
 

@@ -26,7 +26,7 @@ from router.console.client import (
 )
 from router.settings import FlagParser, SettingsError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 POLL_SECONDS = 0.5
 # A request may just have been placed by another process, which tells of it some milliseconds later; or be on its way to
@@ -65,6 +65,19 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SettingsError: the command line cannot be used.
     """
+    flags: argparse.Namespace = make_parser().parse_args(argv)
+    if not flags.instances and flags.self_port is None:
+        raise SettingsError("name an instance as HOST:PORT, or this machine's with --self-port PORT")
+    for name in ("wait", "until_restart"):
+        if flags.undrain and getattr(flags, name):
+            raise SettingsError(
+                f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one"
+            )
+    return flags
+
+
+def make_parser() -> FlagParser:
+    """The flags."""
     parser = FlagParser(prog="kvrouter drain", description="Let instances take no new requests.")
     parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="as /registered lists it")
     parser.add_argument(
@@ -89,15 +102,7 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--undrain", action="store_true", help="take the order back")
     add_router_flags(parser)
-    flags: argparse.Namespace = parser.parse_args(argv)
-    if not flags.instances and flags.self_port is None:
-        raise SettingsError("name an instance as HOST:PORT, or this machine's with --self-port PORT")
-    for name in ("wait", "until_restart"):
-        if flags.undrain and getattr(flags, name):
-            raise SettingsError(
-                f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one"
-            )
-    return flags
+    return parser
 
 
 async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:

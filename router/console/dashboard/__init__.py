@@ -13,6 +13,6 @@ words.py      figures with their units, for people
 views/        one view a file
 """
 
-from router.console.dashboard.program import main
+from router.console.dashboard.program import main, make_parser
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]

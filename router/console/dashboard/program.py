@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from router.console.client import RouterClient, add_router_flags
+from router.console.client import RouterClient, add_router_flags, parse_interval
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.scraper import Scraper
 from router.settings import FlagParser, SettingsError, read_authorities, read_token
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 DEFAULT_PORT = 52790
 DEFAULT_INTERVAL = 2.0
@@ -32,7 +32,7 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 def main(argv: Sequence[str]) -> int:
     """Serve the page until a signal comes; the exit status: 0, 1 if it cannot be served, 2 for a bad command line."""
-    parser = _make_parser()
+    parser = make_parser()
     try:
         flags = parser.parse_args(argv)
         if importlib.util.find_spec("nicegui") is None:
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _make_parser() -> FlagParser:
+def make_parser() -> FlagParser:
+    """The flags."""
     parser = FlagParser(
         prog="kvrouter dashboard", description="Show what the router, its instances and the pool do, in a browser."
     )
@@ -92,7 +93,7 @@ def _make_parser() -> FlagParser:
     )
     parser.add_argument(
         "--interval",
-        type=_parse_interval,
+        type=parse_interval,
         default=DEFAULT_INTERVAL,
         metavar="SECONDS",
         help=f"between two looks at everything (default: {DEFAULT_INTERVAL:g})",
@@ -110,16 +111,6 @@ def _parse_authority(text: str) -> str:
     if not _AUTHORITY.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:15003")
     return text
-
-
-def _parse_interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 60")
-    return seconds
 
 
 def _format_host(host: str) -> str:

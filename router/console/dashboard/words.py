@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from router.console.dashboard.figures import COMPUTED, HANDED_OVER, OWN_CACHE, POOL
+from router.console.dashboard.history import InstanceReport
 
 __all__ = [
     "NOTHING",
     "ORIGIN_NAMES",
     "ORIGIN_TEXTS",
+    "describe_trouble",
     "format_bytes",
     "format_count",
     "format_rate",
@@ -34,6 +36,7 @@ ORIGIN_TEXTS: Mapping[str, str] = {
 NOTHING = "\u2013"
 """Where there is no figure."""
 
+_BREAKERS = {"open": "left out, as requests fail there", "half_open": "one request is being tried"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -80,3 +83,20 @@ def format_bytes(value: float) -> str:
 def make_sentence(said: object) -> str:
     """What an error says, with one full stop at its end."""
     return f"{str(said).rstrip('. ')}."
+
+
+def describe_trouble(report: InstanceReport) -> str:
+    """What is wrong with an instance; ``""`` if nothing is."""
+    listed, figures = report.listed, report.figures
+    said = []
+    if listed.state == "unhealthy":
+        said.append(listed.trouble or "it does not answer")
+    elif report.trouble:
+        said.append(report.trouble)
+    if listed.breaker in _BREAKERS:
+        said.append(_BREAKERS[listed.breaker])
+    if figures is not None and figures.pool_paused:
+        said.append("it leaves the pool alone for now, as calls to it failed: prompts are computed")
+    if figures is not None and figures.rejected:
+        said.append(f"{format_count(figures.rejected)} blocks from the pool did not verify")
+    return "; ".join(said)

@@ -13,7 +13,7 @@ from router.console.client import ROLES, RouterError
 from router.console.dashboard.history import InstanceReport, Moment
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.parts import Banner, put_button, put_html, put_text, put_tiles
-from router.console.dashboard.words import NOTHING, format_count, format_share, make_sentence
+from router.console.dashboard.words import NOTHING, describe_trouble, format_count, format_share, make_sentence
 
 __all__ = ["FLEET"]
 
@@ -30,7 +30,6 @@ _STATES = {
     "unhealthy": ("bad", "Away"),
     "": ("", "Not told"),
 }
-_BREAKERS = {"open": "left out, as requests fail there", "half_open": "one request is being tried"}
 
 
 def _build(context: Context) -> None:
@@ -70,7 +69,7 @@ def _build(context: Context) -> None:
         tiles["Requests running"].show(
             format_count(sum(report.listed.running for report in reports if report.listed.role != "prefill"))
         )
-        tiles["Trouble"].show(format_count(sum(bool(_find_trouble(report)) for report in reports)))
+        tiles["Trouble"].show(format_count(sum(bool(describe_trouble(report)) for report in reports)))
 
     context.refreshers.append(refresh)
 
@@ -161,7 +160,7 @@ class _Row:
         self._go.set_visibility(is_out)
         for button in (self._stop, self._go, self._weigh):
             button.set_enabled(is_open)
-        trouble = _find_trouble(report)
+        trouble = describe_trouble(report)
         self._trouble.set_text(trouble)
         self._trouble.classes(remove="hidden") if trouble else self._trouble.classes(add="hidden")
 
@@ -224,22 +223,6 @@ def _shorten_model(name: str) -> str:
 
 def _is_ready(report: InstanceReport) -> bool:
     return report.listed.state == "healthy" and report.listed.breaker != "open"
-
-
-def _find_trouble(report: InstanceReport) -> str:
-    listed, figures = report.listed, report.figures
-    said = []
-    if listed.state == "unhealthy":
-        said.append(listed.trouble or "it does not answer")
-    elif report.trouble:
-        said.append(report.trouble)
-    if listed.breaker in _BREAKERS:
-        said.append(_BREAKERS[listed.breaker])
-    if figures is not None and figures.pool_paused:
-        said.append("it leaves the pool alone for now, as calls to it failed: prompts are computed")
-    if figures is not None and figures.rejected:
-        said.append(f"{format_count(figures.rejected)} blocks from the pool did not verify")
-    return "; ".join(said)
 
 
 FLEET = View("/fleet", "Fleet", "Fleet", _build)

@@ -1,0 +1,335 @@
+"""kvrouter top: what the router and its instances do, in a terminal, looked at again every two seconds.
+
+kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a choose the order
+kvrouter top --once --sort tokens                                 # one report, as into a pipe
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import termios
+import tty
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from router.console.client import RouterClient, add_router_flags, parse_interval
+from router.console.dashboard.collector import Collector
+from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL, RouterFigures
+from router.console.dashboard.history import (
+    History,
+    InstanceReport,
+    Moment,
+    Span,
+    count_origins,
+    estimate_quantile,
+    share_origins,
+    sum_answers,
+)
+from router.console.dashboard.scraper import Scraper
+from router.console.dashboard.words import (
+    NOTHING,
+    ORIGIN_NAMES,
+    describe_trouble,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_share,
+    make_sentence,
+)
+from router.settings import FlagParser, SettingsError, read_authorities
+
+__all__ = ["main", "make_parser"]
+
+DEFAULT_INTERVAL = 2.0
+# Counters are told for this time; one look brings too little for quantiles.
+SPAN = Span("the last minute", 60.0, 60)
+MIN_WIDTH, MAX_BAR = 110, 60
+
+# A sign of its own for each origin, as colours may be off.
+_BAR_SIGNS: Mapping[str, tuple[str, str]] = {
+    OWN_CACHE: ("█", "blue"),
+    POOL: ("▓", "green"),
+    HANDED_OVER: ("▒", "cyan"),
+    COMPUTED: ("░", "yellow"),
+}
+_STATE_COLOURS = {"healthy": "green", "paused": "yellow", "draining": "yellow", "unhealthy": "red"}
+_BREAKER_COLOURS = {"half_open": "yellow", "open": "red"}
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Order(NamedTuple):
+    """How the table can be sorted: by the figure that ``read`` finds, the largest first, or the least."""
+
+    key: str
+    read: Callable[[InstanceReport], tuple[float, float] | str]
+    is_largest_first: bool = True
+
+
+ORDERS: Mapping[str, _Order] = {
+    "load": _Order("l", lambda report: (report.listed.running, report.listed.running_tokens)),
+    "tokens": _Order("t", lambda report: (report.listed.running_tokens, report.listed.running)),
+    "waiting": _Order("w", lambda report: (_read_waiting(report) or 0.0, report.listed.running)),
+    "memory": _Order("m", lambda report: (_read_memory(report) or 0.0, report.listed.running)),
+    "role": _Order("r", lambda report: report.listed.role, False),
+    "state": _Order("s", lambda report: report.listed.state, False),
+    "address": _Order("a", lambda report: report.listed.key, False),
+}
+"""The values of ``--sort``, and the key that chooses each."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show it until somebody types q, or once; the exit status: 0, 1 if there is no router to tell of it once, 2 for a
+    bad command line, 130 for Ctrl-C."""
+    try:
+        flags = make_parser().parse_args(argv)
+        router = RouterClient.from_flags(flags)
+        verify = read_authorities(str(flags.ca_file), "--ca-file") if flags.ca_file else True
+    except SettingsError as exc:
+        print(f"kvrouter top: {exc}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False)
+    collector = Collector(router, Scraper(verify), [], flags.interval)
+    show = _show_once if flags.once or not console.is_terminal else _keep_showing
+    try:
+        return asyncio.run(show(collector, console, flags.sort))
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> FlagParser:
+    """The flags."""
+    parser = FlagParser(prog="kvrouter top", description="Show what the router and its instances do, in a terminal.")
+    parser.add_argument(
+        "--interval",
+        type=parse_interval,
+        default=DEFAULT_INTERVAL,
+        metavar="SECONDS",
+        help=f"between two looks (default: {DEFAULT_INTERVAL:g})",
+    )
+    parser.add_argument("--sort", choices=ORDERS, default="load", help="the order of instances (default: load)")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="look twice, print what happened in between, and end; so it is, too, where the output is no terminal",
+    )
+    add_router_flags(parser)
+    return parser
+
+
+async def _show_once(collector: Collector, console: Console, order: str) -> int:
+    """Two looks, as counters tell only of the time between."""
+    if not console.is_terminal:
+        console.width = max(console.width, MIN_WIDTH)
+    try:
+        for pause in (collector.seconds, 0.0):
+            seen = await collector.look()
+            if seen.trouble:
+                print(f"kvrouter top: {seen.trouble}", file=sys.stderr)
+                return 1
+            await asyncio.sleep(pause)
+    finally:
+        await collector.close()
+    console.print(_draw(collector, order, console.width))
+    return 0
+
+
+async def _keep_showing(collector: Collector, console: Console, order: str) -> int:
+    looking = asyncio.ensure_future(collector.keep_looking())
+    ended = asyncio.Event()
+
+    def draw() -> RenderableType:
+        drawn = _draw(collector, order, console.width, console.height - 1)
+        return Group(drawn, _draw_keys(order))
+
+    def on_key(typed: str) -> None:
+        nonlocal order
+        if typed == "q":
+            ended.set()
+        order = next((name for name, each in ORDERS.items() if each.key == typed), order)
+        live.update(draw(), refresh=True)
+
+    try:
+        with _listen_for_keys(on_key), Live(console=console, screen=True, auto_refresh=False) as live:
+            shown: Moment | None = None
+            while not ended.is_set():
+                if shown is None or collector.history.last is not shown:
+                    shown = collector.history.last
+                    live.update(draw(), refresh=True)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), 0.1)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await collector.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
+    """Call ``on_key`` with each key as it is typed; no keys where standard input is no terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    fd, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(fd)
+
+    def read() -> None:
+        typed = os.read(fd, 64)
+        if not typed:  # the terminal is gone
+            loop.remove_reader(fd)
+        for each in typed.decode(errors="replace"):
+            on_key(each)
+
+    tty.setcbreak(fd, termios.TCSANOW)
+    loop.add_reader(fd, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+        termios.tcsetattr(fd, termios.TCSANOW, before)
+
+
+def _draw(collector: Collector, order: str, width: int, height: int | None = None) -> RenderableType:
+    """What the last look found.
+
+    Args:
+        height: lines that there is room for; of instances only so many are told.
+    """
+    last = collector.history.last
+    if last is None:
+        return Text(f"asking the router at {collector.router.url} ...")
+    above = [_draw_head(collector.history, collector.router.url, last), _draw_origins(collector.history, width)]
+    if last.trouble:
+        above.append(Text(f"{make_sentence(last.trouble)} It is asked again.", "bold red"))
+    elif last.listing_trouble:
+        above.append(Text(f"{make_sentence(last.listing_trouble)} Without it loads alone are known.", "yellow"))
+    chosen = ORDERS[order]
+    reports = sorted(last.instances.values(), key=lambda report: report.listed.key)
+    reports.sort(key=chosen.read, reverse=chosen.is_largest_first)
+    troubles = [
+        Text(f"{report.listed.key}: {make_sentence(trouble)}", "red")
+        for report in reports
+        if (trouble := describe_trouble(report))
+    ]
+    if height is not None:
+        room = height - sum(len(each.wrap(Console(width=width), width)) for each in above) - 3
+        troubles = troubles[: max(0, min(len(troubles), room // 3))]
+        room = max(1, room - len(troubles))
+        if len(reports) > room:
+            hidden, reports = len(reports) - room + 1, reports[: room - 1]
+            troubles.insert(0, Text(f"and {hidden} more for which there is no room"))
+    if not reports:
+        return Group(*above, Text("\nno instances"))
+    return Group(*above, Text(), _draw_instances(collector.history, reports, order), *troubles)
+
+
+def _draw_head(history: History, url: str, last: Moment) -> Text:
+    """The router's own figures, in two lines."""
+    answers = sum_answers(history.count_span(SPAN, _read_router(lambda router: router.answers)))
+    first = history.count_span(SPAN, _read_router(lambda router: router.first_token))
+    later = history.count_span(SPAN, _read_router(lambda router: router.output_token))
+    seconds = min(SPAN.seconds, last.time - history.list_moments(SPAN.seconds)[0].time)
+    total = sum(answers.values())
+    head = Text()
+    head.append(url.partition("://")[2], "bold")
+    head.append(f"  {format_rate(total / seconds) if seconds > 0 else NOTHING} requests/s")
+    if last.router is not None:
+        head.append(f"  running {format_count(last.router.running)}")
+        head.append(f"  in line {format_count(last.router.queued)}", "yellow" if last.router.queued else "")
+    head.append(f"  failed {format_count(answers['failed'])}", "bold red" if answers["failed"] else "")
+    head.append(f"  refused {format_count(answers['refused'])}", "yellow" if answers["refused"] else "")
+    head.append(f"  of {format_count(total)} in {format_seconds(seconds)}\n")
+    for name, counts in (("first token", first), ("each further token", later)):
+        quantiles = " / ".join(format_seconds(estimate_quantile(quantile, counts)) for quantile in (0.5, 0.99))
+        head.append(f"{name} p50/p99 {quantiles}  ")
+    head.rstrip()
+    return head
+
+
+def _draw_origins(history: History, width: int) -> Text:
+    """A bar of where prompt tokens came from."""
+    shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=True)
+    if not shares:
+        return Text("prompts  no tokens in this time")
+    bar, legend, drawn, told = Text("prompts  "), Text("         "), 0, 0.0
+    length = max(10, min(MAX_BAR, width - len(bar) - 1))
+    for origin in ORIGINS:
+        sign, colour = _BAR_SIGNS[origin]
+        told += shares[origin]
+        bar.append(sign * (round(told * length) - drawn), colour)
+        drawn = round(told * length)
+        legend.append(f"{sign} ", colour)
+        legend.append(f"{ORIGIN_NAMES[origin].lower()} {format_share(shares[origin])}  ")
+    legend.rstrip()
+    return Text("\n").join((bar, legend))
+
+
+def _draw_instances(history: History, reports: Sequence[InstanceReport], order: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name, title, is_figure in (
+        ("address", "instance", False),
+        ("role", "role", False),
+        ("state", "state", False),
+        ("load", "running", True),
+        ("tokens", "tokens", True),
+        ("waiting", "waiting", True),
+        ("memory", "memory", True),
+        ("", "not computed", True),
+        ("", "breaker", False),
+        ("", "weight", True),
+    ):
+        style = "bold reverse" if name == order else None
+        table.add_column(title, justify="right" if is_figure else "left", header_style=style, no_wrap=True)
+    for report in reports:
+        listed, waiting, memory = report.listed, _read_waiting(report), _read_memory(report)
+        shares = share_origins(_count_growth(history, listed.key), with_handed_over=True)
+        table.add_row(
+            Text(listed.key),
+            Text(listed.role),
+            Text(listed.state or NOTHING, _STATE_COLOURS.get(listed.state, "")),
+            format_count(listed.running),
+            format_count(listed.running_tokens) if listed.state else NOTHING,
+            NOTHING if waiting is None else format_count(waiting),
+            NOTHING if memory is None else format_share(memory),
+            format_share(1.0 - shares[COMPUTED]) if shares else NOTHING,
+            Text(listed.breaker.replace("_", " "), _BREAKER_COLOURS.get(listed.breaker, "")),
+            NOTHING if listed.weight is None else f"{listed.weight:.2g}",
+        )
+    return table
+
+
+def _draw_keys(order: str) -> Text:
+    keys = "  ".join(f"{each.key} {name}" for name, each in ORDERS.items())
+    return Text(f"\nby {order}; keys: {keys}  q quit", "dim", no_wrap=True, overflow="ellipsis")
+
+
+def _count_growth(history: History, instance: str) -> Mapping[str, float]:
+    return history.count_span(SPAN, lambda moment: count_origins(moment, instance))
+
+
+def _read_waiting(report: InstanceReport) -> float | None:
+    return None if report.figures is None else report.figures.waiting
+
+
+def _read_memory(report: InstanceReport) -> float | None:
+    return None if report.figures is None else report.figures.memory_used
+
+
+def _read_router(
+    read: Callable[[RouterFigures], Mapping[K, float]],
+) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
+    """The router's counters, as a ``History`` reads them."""
+
+    def read_moment(moment: Moment) -> Mapping[str, Mapping[K, float]]:
+        return {} if moment.router is None else {"router": read(moment.router)}
+
+    return read_moment

@@ -1,0 +1,191 @@
+"""kvrouter top. Instances are stand-ins whose counters grow; the terminal is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from router.console.top import main
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes a busy machine for one that does not answer."""
+    for module in ("client", "dashboard.scraper"):
+        monkeypatch.setattr(f"router.console.{module}.TIMEOUT_SECONDS", 60.0)
+
+
+def counts(waiting: int, on_first_look: Callable[[], object] | None = None) -> Behaviour:
+    """An instance that reads a quarter of its prompts from the pool, and computes the rest."""
+    looks = 0
+
+    async def behave(request: Received, respond: Responder) -> None:
+        nonlocal looks
+        page = chat_answer()
+        if request.target == "/metrics":
+            looks += 1
+            if looks == 1 and on_first_look is not None:
+                await asyncio.to_thread(on_first_look)
+            page = (
+                f'kvstore_prompt_tokens_total{{origin="pool"}} {100 * looks}\n'
+                f'kvstore_prompt_tokens_total{{origin="computed"}} {300 * looks}\n'
+                f"fastdeploy:num_requests_waiting {waiting}\n"
+            ).encode()
+        await respond.answer(200, page, ("content-type", "application/json"))
+
+    return behave
+
+
+def test_once_it_tells_of_the_router_of_prompts_and_of_each_instance(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calm, busy = stand_in(behave=counts(0)), stand_in(behave=counts(7))
+    router = make_router(calm, busy)
+    router.client.post("/admin/weight", json={"instance": calm.key, "weight": 0.25})
+    calm.behave = counts(0, router.chat)  # between the looks: a look asks the router first
+    at = ["--router", router.url.removeprefix("http://"), "--once", "--interval", "0.1"]
+    assert main([*at, "--sort", "waiting"]) == 0
+    head, quantiles, bar, legend, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == router.url.removeprefix("http://")
+    assert " failed 0  refused 0  of 1 in " in head
+    assert quantiles.startswith("first token p50/p99 ")
+    assert bar.split()[1] == "▓" * 15 + "░" * 45
+    assert legend.split("  ")[-2:] == ["▒ handed over 0 %", "░ computed 75 %"]
+    assert titles.split()[:6] == ["instance", "role", "state", "running", "tokens", "waiting"]
+    assert [row.split() for row in rows] == [
+        [busy.key, "mixed", "healthy", "0", "0", "7", "\u2013", "25", "%", "closed", "1"],
+        [calm.key, "mixed", "healthy", "0", "0", "0", "\u2013", "25", "%", "closed", "0.25"],
+    ]
+
+
+def test_without_the_admin_token_it_tells_loads_and_what_it_lacks(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    instance = stand_in(behave=counts(0))
+    router = make_router(admin_token_file=str(tmp_path / "token"))
+    router.client.headers["authorization"] = "Bearer secret"
+    wait_until(
+        lambda: router.client.post("/register", json=instance.registration()).json() == {"status": "success"},
+        "the registration",
+    )
+    assert main(["--router", router.url, "--once", "--interval", "0.1"]) == 0
+    said = capsys.readouterr().out
+    lines = " ".join(said.split())
+    assert (
+        "wants its admin token for /registered: give it with --token-file. Without it loads alone are known." in lines
+    )
+    assert [line.split()[:4] for line in said.splitlines()][-1] == [instance.key, "mixed", "\u2013", "0"]
+
+
+def test_an_instance_that_does_not_tell_its_figures_is_told_in_a_sentence(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(_: Received, respond: Responder) -> None:
+        await respond.answer(404, b"")
+
+    instance = stand_in(behave=refuse)
+    assert main(["--router", make_router(instance).url, "--once", "--interval", "0.1"]) == 0
+    said = f"{instance.key}: {instance.url}/metrics answers with status 404.\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+def test_once_a_router_that_does_not_answer_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    assert main(["--router", at]) == 1
+    assert capsys.readouterr().err.startswith(f"kvrouter top: the router at http://{at} does not answer: ")
+
+
+def test_a_mistake_on_the_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--interval", "0"]) == 2
+    assert capsys.readouterr().err.endswith("'0' is no number of seconds from 0.1 to 60\n")
+
+
+class Terminal:
+    """A program in a terminal of 120 by 30."""
+
+    def __init__(self, *argv: str) -> None:
+        self.fd, self._inside = pty.openpty()
+        self.settings = termios.tcgetattr(self._inside)
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+        ends = {"stdin": self._inside, "stdout": self._inside, "stderr": self._inside}
+        self._process = subprocess.Popen([sys.executable, *argv], **ends, env=environ, start_new_session=True)  # type: ignore[call-overload]
+        self.shown = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self.fd, 65536):
+                self.shown += data.decode(errors="replace")
+
+    def type_key(self, key: str) -> None:
+        self.shown = ""
+        os.write(self.fd, key.encode())
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.shown, text, 60)
+
+    def wait(self) -> int:
+        return self._process.wait(60)
+
+    @property
+    def settings_now(self) -> list[object]:
+        return termios.tcgetattr(self._inside)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(20)
+        os.close(self._inside)
+        self._reader.join(20)
+        os.close(self.fd)
+
+
+@pytest.fixture
+def run_in_terminal() -> Iterator[Callable[..., Terminal]]:
+    with contextlib.ExitStack() as opened:
+
+        def run(*argv: str) -> Terminal:
+            terminal = Terminal("-c", "import sys; from router.console import main; sys.exit(main())", *argv)
+            opened.callback(terminal.close)
+            return terminal
+
+        yield run
+
+
+def test_in_a_terminal_keys_sort_a_router_that_goes_is_told_and_q_ends_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, run_in_terminal: Callable[..., Terminal]
+) -> None:
+    instance = stand_in(behave=counts(3))
+    router = make_router(instance)
+    terminal = run_in_terminal("top", "--router", router.url, "--interval", "0.2")
+    terminal.wait_for(instance.key)
+    assert "by load; keys: l load" in terminal.shown
+    terminal.type_key("a")
+    terminal.wait_for("by address; keys: ")
+    router.stop()
+    terminal.wait_for(f"the router at {router.url} does not answer")
+    terminal.wait_for("It is asked again.")
+    terminal.type_key("w")
+    terminal.wait_for("by waiting; keys: ")
+    assert instance.key in terminal.shown, "instances go on without the router"
+    terminal.type_key("q")
+    assert terminal.wait() == 0
+    assert terminal.settings_now == terminal.settings
