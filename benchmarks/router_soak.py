@@ -35,6 +35,10 @@ import httpx
 import uvloop
 from router_overhead import ROLES, compiled, family, free_port, heartbeats, post, running_process
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvstore_backend.cli.progress import show_progress
+
 CHAT = "/v1/chat/completions"
 EVENTS = 12
 PACE_MS = 20
@@ -106,12 +110,16 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     before = _show("start", pid, tally)
     few = FEW * options.workers
     started = time.monotonic()
-    await asyncio.sleep(options.seconds / 3)
-    warm = _show("after warm-up", pid, tally).memory_mb
-    highest = warm
-    while time.monotonic() < started + options.seconds:
-        await asyncio.sleep(min(1.0, options.seconds / 20))
-        highest = max(highest, _weigh(pid).memory_mb)
+    with show_progress("soak", options.seconds) as tell:
+        while (seconds := time.monotonic() - started) < options.seconds / 3:
+            tell(seconds, "warm-up")
+            await asyncio.sleep(min(1.0, options.seconds / 3 - seconds))
+    highest = warm = _show("after warm-up", pid, tally).memory_mb
+    with show_progress("soak", options.seconds) as tell:
+        while (seconds := time.monotonic() - started) < options.seconds:
+            tell(seconds, f"{tally.ended.total()} requests")
+            await asyncio.sleep(min(1.0, options.seconds / 20))
+            highest = max(highest, _weigh(pid).memory_mb)
     end = _show("end", pid, tally).memory_mb
     tally.is_over = True
     for client in clients:

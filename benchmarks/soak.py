@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.make_model import WORDS, make_model
 from engine.packed_linear import round_up_rows
+from kvstore_backend.cli.progress import show_progress
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import Child, child
@@ -534,13 +535,13 @@ class Soak:
 
     async def _watch(self, instances: Sequence[Instance], router: Life, chaos: Chaos, users: Users) -> None:
         begun = time.monotonic()
-        for tick in itertools.count():
-            for life in (router, chaos.master, *(instance.life for instance in instances)):
-                life.sample()
-            if tick % 10 == 0:
+        with show_progress("load", self._seconds) as tell:
+            while True:
+                for life in (router, chaos.master, *(instance.life for instance in instances)):
+                    life.sample()
                 ends = ", ".join(f"{end} {number}" for end, number in sorted(users.record.ends.items()))
-                print(f"{time.monotonic() - begun:4.0f} s: {ends}", file=sys.stderr, flush=True)
-            await asyncio.sleep(1)
+                tell(min(self._seconds, time.monotonic() - begun), ends)
+                await asyncio.sleep(1)
 
     async def _leaks(self, instances: Sequence[Instance], router: int) -> list[Line]:
         """What is still held once nothing is asked any more."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import heapq
 import itertools
 import json
@@ -32,6 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from router.fleet import Registration, Registry, Role
 from router.policies import POLICIES, Decision, Outcome, Policy, PolicyOptions, RequestFeatures
 from router.settings import FlagParser, SettingsError
@@ -44,6 +48,8 @@ TOKENS_PER_BLOCK = 512
 _INSTANCES_OF_TRACE = 8
 """For so many the trace is replayed at its own pace; for more, faster in proportion."""
 _POOL_BLOCKS = 1_000_000
+_REQUESTS_PER_LOOK = 100
+_LINE_SECONDS = 5.0
 
 
 class BadInput(ValueError):
@@ -241,8 +247,15 @@ class _Instance:
 class _Replay:
     """A cluster and its routers, on a timeline."""
 
-    def __init__(self, cluster: Cluster, make_policy: Callable[..., Policy], division: Division) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        make_policy: Callable[..., Policy],
+        division: Division,
+        on_progress: Callable[[int], None],
+    ) -> None:
         self.report = Report()
+        self._on_progress = on_progress
         self._cluster = cluster
         self._instances = {
             key: _Instance(key, cluster.cache_blocks) for key in map("instance-{}:1".format, range(cluster.instances))
@@ -268,10 +281,12 @@ class _Replay:
 
     async def _place_all(self, arrivals: Sequence[Arrival]) -> None:
         telling = [asyncio.ensure_future(router.load_sync.keep_telling()) for router in self._routers]
-        for arrival in arrivals:
+        for number, arrival in enumerate(arrivals):
             await self._end_prefills(arrival.at)
             await self._timeline.wait_until(arrival.at)
             self._place_request(arrival)
+            if number % _REQUESTS_PER_LOOK == 0:
+                self._on_progress(number)
         await self._end_prefills(math.inf)
         for task in telling:
             task.cancel()
@@ -334,14 +349,16 @@ def replay(
     cluster: Cluster,
     make_policy: Callable[..., Policy],
     division: Division = _UNDIVIDED,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
     """Send the requests where a policy says, at their times, and let it learn from their outcomes.
 
     Args:
         division: by how many processes, each with such a policy.
+        on_progress: is told from time to time how many requests have been placed.
     """
     random.seed(division.seed)
-    work = _Replay(cluster, make_policy, division)
+    work = _Replay(cluster, make_policy, division, on_progress)
     work.play_all(arrivals)
     return work.report
 
@@ -448,9 +465,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{cluster.tokens_per_second:.0f} tokens/s, headroom {args.headroom:g}{placed}"
     )
     print(f"{'policy':24}{'own':>8}{'pool':>8}{'TTFT mean':>10}{'p50':>10}{'p99 (s)':>10}{'CPU ms each':>12}")
-    for name in args.policy or POLICIES:
-        print(_format_row(name, replay(arrivals, cluster, POLICIES[name], division)), flush=True)
+    names = list(args.policy or POLICIES)
+    progress = _Progress(len(names) * len(arrivals))
+    with progress:
+        for number, name in enumerate(names):
+            on_progress = functools.partial(progress.tell, name, number * len(arrivals))
+            report = replay(arrivals, cluster, POLICIES[name], division, on_progress)
+            progress.print_row(_format_row(name, report))
     return 0
+
+
+class _Progress:
+    """How many of all requests have been placed, on standard error: a bar on a terminal, else a line at times."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began = self._told = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        self._bar = Progress(
+            *columns, TextColumn("left"), TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal, transient=True, redirect_stdout=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def tell(self, policy: str, before: int, number: int) -> None:
+        """Tell that so many were placed before this policy's turn, and so many in it."""
+        done, now = before + number, time.monotonic()
+        self._bar.update(self._task, completed=done, description=policy)
+        if self._bar.disable and now - self._told >= _LINE_SECONDS:
+            self._told = now
+            left = (now - self._began) * (self._total - done) / max(1, done)
+            print(f"router.simulate: {policy}, {done / self._total:.0%}, some {left:.0f} s left", file=sys.stderr)
+
+    def print_row(self, row: str) -> None:
+        """Print a row of the report, above the bar."""
+        self._bar.stop()
+        print(row, flush=True)
+        self._bar.start()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from kvstore_backend.cli.progress import show_progress
+
 KEYS, VALUES, FILLERS = 64, 192, 8
 NUM_VALUES = 4
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 32
@@ -130,26 +132,30 @@ def train(seed: int) -> Qwen2ForCausalLM:
     start, steps = time.monotonic(), 0
     for length in LENGTHS:
         right = 0.0
-        while right < ENOUGH:
-            steps += 1
-            if steps > MAX_STEPS:
-                raise RuntimeError(f"{MAX_STEPS} steps did not suffice: {right:.2f} of the values right at {length}")
-            texts = make_texts(min(64, TOKENS_IN_A_BATCH // length), length, generator)
-            token_ids = torch.cat([texts.token_ids, texts.answers[:, :-1]], 1)
-            logits = model(
-                input_ids=token_ids,
-                attention_mask=torch.ones_like(token_ids),  # without it transformers takes skips for new texts
-                position_ids=skipping_positions(texts, generator),
-                use_cache=False,
-                logits_to_keep=NUM_VALUES,
-            ).logits
-            loss = cross_entropy(logits.flatten(0, 1), texts.answers.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            now_right = (logits.argmax(-1) == texts.answers).float().mean().item()
-            right += 0.25 * (now_right - right)
+        with show_progress("training", len(LENGTHS)) as tell:
+            while right < ENOUGH:
+                steps += 1
+                if steps > MAX_STEPS:
+                    raise RuntimeError(
+                        f"{MAX_STEPS} steps did not suffice: {right:.2f} of the values right at {length}"
+                    )
+                texts = make_texts(min(64, TOKENS_IN_A_BATCH // length), length, generator)
+                token_ids = torch.cat([texts.token_ids, texts.answers[:, :-1]], 1)
+                logits = model(
+                    input_ids=token_ids,
+                    attention_mask=torch.ones_like(token_ids),  # without it transformers takes skips for new texts
+                    position_ids=skipping_positions(texts, generator),
+                    use_cache=False,
+                    logits_to_keep=NUM_VALUES,
+                ).logits
+                loss = cross_entropy(logits.flatten(0, 1), texts.answers.flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                now_right = (logits.argmax(-1) == texts.answers).float().mean().item()
+                right += 0.25 * (now_right - right)
+                tell(LENGTHS.index(length) + right, f"texts of {length} tokens, {right:.0%} right")
         seconds = time.monotonic() - start
         print(f"  length {length:5}: {right:.3f} of the values right after {steps} steps, {seconds:.0f} s", flush=True)
     return model.eval()

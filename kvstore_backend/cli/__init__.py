@@ -12,6 +12,7 @@ stats.py     kvstore stats: figures of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master
 native_flags.py  the flags of mooncake_master itself
 admin.py     a Mooncake master's HTTP side, and the masters that etcd knows
+progress.py  how far long work is: a bar on a terminal, lines in a pipe
 report.py    findings, tables and JSON on standard output
 """
 

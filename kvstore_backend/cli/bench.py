@@ -16,6 +16,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Span, Status, StorageBackend, Value
+from kvstore_backend.cli.progress import Tell, show_progress
 from kvstore_backend.cli.report import format_bytes, print_json, print_table
 from kvstore_backend.config import PoolConfig, parse_size, read_config
 from kvstore_backend.namespace import Namespace
@@ -73,9 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.warm_up < 0:
         raise ConfigError("--warm-up must not be negative")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
-    meter = _Meter(block_bytes, arguments.blocks, arguments.batches, arguments.warm_up)
-    _measure_bare_store(meter, config, namespace)
-    _measure_full_stack(meter, config, namespace)
+    # Three operations by two ways.
+    with show_progress("bench", 6 * (arguments.warm_up + arguments.batches)) as tell:
+        meter = _Meter(block_bytes, arguments.blocks, arguments.batches, arguments.warm_up, tell)
+        _measure_bare_store(meter, config, namespace)
+        _measure_full_stack(meter, config, namespace)
     if arguments.json:
         rows = [asdict(row) for row in meter.rows]
         figures = {"block_bytes": block_bytes, "blocks": arguments.blocks, "warm_up": arguments.warm_up}
@@ -88,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 class _Meter:
     """Memory to move blocks from and to, and a row of figures for each operation measured with it."""
 
-    def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int) -> None:
+    def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int, tell: Tell | None = None) -> None:
         """Raises ``ConfigError`` where the machine has no room for one batch's memory."""
         nbytes = block_bytes * blocks
         try:
@@ -101,6 +104,8 @@ class _Meter:
         self._blocks = blocks
         self._batches = batches
         self._warm_up = warm_up
+        self._tell = tell
+        self._done = 0
         self.rows: list[_Row] = []
 
     def register_memory(self, register: Callable[[int, int], None]) -> None:
@@ -136,6 +141,9 @@ class _Meter:
             start = time.perf_counter()
             done = call(hashes)
             seconds.append(time.perf_counter() - start)
+            self._done += 1
+            if self._tell is not None:
+                self._tell(self._done, f"{operation}, {through}")
             if done != len(hashes):
                 raise PoolUnavailable(
                     f"{operation} through the {through} did {done} of {len(hashes)} blocks: the pool may be too small "

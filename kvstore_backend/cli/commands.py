@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
@@ -47,6 +49,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command and its arguments; ends the process with a sentence on a command or flag that is not known."""
     parser = argparse.ArgumentParser(prog="kvstore", description="Look after a pool of KV blocks.")
     parser.add_argument("--version", action="version", version=_describe_version())
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh"),
+        action=_PrintCompletion,
+        help="print what makes this shell complete commands and flags",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     added = {}
     for name, command in _COMMANDS.items():
@@ -65,6 +73,15 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         hint = did_you_mean(word, flags) if word.startswith("-") else "; one CONFIG is enough"
         added[arguments.command].error(f"{word!r} is not known{hint}")
     return arguments
+
+
+class _PrintCompletion(argparse.Action):
+    """Ends the process, as ``--version`` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> NoReturn:
+        shtab = importlib.import_module("shtab")  # nothing else needs it
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
 
 
 def _describe_version() -> str:

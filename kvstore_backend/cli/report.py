@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Finding", "fail", "format_bytes", "ok", "print_findings", "print_json", "print_table", "warn"]
+__all__ = [
+    "Finding",
+    "fail",
+    "format_bytes",
+    "format_table",
+    "ok",
+    "print_findings",
+    "print_json",
+    "print_table",
+    "warn",
+]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,18 @@ def print_json(value: object) -> None:
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """``rows`` under ``heads``: the first column to the left, the others to the right."""
+    print("\n".join(format_table(heads, rows)))
+
+
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """The lines of such a table."""
     cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
     for row in cells:
         padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
+        lines.append("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
+    return lines
 
 
 def format_bytes(nbytes: float) -> str:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import unquote
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
-from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.admin import MasterAdmin, find_admin, find_clients_gone
-from kvstore_backend.cli.report import format_bytes, print_json, print_table
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, read_config
+from kvstore_backend.cli.report import format_bytes, format_table, print_json
+from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
 
 __all__ = ["add_arguments", "run"]
+
+_WATCH_SECONDS = 2.0
 
 
 @dataclass
@@ -46,6 +54,14 @@ class _PoolFigures:
     instances: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """Figures, and when they were read."""
+
+    figures: _PoolFigures
+    time: float = field(default_factory=time.monotonic)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore stats``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
@@ -58,13 +74,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instances to ask for their hit rates; CONFIG comes before this",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_parse_seconds,
+        const=_WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"read again each so many seconds (default {_WATCH_SECONDS:g}), and tell how fast figures grow; "
+        "until Ctrl-C",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures.
+    """Print the figures, with ``--watch`` again and again.
 
     Raises:
-        ConfigError: the configuration cannot be used, or says that there is no pool; an instance is no HOST:PORT.
+        ConfigError: the configuration cannot be used, or says that there is no pool; an instance is no HOST:PORT; or
+            ``--watch`` is to write JSON.
         PoolUnavailable: nobody answers, or not an instance that has a pool.
     """
     logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)
@@ -75,9 +101,27 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--instances has {each!r}, which is not HOST:PORT; a configuration comes before the instances: "
                 "kvstore stats CONFIG --instances HOST:PORT ..."
             )
+    if arguments.json and arguments.watch:
+        raise ConfigError("--watch shows tables and --json writes one document; leave out one")
     config = read_config(arguments.config)
     if config is None:
         raise ConfigError("the configuration says that there is no pool")
+    if arguments.watch:
+        _watch_figures(config, arguments)
+    figures = _read_figures(config, arguments)
+    if arguments.json:
+        print_json(asdict(figures))
+    else:
+        print("\n".join(_describe_figures(figures)))
+    return 0
+
+
+def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFigures:
+    """
+    Raises:
+        ConfigError: nobody but the pool's own process could tell.
+        PoolUnavailable: nobody answers, or not an instance that has a pool.
+    """
     match config.store:
         case MooncakeSettings() as store:
             figures = _figures_of_mooncake(store, arguments.master_metrics)
@@ -86,11 +130,31 @@ def run(arguments: argparse.Namespace) -> int:
         case MemorySettings():
             raise ConfigError("memory is each process's own: only that process can tell what it holds")
     figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
-    if arguments.json:
-        print_json(asdict(figures))
-    else:
-        _print_figures(figures)
-    return 0
+    return figures
+
+
+def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoReturn:
+    """Read again and again; on a terminal each table takes the place of the last one.
+
+    Raises:
+        KVStoreError: the first reading fails. If a later one does, that is told, and the next one follows.
+    """
+    console = Console(highlight=False)
+    figures = _Reading(_read_figures(config, arguments))
+    lines = _describe_figures(figures.figures)
+    with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            if live is not None:
+                live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+            else:
+                print("\n".join([*lines, ""]), flush=True)
+            time.sleep(arguments.watch)
+            try:
+                before, figures = figures, _Reading(_read_figures(config, arguments))
+            except KVStoreError as exc:
+                lines = [f"{exc}; it is read again every {arguments.watch:g} s"]
+            else:
+                lines = _describe_figures(figures.figures, before.figures, figures.time - before.time)
 
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
@@ -192,28 +256,73 @@ def _figures_of_instance(address: str) -> dict[str, float]:
     }
 
 
-def _print_figures(figures: _PoolFigures) -> None:
+def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None, seconds: float = 0.0) -> list[str]:
+    """The lines of the tables.
+
+    Args:
+        before: an earlier reading, so many ``seconds`` ago: with it the tables tell how fast figures grow.
+    """
     used, capacity = figures.used_bytes or 0, figures.capacity_bytes or 0
-    rows: list[tuple[str, object]] = [("backend", figures.backend), ("keys", figures.keys)]
-    rows.append(
-        ("used", f"{format_bytes(used)} of {format_bytes(capacity)} ({used / capacity if capacity else 0:.0%})")
-    )
+
+    def rate(name: str) -> str:
+        now, then = getattr(figures, name), getattr(before, name)
+        return "" if now is None or then is None else _format_growth(then, now, seconds)
+
+    rows: list[tuple[str, object, str]] = [
+        ("backend", figures.backend, ""),
+        ("keys", figures.keys, "keys"),
+        (
+            "used",
+            f"{format_bytes(used)} of {format_bytes(capacity)} ({used / capacity if capacity else 0:.0%})",
+            "used_bytes",
+        ),
+    ]
     if figures.backend == "mooncake":
         reads, found = figures.reads or 0, figures.reads_found or 0
+        gone = f", {figures.clients_gone} just gone" if figures.clients_gone else ""
         rows += [
-            ("clients", f"{figures.clients}{f', {figures.clients_gone} just gone' if figures.clients_gone else ''}"),
-            ("evicted keys", figures.evicted_keys),
-            ("writes without room", figures.refused_writes),
-            ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})"),
+            ("clients", f"{figures.clients}{gone}", ""),
+            ("evicted keys", figures.evicted_keys, "evicted_keys"),
+            ("writes without room", figures.refused_writes, "refused_writes"),
+            ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})", "reads"),
         ]
-    print_table(("pool", ""), rows)
-    print()
-    print_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])
-    if figures.instances:
-        print()
-        heads = ("instance", "prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
-        print_table(
-            heads, [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
-        )
+    if before is None:
+        lines = format_table(("pool", ""), [row[:2] for row in rows])
     else:
-        print("\nhit rates are known to the instances: kvstore stats --instances HOST:PORT ...")
+        told = [(title, value, rate(name) if name else "") for title, value, name in rows]
+        lines = format_table(("pool", "", "a second"), told)
+    lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
+    if not figures.instances:
+        return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
+    heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
+    total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
+    lines += ["", *format_table(("instance", *heads), total)]
+    if before is not None:
+        grown = [
+            (
+                name,
+                *(_format_growth(then, now, seconds) for then, now in zip(earlier.values(), row.values(), strict=True)),
+            )
+            for name, row in figures.instances.items()
+            if (earlier := before.instances.get(name))
+        ]
+        lines += ["", *format_table(("a second", *heads), grown)]
+    return lines
+
+
+def _format_growth(then: float, now: float, seconds: float) -> str:
+    """How much more in a second."""
+    growth = (now - then) / seconds if seconds > 0 else 0.0
+    return f"{growth:+.4g}" if growth else "0"
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds from 0.1 to 3600; CONFIG comes before --watch"
+        )
+    return seconds

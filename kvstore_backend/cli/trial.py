@@ -7,12 +7,14 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import numpy as np
 
 from kvstore_backend.backend import PoolUnavailable, Span, Status, StorageBackend
+from kvstore_backend.cli.progress import show_progress
 from kvstore_backend.cli.report import Finding, fail, ok
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.namespace import Namespace
@@ -23,17 +25,23 @@ __all__ = ["TRIAL_NAMESPACE", "try_pool"]
 TRIAL_NAMESPACE = Namespace("kvstore-doctor", "uint8", 1, 1, 1, 1, "bytes")
 _BLOCK_BYTES = 64 << 10
 _DEADLINE_SECONDS = 60.0
+_STEPS = ("joining the pool", "put", "exists", "get", "remove")
 
 
 def try_pool(config: PoolConfig) -> list[Finding]:
     """Put, find, get and remove a block; a pool that hangs is given up after a minute."""
     findings: list[Finding] = []
+    steps: list[str] = []
     # A daemon: a native call that never returns must not keep the process.
-    thread = threading.Thread(target=lambda: findings.extend(_run_trial(config)), daemon=True)
+    thread = threading.Thread(target=lambda: findings.extend(_run_trial(config, steps.append)), daemon=True)
     with tempfile.TemporaryFile() as native_log:
-        with _native_log_to(native_log):
+        with _native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
             thread.start()
-            thread.join(_DEADLINE_SECONDS)
+            give_up_at = time.monotonic() + _DEADLINE_SECONDS
+            while thread.is_alive() and time.monotonic() < give_up_at:
+                if steps:
+                    tell(len(steps) - 1, steps[-1])
+                thread.join(0.1)
         native_log.seek(0)
         complaints = native_log.read().decode(errors="replace")
     if thread.is_alive():
@@ -46,37 +54,40 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def _native_log_to(file: IO[bytes]) -> Iterator[None]:
-    """Mooncake complains on the process's standard error even when all is well; let it do so into ``file``."""
+def _native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
+    """Mooncake complains on the process's standard error even when all is well; let it do so into ``file``, and give
+    what was standard error before."""
     sys.stderr.flush()
     outside = os.dup(2)
     os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(outside, 2)
-        os.close(outside)
+    with open(outside, "w") as before:
+        try:
+            yield before
+        finally:
+            os.dup2(outside, 2)
 
 
-def _run_trial(config: PoolConfig) -> Iterator[Finding]:
+def _run_trial(config: PoolConfig, on_step: Callable[[str], None]) -> Iterator[Finding]:
+    on_step(_STEPS[0])
     try:
         store = open_store(config)
     except PoolUnavailable as exc:
         yield fail("trial", str(exc))
         return
     try:
-        yield _round_trip(store)
+        yield _round_trip(store, on_step)
     finally:
         store.close()
 
 
-def _round_trip(store: StorageBackend) -> Finding:
+def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Finding:
     source = np.frombuffer(os.urandom(_BLOCK_BYTES), dtype=np.uint8).copy()
     target = np.zeros_like(source)
     key = TRIAL_NAMESPACE.key(os.urandom(32))
     for memory in (source, target):
         store.register(memory.ctypes.data, memory.nbytes)
     try:
+        on_step("put")
         if not store.put([key], [[Span(source.ctypes.data, source.nbytes)]])[0]:
             return fail(
                 "trial",
@@ -84,8 +95,11 @@ def _round_trip(store: StorageBackend) -> Finding:
                 "the pool is full of blocks in use, nobody gives it memory, or a client that died is still listed; "
                 "kvstore stats shows which",
             )
+        on_step("exists")
         found = store.exists([key])[0]
+        on_step("get")
         read = store.get([key], [[Span(target.ctypes.data, target.nbytes)]])[0]
+        on_step("remove")
         removed = store.remove([key], force=True)[0]
     finally:
         for memory in (source, target):

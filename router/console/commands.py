@@ -2,15 +2,17 @@
 
 ``kvrouter --port 52700 --splitwise`` is ``python -m router.launch --port 52700 --splitwise``; with a command as its
 first word, such as ``kvrouter drain``, it is that program. A program is loaded only when it is asked for.
+``kvrouter --print-completion bash`` (or ``zsh``) prints what makes the shell complete commands and flags.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
-from router.settings import suggest_name
+from router.settings import make_parser, suggest_name
 
 __all__ = ["COMMANDS", "main"]
 
@@ -22,9 +24,14 @@ COMMANDS = {
 """The module of each command, whose ``main`` takes the arguments behind the command."""
 
 
+COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, or without one the router; return the exit status, 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0].startswith(COMPLETION):
+        return _print_completion(arguments)
     if not arguments or arguments[0].startswith("-"):
         return _run("router.launch", arguments)
     command = arguments.pop(0)
@@ -38,3 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(module: str, arguments: Sequence[str]) -> int:
     status: int = importlib.import_module(module).main(arguments)
     return status
+
+
+def _print_completion(arguments: Sequence[str]) -> int:
+    """``--print-completion bash``: the flags of the router, the commands, and theirs."""
+    shell = arguments[0].partition("=")[2] or "".join(arguments[1:])
+    if shell not in SHELLS:
+        print(f"kvrouter: {COMPLETION} is followed by {' or '.join(SHELLS)}", file=sys.stderr)
+        return 2
+    shtab = importlib.import_module("shtab")
+    parser = argparse.ArgumentParser(prog="kvrouter", parents=[make_parser()], add_help=False)
+    commands = parser.add_subparsers()
+    for name, module in COMMANDS.items():
+        loaded = importlib.import_module(module)
+        summary = loaded.__doc__.partition(": ")[2].split("\n")[0]
+        commands.add_parser(name, parents=[loaded.make_parser()], add_help=False, help=summary, description=summary)
+    print(shtab.complete(parser, shell=shell))
+    return 0

@@ -16,7 +16,7 @@ from router.settings.hints import did_you_mean, suggest_name
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
 from router.settings.served_certificate import ServedCertificate
-from router.settings.sources import load_settings
+from router.settings.sources import load_settings, make_parser
 from router.settings.tls_files import load_certificate, read_authorities
 from router.settings.tracing import find_trace_receiver
 from router.settings.yaml_file import YamlFileError, read_yaml
@@ -34,6 +34,7 @@ __all__ = [
     "find_trace_receiver",
     "load_certificate",
     "load_settings",
+    "make_parser",
     "parse_priority",
     "read_authorities",
     "read_keys",

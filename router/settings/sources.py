@@ -17,7 +17,7 @@ from router.settings.hints import suggest_name
 from router.settings.router_settings import SETTINGS, RouterSettings, SettingsError
 from router.settings.yaml_file import YamlFileError, read_yaml
 
-__all__ = ["load_settings"]
+__all__ = ["load_settings", "make_parser"]
 
 _ENV_PREFIX = "KVROUTER__"
 
@@ -45,7 +45,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
         SettingsError: an unknown name or an impossible value, wherever it stands.
         SystemExit: ``--help`` and ``--version``.
     """
-    flags = vars(_make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
+    flags = vars(make_parser().parse_args([_normalize_flag(arg) for arg in argv]))
     config_path = flags.pop("config_path")
     values = _read_environment(os.environ if environ is None else environ)
     if config_path is not None:
@@ -58,7 +58,8 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     return RouterSettings(**values)
 
 
-def _make_parser() -> FlagParser:
+def make_parser() -> FlagParser:
+    """The router's flags, and ``--config-path``."""
     parser = FlagParser(
         prog="python -m router.launch",
         usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]",

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import httpx
 import prometheus_client
 import pytest
 
-from kvstore_backend.cli import bench
+from kvstore_backend.cli import bench, main
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
@@ -155,6 +156,31 @@ def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> 
         server.shutdown()
     assert ended.status == 1
     assert ended.errors.startswith(f"kvstore: what answers at {address} is no instance with a pool")
+
+
+def test_stats_with_watch_tell_how_fast_figures_grow(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "pool", 1 << 20)
+    put(store, blocks(FIRST, 3))
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore_backend.cli",
+        "stats",
+        f"file://{tmp_path}/pool?size=1MiB",
+        "--watch",
+        "0.5",
+    ]
+    with child(command, tmp_path / "log") as watching:
+        watching.wait_for(lambda: "a second" in watching.output, "a second reading", 60)
+        put(store, blocks(SECOND, 2))
+        grown = re.compile(r"^keys +5 +\+[\d.]+$", re.MULTILINE)
+        watching.wait_for(lambda: grown.search(watching.output) is not None, "growth", 60)
+        (tmp_path / "pool").rename(tmp_path / "gone")
+        store.close()
+        watching.wait_for(lambda: "it is read again every 0.5 s" in watching.output, "a sentence", 60)
+        watching.signal(signal.SIGINT)
+        watching.wait()
+    assert "Traceback" not in watching.output
 
 
 def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> None:
@@ -356,3 +382,12 @@ def test_stats_do_not_count_a_client_that_took_its_leave(tmp_path: Path) -> None
         figures = json.loads(kvstore("stats", *arguments).output)
     assert figures["clients"] == 0
     assert figures["clients_gone"] in (0, 1)
+
+
+def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    asked = f"{script}\nCOMP_WORDS=(kvstore stats --wa) COMP_CWORD=2\n_shtab_kvstore kvstore --wa stats\n"
+    asked += 'echo "${COMPREPLY[@]}"'
+    assert subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True).stdout == "--watch\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 
 import pytest
 
@@ -26,3 +27,32 @@ def test_each_command_takes_the_arguments_behind_it(command: str, capsys: pytest
         main([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: kvrouter {command}")
     assert (importlib.import_module(COMMANDS[command]).__doc__ or "").startswith(f"kvrouter {command}: ")
+
+
+def complete(script: str, *words: str) -> list[str]:
+    """What bash offers for the last of the words, by its own account."""
+    asked = f"""{script}
+COMP_WORDS=({" ".join(words)}) COMP_CWORD={len(words) - 1}
+_shtab_{words[0]} {words[0]} "{words[-1]}" "{words[-2]}"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    return subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert complete(script, "kvrouter", "d") == ["dashboard", "drain"]
+    assert complete(script, "kvrouter", "--splitw") == ["--splitwise"]
+    assert complete(script, "kvrouter", "top", "--in") == ["--interval"]
+    assert "memory" in complete(script, "kvrouter", "top", "--sort", "''")
+
+
+def test_zsh_is_told_what_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion=zsh"]) == 0
+    assert "top:what the router and its instances do, in a terminal" in capsys.readouterr().out
+
+
+def test_a_shell_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "fish"]) == 2
+    assert capsys.readouterr().err == "kvrouter: --print-completion is followed by bash or zsh\n"

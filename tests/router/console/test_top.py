@@ -144,7 +144,8 @@ class Terminal:
         wait_until(lambda: text in self.shown, text, 60)
 
     def wait(self) -> int:
-        return self._process.wait(60)
+        status: int = self._process.wait(60)
+        return status
 
     @property
     def settings_now(self) -> list[object]:

@@ -1,0 +1,57 @@
+"""How far long work is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from kvstore_backend.cli import progress
+from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli.trial import try_pool
+from kvstore_backend.config import MemorySettings, PoolConfig
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_gets_a_line_each_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pipe = 100.0, io.StringIO()
+    monkeypatch.setattr("kvstore_backend.cli.progress.time.monotonic", lambda: clock)
+    with show_progress("bench", 8, pipe) as tell:
+        for done in range(1, 9):
+            clock += 2
+            tell(done, "put")
+    assert pipe.getvalue().splitlines() == [
+        "bench: put, 38% after 6 s, some 10 s left",
+        "bench: put, 75% after 12 s, some 4 s left",
+    ]
+
+
+def test_short_work_tells_nothing_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("bench", 2) as tell:
+        tell(1)
+        tell(2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_bar_that_goes_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = _Terminal()
+    with show_progress("bench", 4, terminal) as tell:
+        tell(2, "put")
+    shown = terminal.getvalue()
+    assert "bench: put" in shown
+    assert "50%" in shown
+    assert shown.endswith("\x1b[2K"), "the line is cleared"
+
+
+def test_a_trial_tells_its_steps_where_standard_error_was(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    store = MemorySettings(size=1 << 20)
+    assert [each.level for each in try_pool(PoolConfig(store))] == ["ok"]
+    assert capfd.readouterr().err.startswith("trial: ")
