@@ -1,12 +1,16 @@
 """What clients see of instances that are killed in the middle of streams: nothing, while another one lives.
 
-    python benchmarks/resume.py [--tokens 64] [--step 1]            kill -9 at every token of a greedy stream
-    python benchmarks/resume.py --load [--seconds 60] [--every 10]  200 streams, an instance killed every ten seconds
+    python benchmarks/resume.py [--splitwise] [--tokens 64] [--step 1]            kill -9 at every token of a stream
+    python benchmarks/resume.py --load [--splitwise] [--seconds 60] [--every 10]  200 streams, a kill every ten seconds
 
-Two mixed instances of our engine, the small checkpoint (``python -m engine.make_model``) and our router. In the first
-form the instance that answers is killed with SIGKILL once the client has read so many tokens, for each number of them,
-of chat and of completions; the text must equal the undisturbed one. In the second, streams of one prompt each run all
-the time; each text must equal the first one of its prompt. The program ends with 1 if one did not.
+Instances of our engine with the small checkpoint (``python -m engine.make_model``) and our router: mixed ones, or with
+``--splitwise`` one prefill instance and decode instances, of which one is killed. In the first form the instance that
+answers is killed with SIGKILL once the client has read so many tokens, for each number of them, of chat and of
+completions; text, tokens and prompt tokens must equal the undisturbed ones. In the second, streams run all the time;
+each text must equal the one that its prompt had before the first kill. The program ends with 1 if one did not.
+
+Two instances serve at any time when one is killed; in the first form two more are there, so that a kill does not wait
+for a start. Instances are forked from a process that has loaded what they need.
 """
 
 from __future__ import annotations
@@ -15,108 +19,132 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from router_overhead import free_port
 
-READY_S = 120.0
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.make_model import make_model
+from tests.support.ports import free_ports
+from tests.support.processes import Child
+
+READY_S = 240.0
+PROBE_S = 60.0
+SERVING = 2  # instances that serve when one is killed
+MAX_SEQUENCES = 128  # that an instance runs at once
 PROMPT = "Tell me a story about the sea, the sun and the stars."
+PROMPTS_UNDER_LOAD = 20
 PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
     "/v1/completions": lambda text: {"prompt": text},
 }
+# Without TLS, for whose authorities each client would read a large file.
+CLIENT = httpx.Client(trust_env=False, verify=False, timeout=300, limits=httpx.Limits(max_connections=None))
 
 
 class Fleet:
-    """Two instances behind a router, each started again after it was killed."""
+    """Instances behind a router; those that are killed, mixed or decode, start again."""
 
-    def __init__(self, folder: Path, model: str) -> None:
-        self.router = free_port()
+    def __init__(self, folder: Path, model: Path, *, splitwise: bool, instances: int) -> None:
+        self.role = "decode" if splitwise else "mixed"
         self._folder, self._model = folder, model
-        self._ports = [free_port(), free_port()]
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._start("router", "router.launch", "--host", "127.0.0.1", "--port", str(self.router), "--workers", "1")
-        for port in self._ports:
-            self.start_instance(port)
+        self._lives = 0
+        self._running: dict[int, Child] = {}
+        router, prefill, *ports = free_ports(2 + instances)
+        self.url = f"http://127.0.0.1:{router}"
+        self._router = router
+        flags = ["--host", "127.0.0.1", "--port", str(router), "--workers", "1", *["--splitwise"] * splitwise]
+        # On a busy machine an instance that computes on a CPU may take its time to answer a probe.
+        flags += ["--health-check-timeout-secs", str(PROBE_S)]
+        self._running[router] = Child([sys.executable, "-m", "router.launch", *flags], folder / "router.log")
+        self._needed = {"mixed": 0, "prefill": 0, "decode": 0, self.role: SERVING}
+        if splitwise:
+            self._needed["prefill"] = 1
+            self.start_instance(prefill, "prefill")
+        for port in ports:
+            self.start_instance(port, self.role)
 
-    def start_instance(self, port: int) -> None:
+    def start_instance(self, port: int, role: str) -> None:
         """Start the instance of this port; it registers when it can serve."""
-        address = ["--host", "127.0.0.1", "--port", str(port), "--router", f"127.0.0.1:{self.router}"]
-        self._running[port] = self._start(f"instance_{port}", "engine.api_server", "--model", self._model, *address)
+        self._lives += 1
+        argv = [sys.executable, "-m", "engine.api_server", "--model", str(self._model), "--host", "127.0.0.1"]
+        argv += ["--port", str(port), "--router", f"127.0.0.1:{self._router}", "--max-num-seqs", str(MAX_SEQUENCES)]
+        argv += [] if role == "mixed" else ["--splitwise-role", role]
+        log = self._folder / f"{role}_{port}_{self._lives}.log"
+        env = {"FD_LOG_DIR": str(self._folder / f"log_{port}")}
+        self._running[port] = Child(argv, log, env, is_forked=True)
 
     def kill_instance(self, port: int) -> None:
-        """End it as a crash would."""
-        self._running[port].send_signal(signal.SIGKILL)
-        self._running[port].wait()
+        """End it as a crash would, and start it again."""
+        self._running[port].kill()
+        self.start_instance(port, self.role)
 
-    def list_healthy(self) -> list[int]:
-        """The ports of the instances that serve."""
+    def list_serving(self, role: str) -> list[int]:
+        """The ports of the instances that serve: the router may not have noticed yet that one was killed."""
         with contextlib.suppress(httpx.HTTPError, KeyError):
-            told = httpx.get(f"http://127.0.0.1:{self.router}/registered", trust_env=False).json()
-            return [
-                each["port"] for each in told["mixed"] if each["state"] == "healthy" and self._answers(each["port"])
-            ]
+            told = CLIENT.get(f"{self.url}/registered").json()[role]
+            ports = [int(each["port"]) for each in told if each["state"] == "healthy"]
+            return [port for port in ports if self._answers(port)]
         return []
 
     def wait_until_whole(self) -> None:
-        """Wait until both serve."""
+        """Wait until enough instances serve."""
         give_up_at = time.monotonic() + READY_S
-        while len(self.list_healthy()) < 2:
+        while any(len(self.list_serving(role)) < needed for role, needed in self._needed.items() if needed):
             if time.monotonic() > give_up_at:
-                sys.exit(f"two instances do not serve within {READY_S:g} s; their logs are in {self._folder}")
-            time.sleep(0.2)
+                sys.exit(f"{self._needed} do not serve within {READY_S:g} s; their logs are in {self._folder}")
+            time.sleep(0.1)
 
-    def _answers(self, port: int) -> bool:
-        """Whether it serves: the router may not have noticed yet that it was killed."""
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
-        return False
+    def count_resumptions(self) -> int:
+        """How often the router went on with a stream elsewhere."""
+        lines = CLIENT.get(f"{self.url}/metrics").text.splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("router_resumptions_total{"))
 
     def stop(self) -> None:
         """End all of them."""
-        for process in (*self._running.values(), self._running_router):
+        for process in self._running.values():
             process.kill()
-            process.wait()
+            process.end_group()
 
-    def _start(self, name: str, module: str, *flags: str) -> subprocess.Popen[bytes]:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        if name == "router":
-            self._running_router = process
-        return process
+    def _answers(self, port: int) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return CLIENT.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return False
 
 
 class Broken(Exception):
     """A stream that did not end as it should."""
 
 
-def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> str:
-    """The text of one greedy stream; the instance that answers is killed once so many events have come.
+class Told(NamedTuple):
+    """What a client reads of one stream."""
+
+    text: str
+    prompt_tokens: int
+
+
+def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> Told:
+    """One greedy stream; the instance that answers is killed once so many events with a choice have come.
 
     Raises:
-        Broken: it ended with an error, or twice, or not at all.
+        Broken: it ended with an error, or twice, or not at all, or its usage is wrong.
     """
     body: dict[str, Any] = {**PATHS[path](text), "max_tokens": tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     said, finishes, usages, done, count = "", 0, [], 0, 0
-    url = f"http://127.0.0.1:{fleet.router}{path}"
-    with httpx.Client(trust_env=False, timeout=120) as client, client.stream("POST", url, json=body) as response:
-        port = int(response.headers.get("x-router-mixed", ":0").rpartition(":")[2])
+    with CLIENT.stream("POST", f"{fleet.url}{path}", json=body) as response:
+        if response.status_code != 200:
+            raise Broken(f"{response.status_code} {response.read()[:300]!r}")
+        port = int(response.headers[f"x-router-{fleet.role}"].rpartition(":")[2])
         for line in response.iter_lines():
             if not line.startswith("data: "):
                 continue
@@ -124,20 +152,19 @@ def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int
                 done += 1
                 continue
             chunk = json.loads(line[6:])
-            if "error" in chunk or response.status_code != 200:
+            if "error" in chunk:
                 raise Broken(str(chunk)[:300])
             for choice in chunk["choices"]:
                 said += choice.get("delta", choice).get("content", choice.get("text", "")) or ""
                 finishes += bool(choice["finish_reason"])
                 count += 1
-            usages += [chunk["usage"]["completion_tokens"]] if chunk.get("usage") else []
+            usages += [chunk["usage"]] if chunk.get("usage") else []
             if kill_after is not None and count >= kill_after:
                 kill_after = None
                 fleet.kill_instance(port)
-                fleet.start_instance(port)
-    if (finishes, done, usages) != (1, 1, [tokens]):
+    if (finishes, done, [usage["completion_tokens"] for usage in usages]) != (1, 1, [tokens]):
         raise Broken(f"{finishes} finish reasons, {done} [DONE], usage {usages}")
-    return said
+    return Told(said, usages[0]["prompt_tokens"])
 
 
 def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
@@ -150,27 +177,31 @@ def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
         for kill_after in runs:
             fleet.wait_until_whole()
             try:
-                equal += (said := read_stream(fleet, path, PROMPT, tokens, kill_after)) == whole
-                wrong += [] if said == whole else [f"{path}, killed after {kill_after}: another text"]
+                equal += (told := read_stream(fleet, path, PROMPT, tokens, kill_after)) == whole
+                wrong += [] if told == whole else [f"{path}, killed after {kill_after}: another answer: {told}"]
             except (Broken, httpx.HTTPError) as exc:
                 wrong.append(f"{path}, killed after {kill_after}: {type(exc).__name__} {exc}")
         print(f"{path}: {equal} of {len(runs)} texts equal the undisturbed one", flush=True)
+    print(f"{fleet.count_resumptions()} times one went on elsewhere")
     return wrong
 
 
 def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, streams: int) -> list[str]:
     """What was wrong; one sentence each."""
     fleet.wait_until_whole()
+    asked = [(path, f"{PROMPT} {number}") for number in range(PROMPTS_UNDER_LOAD) for path in PATHS]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        told = pool.map(lambda each: read_stream(fleet, each[0], each[1], tokens), asked)
+        whole = dict(zip(asked, told, strict=True))
     tally: Counter[str] = Counter()
-    texts: dict[str, str] = {}
     ends_at = time.monotonic() + seconds
 
     def ask(number: int) -> None:
         while time.monotonic() < ends_at:
-            path, prompt = list(PATHS)[number % 2], f"{PROMPT} {number % 20}"
+            each = asked[number % len(asked)]
             try:
-                said = read_stream(fleet, path, prompt, tokens)
-                tally["whole" if texts.setdefault(path + prompt, said) == said else "another text"] += 1
+                told = read_stream(fleet, each[0], each[1], tokens)
+                tally["whole" if told == whole[each] else "another answer"] += 1
             except (Broken, httpx.HTTPError) as exc:
                 tally[f"{type(exc).__name__} {exc}"] += 1
                 time.sleep(0.5)
@@ -181,30 +212,24 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
     kills = 0
     while time.monotonic() < ends_at:
         time.sleep(every)
-        if len(healthy := fleet.list_healthy()) > 1:  # the other one lives
-            port = healthy[kills % 2]
-            fleet.kill_instance(port)
-            fleet.start_instance(port)
+        if len(serving := fleet.list_serving(fleet.role)) > 1:  # another one lives
+            fleet.kill_instance(serving[kills % len(serving)])
             kills += 1
     for thread in threads:
         thread.join()
-    metrics = httpx.get(f"http://127.0.0.1:{fleet.router}/metrics", trust_env=False).text
-    resumed = sum(
-        float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("router_resumptions_total{")
-    )
-    print(f"{tally.total()} streams, {tally['whole']} whole, {kills} kills, {resumed:.0f} times one went on elsewhere")
+    resumed = fleet.count_resumptions()
+    print(f"{tally.total()} streams, {tally['whole']} whole, {kills} kills, {resumed} times one went on elsewhere")
     return [f"{count} times: {how}" for how, count in tally.items() if how != "whole"]
 
 
 @contextlib.contextmanager
-def running_fleet() -> Iterator[Fleet]:
+def running_fleet(*, splitwise: bool, instances: int) -> Iterator[Fleet]:
     """The fleet, ended at the end."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as name:
-        model = f"{name}/model"
-        subprocess.run(
-            [sys.executable, "-m", "engine.make_model", "--output", model], check=True, stdout=subprocess.DEVNULL
-        )
-        fleet = Fleet(Path(name), model)
+        model = Path(name) / "model"
+        make_model(model)
+        fleet = Fleet(Path(name), model, splitwise=splitwise, instances=instances)
         try:
             yield fleet
         finally:
@@ -214,14 +239,17 @@ def running_fleet() -> Iterator[Fleet]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one form; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--splitwise", action="store_true", help="pairs: one prefill, and decode instances")
     parser.add_argument("--tokens", type=int, default=64, help="of each stream (default 64)")
     parser.add_argument("--step", type=int, default=1, help="kill at each so many tokens (default 1)")
     parser.add_argument("--load", action="store_true", help="many streams instead, with a kill now and then")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load runs (default 60)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills under load (default 10)")
     parser.add_argument("--streams", type=int, default=200, help="at once, under load (default 200)")
+    parser.add_argument("--instances", type=int, help="that may be killed (default 4, and 2 under load)")
     options = parser.parse_args(argv)
-    with running_fleet() as fleet:
+    instances = options.instances or (SERVING if options.load else SERVING + 2)
+    with running_fleet(splitwise=options.splitwise, instances=instances) as fleet:
         if options.load:
             wrong = kill_under_load(fleet, options.tokens, options.seconds, options.every, options.streams)
         else:

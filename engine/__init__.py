@@ -31,6 +31,7 @@ background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router
 trace.py             a request's way in the log, for a person debugging
+tracing.py           spans for OpenTelemetry: a request and its phases, under the span of who asked
 metrics.py           Prometheus metrics, under FastDeploy's names where it has them
 logs.py              the instance's log file, and the lines that an operator must see
 make_model.py        python -m engine.make_model: a small checkpoint for machines that cannot download one

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -73,6 +75,7 @@ from engine.protocol import (
 from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from engine.request import Request as EngineRequest
 from engine.scheduler import Scheduler
+from engine.tracing import Tracer, open_tracer
 from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
 
@@ -83,6 +86,8 @@ log = logging.getLogger(__name__)
 # Linux takes clients' ends from 32768 to 60999; one keeps its port for 60 s after it was closed.
 CLOSED_CONNECTION_SECONDS = 70.0
 _GRACE_SECONDS = 3
+# So long after its last heartbeat a router has forgotten an instance.
+_FORGOTTEN_SECONDS = 30.0
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
@@ -113,7 +118,10 @@ class Instance:
     def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
         """Take over ``connector``, the bound socket where prefill instances reach this one."""
         self.args = args
+        self.start_id = secrets.token_hex(8)
+        """By which the router tells this process from one that had its address before."""
         self._connector = connector
+        self._registered_at = -math.inf
         self.router = router_url(args.router) if args.router else None
         self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
@@ -131,6 +139,7 @@ class Instance:
             if advice := args.retrieval.explain_block_size():
                 log.warning("%s", advice)
         self.metrics = EngineMetrics()
+        self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         scheduler = Scheduler(
             BlockManager(num_blocks),
             args.block_size,
@@ -156,7 +165,7 @@ class Instance:
         self.dialect = self._choose_dialect()
         host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
         self.generations = Generations(
-            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
         )
         self.completions = Completions(
             self.generations,
@@ -214,7 +223,8 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            sending = send_heartbeats(self.router, self.registration_payload(), self._router_token)
+            payload = self.registration_payload()
+            sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
             heartbeat = asyncio.create_task(sending)
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
@@ -225,6 +235,20 @@ class Instance:
                 heartbeat.cancel()
             await self.receiver.stop_listening()
             await asyncio.to_thread(self.core.stop)
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
+
+    def note_registration(self) -> None:
+        """The router has taken this instance's registration."""
+        self._registered_at = time.monotonic()
+
+    def find_obstacle(self) -> str:
+        """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
+        if not self.core.is_alive:
+            return "the engine has failed; its log says why"
+        if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
+            return f"it is not registered at the router {self.router}; the log says why"
+        return ""
 
     def registration_payload(self) -> dict[str, Any]:
         """This instance as the router is to know it (FastDeploy's registration)."""
@@ -232,6 +256,8 @@ class Instance:
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
         return {
             "role": args.splitwise_role,
+            "start_id": self.start_id,
+            "max_num_seqs": args.max_num_seqs,
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,
@@ -272,15 +298,15 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(request, ChatBody, instance.completions.begin_chat)
+        return await _complete(request, ChatBody, instance.completions.begin_chat, instance.tracer)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _complete(request, CompletionBody, instance.completions.begin_completion)
+        return await _complete(request, CompletionBody, instance.completions.begin_completion, instance.tracer)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await _complete(request, ResponsesBody, instance.responses.begin_response)
+        return await _complete(request, ResponsesBody, instance.responses.begin_response, instance.tracer)
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str) -> Response:
@@ -292,7 +318,7 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
 
     @app.post("/v1/messages")
     async def message(request: Request) -> Response:
-        return await _complete(request, MessagesBody, instance.messages.begin_message)
+        return await _complete(request, MessagesBody, instance.messages.begin_message, instance.tracer)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -364,6 +390,12 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)
 
+    @app.get("/ready")
+    async def ready() -> Response:
+        if obstacle := instance.find_obstacle():
+            return JSONResponse({"status": "not ready", "reason": obstacle}, 503)
+        return JSONResponse({"status": "ready"})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         text = prometheus_client.generate_latest(instance.metrics.registry)
@@ -371,9 +403,14 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
 
 
 async def _complete(
-    request: Request, kind: type[_BodyT], begin: Callable[[_BodyT], Awaitable[_ClientResponse]]
+    request: Request,
+    kind: type[_BodyT],
+    begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
+    tracer: Tracer | None,
 ) -> Response:
     """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
+    if tracer is not None:
+        tracer.enter_request(request.headers.raw)
     body = parse_body(kind, await read_body(request))
     sent_id = find_request_id(request.headers.raw)
     body.request_id = body.request_id or sent_id or None

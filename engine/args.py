@@ -25,6 +25,7 @@ _TRANSFERS = ("ipc", "rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warn", "error")
 
 _TOKEN_VARIABLE = "FD_ROUTER_TOKEN_FILE"
+_TRACE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _RETRIEVAL_VARIABLES = {
     "init_tokens": "VLLM_RETRIEVAL_INIT_TOKENS_NUM",
     "local_tokens": "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM",
@@ -67,6 +68,8 @@ class EngineArgs:
     retrieval: RetrievalConfig | None
     log_dir: Path | None
     log_level: str
+    trace_receiver: str
+    """Where spans are to be sent; empty: nowhere."""
 
 
 def set_native_defaults() -> None:
@@ -111,6 +114,7 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     values["log_level"] = values["log_level"] or ("debug" if _read_debug(environ) else "info")
     values["router_token_file"] = _find_token_file(values, environ)
     values["retrieval"] = _read_retrieval(values, environ)
+    values["trace_receiver"] = _find_trace_receiver(environ)
     args = EngineArgs(**{field.name: values[field.name] for field in fields(EngineArgs)})
     _check_combinations(args)
     return args
@@ -291,6 +295,14 @@ def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> P
         return None
     named = environ.get(_TOKEN_VARIABLE)
     return values["router_token_file"] or (Path(named) if named else None)
+
+
+def _find_trace_receiver(environ: Mapping[str, str]) -> str:
+    """Where OpenTelemetry's variables say that spans go; the SDK reads the others of them itself."""
+    is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if is_off or environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return ""
+    return next((environ[name].strip() for name in _TRACE_VARIABLES if environ.get(name, "").strip()), "")
 
 
 def _read_debug(environ: Mapping[str, str]) -> bool:

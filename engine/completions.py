@@ -351,6 +351,8 @@ class CompletionResponse:
                 if not (piece.text or piece.finish_reason or piece.logprobs or first):
                     continue  # the token completed no character yet
                 ids = self._token_ids(untold, with_prompt=first)
+                if first and ids:  # who goes on elsewhere behind these ids has no usage of this prompt otherwise
+                    ids["prompt_cache"] = self._choices.usage()["prompt_tokens_details"]
                 choice = self._chunk_choice(piece, ids, first=first)
                 choice |= {"index": index, "finish_reason": piece.finish_reason}
                 untold.clear()

@@ -159,6 +159,8 @@ class EngineCore:
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
             sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
 
+        sequence.submitted_at = time.monotonic()
+
         def add() -> None:
             self._listeners[sequence] = listener
             if prefilled is None:
@@ -379,7 +381,8 @@ class EngineCore:
         self._report_saves(sequence)
 
     def _count_end(self, sequence: Sequence, reason: str) -> None:
-        metrics, now = self.metrics, time.monotonic()
+        metrics = self.metrics
+        sequence.ended_at = now = time.monotonic()
         metrics.finished.labels(reason).inc()
         metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
         for origin, count in sequence.count_origins().items():
@@ -389,6 +392,11 @@ class EngineCore:
         if not sequence.pool_cached_tokens:
             metrics.pool_unused.labels(sequence.pool_use.reason.value).inc()
         metrics.latency.observe(now - sequence.arrival)
+        started, first_token = sequence.started_at, sequence.first_token_at
+        if started is not None:
+            metrics.queue_time.observe(max(0.0, started - sequence.arrival - sequence.pool_load_seconds))
+            if first_token is not None and first_token >= started:
+                metrics.prefill_time.observe(first_token - started)
         if sequence.first_token_at is not None and sequence.num_output_tokens > 1:
             metrics.output_token.observe((now - sequence.first_token_at) / (sequence.num_output_tokens - 1))
 

@@ -10,7 +10,12 @@ from engine.pool_use import Reason
 
 __all__ = ["EngineMetrics"]
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+# Of whole requests, and of a single token; the router has the same (router/telemetry/metrics.py).
+_REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
+)
+_OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
 class EngineMetrics:
@@ -68,9 +73,17 @@ class EngineMetrics:
         self.preemptions = self._add_counter("kvstore_preemptions", "Sequences whose blocks were taken to go on")
         self.first_token = self._add_histogram("fastdeploy:time_to_first_token_seconds", "Arrival to first token")
         self.output_token = self._add_histogram(
-            "fastdeploy:time_per_output_token_seconds", "Mean time between a request's later tokens"
+            "fastdeploy:time_per_output_token_seconds",
+            "Mean time between a request's later tokens",
+            _OUTPUT_TOKEN_SECONDS,
         )
         self.latency = self._add_histogram("fastdeploy:e2e_request_latency_seconds", "Arrival to last token")
+        self.queue_time = self._add_histogram(
+            "fastdeploy:request_queue_time_seconds", "Arrival to the first step, without the time of reading the pool"
+        )
+        self.prefill_time = self._add_histogram(
+            "fastdeploy:request_prefill_time_seconds", "First step to first token, where this instance chose it"
+        )
 
     def _add_gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
@@ -84,5 +97,5 @@ class EngineMetrics:
             counter.labels(value)  # so that one that has not been counted yet reads 0
         return counter
 
-    def _add_histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
+    def _add_histogram(self, name: str, text: str, bounds: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
+        return Histogram(name, text, buckets=bounds, registry=self.registry)

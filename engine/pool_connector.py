@@ -108,7 +108,7 @@ class PoolConnector:
 
         def on_end(outcome: Outcome) -> None:
             if not sequence.num_preemptions:
-                sequence.pool_use = load.use
+                sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
                 sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
@@ -130,7 +130,8 @@ class PoolConnector:
             return 0
         start = time.monotonic()
         count = read_leading(present)
-        seconds = time.monotonic() - start
+        load.reading = start, time.monotonic()
+        seconds = load.reading[1] - start
         self._load_or_compute.record_load(count, seconds)
         log_load(load.request_id, present, count, self._block_bytes, seconds)
         load.use = load.explain_read(present, count)
@@ -141,7 +142,8 @@ class PoolConnector:
         start = time.monotonic()
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
         present = count_leading(statuses)
-        log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
+        load.look_up = start, time.monotonic()
+        log_look_up(load.request_id, load.first, load.hashes, statuses, present, load.look_up[1] - start)
         if not present:
             load.use = self._explain_miss(statuses, len(load.hashes))
         return present
@@ -184,6 +186,8 @@ class PoolConnector:
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
             sequence.pending_saves -= 1
+            sequence.saves.num_done += outcome.count
+            sequence.saves.ended_at = time.monotonic()
             self._metrics.saved_blocks.inc(outcome.count)
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
             name = sequence.request.request_id
@@ -193,6 +197,8 @@ class PoolConnector:
         self._scheduler.blocks.hold_blocks(blocks)
         self._pending_save_blocks += len(blocks)
         sequence.pending_saves += 1
+        sequence.saves.num_begun += len(blocks)
+        sequence.saves.began_at = sequence.saves.began_at or time.monotonic()
         sequence.num_saved = last
         self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
 
@@ -229,6 +235,8 @@ class _Load:
         self.hashes = hashes
         self.num_running = num_running  # whom computing the blocks would delay
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
+        self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
+        self.reading: tuple[float, float] | None = None
 
     def explain_read(self, present: int, count: int) -> PoolUse:
         """Of ``present`` leading blocks ``count`` arrived."""

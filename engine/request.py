@@ -11,7 +11,7 @@ from engine.pool_use import NOT_ASKED, PoolUse
 from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
-__all__ = ["Request", "SamplingParams", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
+__all__ = ["Request", "SamplingParams", "Saves", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
 
 # Sources in ``Sequence.prompt_sources``, by their names among metrics.
 _ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
@@ -84,6 +84,20 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass
+class Saves:
+    """What of a sequence goes to the pool."""
+
+    num_begun: int = 0
+    """Blocks that were given to saves."""
+    num_done: int = 0
+    """Of these, blocks that the pool has."""
+    began_at: float = 0.0
+    """When the first save began; this and the next on ``time.monotonic``, and 0 until then."""
+    ended_at: float = 0.0
+    """When the last one ended so far."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request on its way. KV exists for ``token_ids[:num_computed]``, in the blocks of ``block_table``.
@@ -126,7 +140,17 @@ class Sequence:
     num_preemptions: int = 0
     """How often it had to give its blocks back and begin anew."""
     arrival: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first got a place among the running."""
     first_token_at: float | None = None
+    submitted_at: float = 0.0
+    """When the engine got it; this and the others on ``time.monotonic``, and 0 until then."""
+    ended_at: float = 0.0
+    look_up: tuple[float, float] | None = None
+    """Beginning and end of the first question to the pool, if there was one ..."""
+    load: tuple[float, float] | None = None
+    """... and of reading from it, if that was worth it."""
+    saves: Saves = field(default_factory=Saves)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -270,6 +271,8 @@ class Scheduler:
             sequence = self.ready.pop(0)
             self._take_up_more(sequence)
             sequence.state = State.RUNNING
+            if sequence.started_at is None:
+                sequence.started_at = time.monotonic()
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:

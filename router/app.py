@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.access import Admission, Auth, Limits, SharedAdmission
 from router.fleet import (
     ORDERS,
+    Discovery,
     EngineKind,
     HealthMonitor,
     Instance,
@@ -32,6 +33,7 @@ from router.fleet import (
     add_listed_instances,
     clear_prefix_caches,
     parse_models,
+    tell_progress,
 )
 from router.http import (
     ApiError,
@@ -59,9 +61,9 @@ from router.serving import (
     explain_unknown_model,
     list_unknown_ids,
 )
-from router.settings import RouterSettings, read_authorities
+from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -77,11 +79,12 @@ LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; two of them
-# also for instances, which may have a token of their own. The rest of the control plane is for probes and figures, or,
-# under /v1, for clients.
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three also
+# for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
+_DRAIN_PATH = "/admin/drain"
 
 
 class RouterApp:
@@ -120,9 +123,18 @@ class RouterApp:
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
-        self.metrics = RouterMetrics(self.registry, self.admission, self.audit)
+        self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
+        self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
+        self.metrics.watch_need(self.need)
+        self.discovery = self._make_discovery() if settings.finds_pods and link.is_first else None
+        if self.discovery is not None:
+            self.metrics.watch_discovery(self.discovery)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
+        receiver = find_trace_receiver()
+        self.tracer = open_tracer(receiver) if receiver else None
+        if self.tracer is not None:
+            self.audit.subscribe_to_batches(self.tracer.on_batch)
         self.aborter = Aborter(self.upstream, self.tasks, self.metrics.count_abort)
         self.scraper = Scraper(settings, self.registry, self.upstream)
         self.proxy = Proxy(self._gather_services())
@@ -159,6 +171,28 @@ class RouterApp:
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
 
+    def _make_discovery(self) -> Discovery:
+        """
+        Raises:
+            SettingsError: the credentials for the cluster's API server cannot be used.
+        """
+        return Discovery(
+            self.settings,
+            self.registry,
+            self.health,
+            self.upstream,
+            announce=self.fleet_sync.announce_instance,
+            announce_removal=self.fleet_sync.announce_removal,
+        )
+
+    def prepare_to_leave(self) -> None:
+        """Be ready no more, and let clients close their connections: the process is to end soon."""
+        self.proxy.is_leaving = True
+
+    def find_obstacle(self) -> str:
+        """Why requests should be sent to other routers, in one sentence; ``""`` if they may be sent here."""
+        return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
+
     def _gather_services(self) -> Services:
         """The parts that a request on its way needs."""
         return Services(
@@ -173,6 +207,7 @@ class RouterApp:
             aborter=self.aborter,
             metrics=self.metrics,
             audit=self.audit,
+            tracer=self.tracer,
             is_debugging=_log.isEnabledFor(logging.DEBUG),
         )
 
@@ -184,14 +219,14 @@ class RouterApp:
         return kept
 
     def _answer_other_processes(self) -> None:
-        self.link.answer_topic("figures", lambda _: self.metrics.dump())
+        self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
         self.link.answer_topic("requests", self.audit.list_requests)
         self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _FOR_INSTANCES:
+        if path in _FOR_INSTANCES or (path == _DRAIN_PATH and self.auth.has_admin_token):
             self.auth.check_registration(headers)
         elif path in _GUARDED or path.startswith("/admin/"):
             self.auth.check_admin(headers)
@@ -206,12 +241,14 @@ def _control_plane(router: RouterApp) -> FastAPI:
             _log.warning("%s", router.auth.danger)
         work = [
             *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
-            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling()),
+            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
         ]
         if router.link.is_late:
             await router.prefix_sync.take_over()
         elif router.snapshot:
             router.snapshot.restore(time.monotonic())
+        if router.discovery is not None:
+            work.append(router.discovery.keep_discovering())
         if router.snapshot and router.link.is_first:
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
         running = [asyncio.ensure_future(each) for each in work]
@@ -223,6 +260,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         await router.tasks.close(CLOSING_SECONDS)
         router.upstream.close()
         router.audit.close()
+        if router.tracer is not None:
+            router.tracer.close()
 
     app = FastAPI(title="KV router", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
@@ -301,6 +340,12 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
             return json_reply(200, {"status": "ok", "shared_state": router.link.trouble})
         return Response(status_code=200)
 
+    @app.get("/ready")
+    async def answer_readiness_probe() -> Response:
+        if obstacle := router.find_obstacle():
+            return json_reply(503, {"status": "not ready", "reason": obstacle})
+        return json_reply(200, {"status": "ready"})
+
     @app.get("/health_generate")
     async def probe_instances() -> Response:
         troubles = await router.health.find_troubles()
@@ -311,8 +356,14 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await router.link.ask_others("figures")
-        return Response(router.metrics.render_text(others), media_type=CONTENT_TYPE)
+        # What the others are told of these is what the answer shows: later readings must not be less.
+        own = router.metrics.dump()
+        others = await router.link.ask_others("figures", own)
+        return Response(router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
+
+    @app.get("/prometheus_targets")
+    async def list_targets() -> Response:
+        return json_reply(200, [_describe_target(instance) for instance in router.registry])
 
     @app.get("/docs", include_in_schema=False)
     @app.get("/redoc", include_in_schema=False)
@@ -334,6 +385,13 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
+
+    @app.get(_DRAIN_PATH)
+    async def show_progress(instance: str) -> Response:
+        try:
+            return json_reply(200, tell_progress(router.registry, instance))
+        except Refused as refused:
+            return refusal_reply(refused)
 
     @app.post("/admin/clear_prefix_cache")
     async def clear_caches() -> Response:
@@ -514,6 +572,14 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
         "running_requests": instance.load.requests,
         "running_tokens": instance.load.tokens,
     }
+
+
+def _describe_target(instance: Instance) -> dict[str, Any]:
+    """Where Prometheus finds an instance's figures (http_sd_configs); no more than ``/metrics`` tells of it."""
+    registration = instance.registration
+    address = instance.address._replace(port=registration.metrics_port)
+    labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}
+    return {"targets": [str(address)], "labels": {"__scheme__": "https" if address.tls else "http", **labels}}
 
 
 def _format_text(value: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ hypothesis.settings.load_profile("no clock")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # What the tests start is in process groups of its own, and ends with its test where somebody ends all of them, too.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+# Mooncake's clients listen at random ports from 15000 on, where the masters of the example scripts have theirs.
+os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,6 @@ TESTED_IN = {
     "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
-    "router/serving/proxy.py": "tests/router/serving/test_response.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.

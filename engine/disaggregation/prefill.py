@@ -53,6 +53,8 @@ class HandoverSender:
         self._kinds_sent: set[str] = set()
         self._block_bytes = memory.block_bytes if memory else 0
         self._begun_at = time.monotonic()
+        self.first_write_at = 0.0
+        """When blocks began to be written, on ``time.monotonic``; 0 until then."""
         self.trouble = "the decode instance was not reached"
         """Why the prompt is not handed over directly, if it is not."""
         self._writing = asyncio.create_task(self._write_all())
@@ -193,6 +195,7 @@ class HandoverSender:
                 while self._queue:
                     blocks = [*blocks, *self._queue.popleft()[1]]
                 start = time.monotonic()
+                self.first_write_at = self.first_write_at or start
                 written = await asyncio.wrap_future(self._memory.write_blocks(blocks, first, target))
                 if written is None:
                     self._is_clean = False

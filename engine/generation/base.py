@@ -19,6 +19,7 @@ from engine.protocol import build_usage
 from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
 from engine.trace import log_prompt_sources
+from engine.tracing import Phase, RequestTrace, Tracer
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
@@ -44,6 +45,7 @@ class SharedParts:
     Args:
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
         host: this instance's address, where prefill instances reach it.
+        tracer: where requests are traced.
         live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
     """
 
@@ -54,6 +56,7 @@ class SharedParts:
     receiver: HandoverReceiver
     memory: BlockMemory | None = None
     host: str = "127.0.0.1"
+    tracer: Tracer | None = None
     live: set[Generation] = field(default_factory=set)
 
 
@@ -76,15 +79,21 @@ class Generation(ABC):
         self.num_output_tokens = 0
         self._start = time.monotonic()
         self._first_token_seconds: float | None = None
+        self._trace = parts.tracer.begin_request() if parts.tracer else None
+        self._phases: list[Phase] = []
+        """Those that the sequence knows nothing of."""
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a ``finish_reason``. Closing the iterator aborts the request."""
         self._parts.live.add(self)
+        piece: Piece | None = None
         try:
             async for piece in self._answer():
                 yield piece
         finally:
             self._parts.live.remove(self)
+            if self._trace is not None:
+                self._end_trace(self._trace, piece.finish_reason if piece else None)
 
     def abort(self) -> None:
         """End it, wherever it stands, with finish reason ``abort``."""
@@ -134,7 +143,7 @@ class Generation(ABC):
         outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
         listener = Listener(
             on_output=call_in_loop(outputs.put_nowait),
-            on_saved=call_in_loop(on_saved) if on_saved else lambda: None,
+            on_saved=self._hear_of_saves(on_saved),
             on_computed=call_in_loop(on_computed) if on_computed else None,
         )
         detokenizer = self._make_detokenizer()
@@ -150,6 +159,35 @@ class Generation(ABC):
                 reason = "abort"
                 self._core.abort_sequence(self.sequence)
             self._log_end(reason)
+
+    def _hear_of_saves(self, on_saved: Callable[[], None] | None) -> Callable[[], None]:
+        """What the engine is to call when nothing of the sequence is on its way to the pool any more."""
+        trace = self._trace
+        if trace is None:
+            return call_in_loop(on_saved) if on_saved else lambda: None
+
+        def end_saves() -> None:
+            trace.end_saves(self.sequence)
+            if on_saved:
+                on_saved()
+
+        return call_in_loop(end_saves)
+
+    def _end_trace(self, trace: RequestTrace, reason: str | None) -> None:
+        """Have the spans made; ``reason`` is None where the answer ended without its last piece."""
+        trouble = ""
+        if reason is None:
+            reason, trouble = "abort", "the client left"
+        if self.is_aborted and reason == "abort":
+            trouble = "the request was aborted"
+        elif reason == "abort":
+            trouble = trouble or "the instance stopped"
+        elif reason == "error":
+            trouble = self._explain_error()
+        trace.end(self.sequence, self._parts.role, self.num_output_tokens, reason, self._phases, trouble)
+
+    def _explain_error(self) -> str:
+        return "the engine failed while computing this request; its log says why"
 
     def _make_detokenizer(self) -> Detokenizer:
         request = self.request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 
 from engine.core import Prefilled
@@ -11,6 +12,7 @@ from engine.disaggregation import HandoverResult, Prompt
 from engine.generation.base import Generation, Piece, SharedParts
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
+from engine.tracing import Phase
 
 __all__ = ["DecodeGeneration"]
 
@@ -61,6 +63,7 @@ class DecodeGeneration(Generation):
                 self._core.cancel_reservation(self._prefilled.reservation, clear=False)
 
     async def _wait_for_prompt(self) -> None:
+        start = time.monotonic()
         waiting = asyncio.create_task(self._receive_prompt())
         self._waiting = waiting
         try:
@@ -73,6 +76,19 @@ class DecodeGeneration(Generation):
             if not waiting.cancel() and not waiting.cancelled():
                 self._result = waiting.result()
                 self._prefilled = self._result.prefilled if self._result else None
+            self._phases.append(self._describe_handover(start))
+
+    def _describe_handover(self, start: float) -> Phase:
+        end, result = time.monotonic(), self._result
+        if result is None:
+            return Phase("hand-over", start, end, trouble="nothing was handed over to this instance")
+        way = "directly" if result.prefilled else "through the pool"
+        return Phase("hand-over", start, end, {"engine.handover": way})
+
+    def _explain_error(self) -> str:
+        if self._result is None and self._needs_handover:
+            return "its prompt was not handed over"
+        return super()._explain_error()
 
     async def _receive_prompt(self) -> HandoverResult | None:
         """Wait for the outcome of the hand-over; None: this instance is to compute the prompt."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
 from engine.generation.pair_info import KeepPrompt
 from engine.protocol import ApiError, quote_short
 from engine.request import Request
+from engine.tracing import Phase
 
 __all__ = ["KeptPrefillGeneration"]
 
@@ -57,7 +59,11 @@ class KeptPrefillGeneration(Generation):
             if first.token_id is not None:
                 kept.record_computed(first.token_id, first.logprobs, self._cached_tokens(), self._wait_for_pool)
                 if info.waits_for_decode:
-                    if not await kept.wait_until_taken(info.seconds) and not self.is_aborted:
+                    start = time.monotonic()
+                    is_taken = await kept.wait_until_taken(info.seconds)
+                    trouble = "" if is_taken else "no decode instance came for the prompt"
+                    self._phases.append(Phase("hand-over", start, time.monotonic(), trouble=trouble))
+                    if not is_taken and not self.is_aborted:
                         log.error("%s: no decode instance came for it in %g s", info.key, info.seconds)
                         pieces = [Piece("", None, "error", None)]
                 else:

@@ -17,6 +17,7 @@ from engine.generation.pair_info import FetchPrompt, KeepPrompt, PairInfo, info_
 from engine.generation.prefill import PrefillGeneration
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
+from engine.tracing import Tracer
 
 __all__ = ["Generations"]
 
@@ -42,6 +43,7 @@ class Generations:
         receiver: where prefill instances hand prompts over to.
         memory: the blocks that direct hand-overs read and write; None: prompts go through the pool only.
         host: this instance's address, where prefill instances reach it.
+        tracer: where requests are traced.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Generations:
         receiver: HandoverReceiver,
         memory: BlockMemory | None = None,
         host: str = "127.0.0.1",
+        tracer: Tracer | None = None,
     ) -> None:
-        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host)
+        self._parts = SharedParts(core, tokenizer, role, block_size, receiver, memory, host, tracer)
         self._answer_for_pair = _FOR_PAIRS[role]
 
     def begin(self, request: Request, info: PairInfo | None) -> Generation:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator
 
 from engine.disaggregation import HandoverSender, Prompt, hand_over
 from engine.generation.base import Generation, Piece, SharedParts, call_in_loop
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
+from engine.tracing import Phase
 
 __all__ = ["PrefillGeneration"]
 
@@ -38,10 +40,24 @@ class PrefillGeneration(Generation):
             pieces = [piece async for piece in running]
             if pieces[-1].token_id is None:
                 sender.report_failure(f"prefill ended with {pieces[-1].finish_reason}")
-            elif not await self._hand_over_directly(sender, pieces[-1]) and sender.is_wanted:
-                await self._hand_over_through_pool(sender)
+            else:
+                await self._hand_over(sender, pieces[-1])
         for piece in pieces:
             yield piece
+
+    async def _hand_over(self, sender: HandoverSender, first: Piece) -> None:
+        start, way = time.monotonic(), ""
+        try:
+            if await self._hand_over_directly(sender, first):
+                way = "directly"
+            elif sender.is_wanted:
+                await self._hand_over_through_pool(sender)
+                way = "through the pool"
+        finally:
+            trouble = "" if way else sender.trouble
+            attributes = {"engine.handover": way} if way else {}
+            start = min(start, sender.first_write_at or start)
+            self._phases.append(Phase("hand-over", start, time.monotonic(), attributes, trouble))
 
     async def _hand_over_directly(self, sender: HandoverSender, first: Piece) -> bool:
         """Write the prompt's KV into the decode instance's memory; whether that goes on from there."""

@@ -13,6 +13,8 @@ METADATA_PORT=15002
 METRICS_PORT=15003
 DASHBOARD_PORT=52790
 BESIDE_PORT=52780 # of the router that the dashboard of an example without one has
+# Where Mooncake's clients listen, at random; without these it is 15000 to 17000, and one may have the master's port.
+export MC_MIN_RPC_PORT=${MC_MIN_RPC_PORT:-17200} MC_MAX_RPC_PORT=${MC_MAX_RPC_PORT:-19999}
 
 START_DEADLINE=300 # seconds; a large model needs minutes to load
 STOP_DEADLINE=15   # seconds from TERM to KILL

@@ -20,7 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NoReturn
 
-__all__ = ["Cluster", "Connector", "Master", "Process", "fail", "metric", "namespaces", "scratch", "wait_for_interrupt"]
+__all__ = [
+    *("MODEL", "START_S", "Cluster", "Connector", "Master", "Process", "fail", "metric", "namespaces", "scratch"),
+    "wait_for_interrupt",
+]
 
 Connector = Literal["kvstore", "nixl"]
 
@@ -66,6 +69,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal_number)
 
+    def kill(self) -> None:
+        """KILL to the whole group."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+
     def cpu_seconds(self) -> float:
         """Processor time that its processes have taken so far."""
         ticks = 0
@@ -82,8 +90,7 @@ class Process:
             self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        self.send(signal.SIGKILL)
-        self._process.wait()
+        self.kill()
 
 
 class Master:
@@ -132,6 +139,7 @@ class Cluster:
         self._processes: dict[str, Process] = {}
 
     def __enter__(self) -> Cluster:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         self.master.start()
         return self
 
@@ -142,18 +150,28 @@ class Cluster:
             process.stop()
         self.master.stop()
 
-    def start_vllm(self, name: str, *flags: str, connector: Connector | None = "kvstore", **options: object) -> int:
+    def start_vllm(
+        self,
+        name: str,
+        *flags: str,
+        connector: Connector | None = "kvstore",
+        port: int | None = None,
+        **options: object,
+    ) -> int:
         """Begin to start an instance; its port. ``wait_ready`` waits for it.
 
         Args:
             name: the instance's, and its log's.
             flags: further flags of ``vllm serve``.
             connector: ours, vLLM's own, or none.
+            port: of an instance that ran before; default: a free one.
             options: of ``kv_connector_extra_config``, beside the pool.
         """
-        port, side_channel = free_ports(2)
+        free, side_channel = free_ports(2)
+        port = port or free
         argv = [_vllm(), "serve", self._model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port]
         argv += ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
+        argv += ["--num-gpu-blocks-override", "1024"]  # 1 GiB with this project's small model
         argv += ["--shutdown-timeout", "10"]  # else vLLM kills its workers, which then do not take leave of the pool
         transfer: dict[str, object] = {}
         if connector == "kvstore":
@@ -205,6 +223,10 @@ class Cluster:
     def stop(self, name: str) -> None:
         """Stop one process."""
         self._processes.pop(name).stop()
+
+    def kill(self, name: str) -> None:
+        """End one program as a crash would (SIGKILL), with its children."""
+        self._processes.pop(name).kill()
 
 
 def metric(port: int, name: str, *labels: str) -> float:

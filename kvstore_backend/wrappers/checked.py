@@ -32,7 +32,7 @@ from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
 from kvstore_backend.wrappers.wrapper import Wrapper
 
-__all__ = ["HEADER_BYTES", "CheckedBackend"]
+__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ _HeaderMemory = ctypes.c_char * HEADER_BYTES
 
 _FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
+REASONS = _FIELD_NAMES
+"""Why a block may be rejected: the member of its header that is not what it should be."""
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 # A value smaller than this is hashed in less time than it takes to hand it to another thread.

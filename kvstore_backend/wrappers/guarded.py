@@ -15,6 +15,10 @@ States::
                                              ▲                                              │
                                              └──────── no late call left, probe answered ───┘
 
+A store that answers slowly, as everything does on a busy machine, is not one that hangs: who has seen it take a good
+part of a deadline, or answer after one, waits longer for it during the next minute, up to ``_MAX_STRETCH`` times as
+long. So a store that hangs costs the deadline where it was quick before, and that many deadlines at most.
+
 While the breaker is not closed a call costs a few microseconds. A keeper thread, which lives only then, opens the
 store or probes it, so the pool heals without waiting for traffic.
 """
@@ -50,6 +54,10 @@ _WORKERS = 8
 _MAX_FAILURES = 3
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 2.0
+# An answer may take so many times as long as the slowest one of the last minute; deadlines are stretched for it.
+_MARGIN = 4.0
+_MAX_STRETCH = 5.0
+_REMEMBER_SECONDS = 60.0
 # Leaving a Mooncake cluster takes one to two seconds.
 _LEAVE_SECONDS = 5.0
 
@@ -71,13 +79,34 @@ class Deadlines:
         return self.transfer_seconds + nbytes / self.bytes_per_second
 
 
+class _Pace:
+    """How slowly the store has answered lately."""
+
+    __slots__ = ("_share", "_until")
+
+    def __init__(self) -> None:
+        self._share = 0.0  # of its deadline, that the slowest answer took
+        self._until = 0.0
+
+    def note_answer(self, share: float, now: float) -> None:
+        """An answer took this share of its deadline; more than 1 if it came too late."""
+        if (share >= self._share or now >= self._until) and share <= _MAX_STRETCH:
+            self._share, self._until = share, now + _REMEMBER_SECONDS
+
+    def stretch(self, now: float) -> float:
+        """By how much deadlines are longer now."""
+        return max(1.0, min(_MAX_STRETCH, _MARGIN * self._share)) if now < self._until else 1.0
+
+
 class _Call:
-    """One native call on its way through a worker; all but ``work`` and ``ended`` change under the guard's lock."""
+    """One native call on its way through a worker; all but the first four change under the guard's lock."""
 
-    __slots__ = ("answer", "ended", "has_begun", "is_given_up", "work")
+    __slots__ = ("answer", "asked_at", "ended", "has_begun", "is_given_up", "seconds", "work")
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any], seconds: float) -> None:
         self.work = work
+        self.seconds = seconds  # its deadline, as it is where nothing is slow
+        self.asked_at = time.monotonic()
         self.answer: Any = None  # stays None where the work raised
         self.has_begun = False
         self.is_given_up = False
@@ -112,6 +141,7 @@ class GuardedBackend(Stack):
         self._num_late = 0
         self._failures = 0
         self._last_stats = StoreStats("unopened")
+        self._pace = _Pace()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         for number in range(_WORKERS):
             # Daemons: a call that never returns must not keep the process.
@@ -220,20 +250,20 @@ class GuardedBackend(Stack):
         store = self._store
         if self._trouble is not None or store is None:
             return None
-        start = time.monotonic()
-        call = self._start_call(store, ask)
-        is_answered = self._wait_for_call(call, seconds, operation)
+        call = self._start_call(store, ask, seconds)
+        is_answered = self._wait_for_call(call, operation)
         how = "answered" if is_answered else "given up"
-        logger.debug("%s: %s after %.1f ms", operation, how, 1e3 * (time.monotonic() - start))
+        logger.debug("%s: %s after %.1f ms", operation, how, 1e3 * (time.monotonic() - call.asked_at))
         return call.answer if is_answered else None
 
-    def _start_call(self, store: StorageBackend, ask: Callable[[StorageBackend], Any]) -> _Call:
-        call = _Call(lambda: ask(store))
+    def _start_call(self, store: StorageBackend, ask: Callable[[StorageBackend], Any], seconds: float) -> _Call:
+        call = _Call(lambda: ask(store), seconds)
         self._calls.put(call)
         return call
 
-    def _wait_for_call(self, call: _Call, seconds: float, operation: str) -> bool:
+    def _wait_for_call(self, call: _Call, operation: str) -> bool:
         """Wait for ``call``; False when it was given up, and then the breaker is open if the call had begun."""
+        seconds = call.seconds * self._pace.stretch(call.asked_at)
         if call.ended.acquire(timeout=seconds):
             return True
         with self._changed:
@@ -244,7 +274,7 @@ class GuardedBackend(Stack):
                 return False
             self._num_late += 1
             self.late_calls += 1
-            self._open_breaker(f"{operation} took more than {seconds:g} s")
+            self._open_breaker(f"{operation} took more than {seconds:.3g} s")
         return False
 
     def _run_calls(self) -> None:
@@ -261,6 +291,9 @@ class GuardedBackend(Stack):
 
     def _end_call(self, call: _Call) -> None:
         with self._changed:
+            if _says_something(call.answer):
+                now = time.monotonic()
+                self._pace.note_answer((now - call.asked_at) / call.seconds, now)
             if call.is_given_up:
                 self._num_late -= 1
                 self._changed.notify_all()
@@ -340,7 +373,13 @@ class GuardedBackend(Stack):
         """Ask the store something; None, or the trouble."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
-        call = self._start_call(self._store, lambda store: store._exists([_PROBE_KEY]))
-        if not self._wait_for_call(call, seconds, "a probe"):
+        call = self._start_call(self._store, lambda store: store._exists([_PROBE_KEY]), seconds)
+        if not self._wait_for_call(call, "a probe"):
             return f"a probe took more than {seconds:g} s"
         return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"
+
+
+def _says_something(answer: Any) -> bool:
+    """Whether it comes from a store that answers, be it late; one that was cut off says ``FAILED``."""
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    return first is not None and first is not Status.FAILED

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.wrappers.checked import REASONS
 from kvstore_backend.wrappers.guarded import GuardedBackend
 from kvstore_backend.wrappers.wrapper import StackWrapper
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
@@ -17,6 +18,8 @@ from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 __all__ = ["MeteredBackend", "StateCollector"]
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# Of a call's answers the first of these says its outcome.
+_DECIDING = (Status.FAILED, Status.OK)
 _OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
 
 
@@ -33,11 +36,14 @@ class MeteredBackend(StackWrapper):
         calls = Counter("kvstore_calls", "Batch calls to the pool", ["operation"], registry=registry)
         blocks = Counter("kvstore_blocks", "Blocks, by answer", ["operation", "status"], registry=registry)
         nbytes = Counter("kvstore_bytes", "Payload bytes stored or read", ["operation"], registry=registry)
-        seconds = Histogram(
-            "kvstore_call_seconds", "Time a batch call took", ["operation"], buckets=_SECONDS, registry=registry
+        self._seconds = Histogram(
+            "kvstore_call_seconds",
+            "Time a batch call took, by outcome: failed (a block failed), ok (a block was there, or put), absent",
+            ["operation", "outcome"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._calls = {operation: calls.labels(operation) for operation in _OPERATIONS}
-        self._seconds = {operation: seconds.labels(operation) for operation in _OPERATIONS}
         self._bytes = {operation: nbytes.labels(operation) for operation in ("put", "get")}
         self._blocks = {
             operation: [(status, blocks.labels(operation, status.value)) for status in Status]
@@ -73,7 +79,9 @@ class MeteredBackend(StackWrapper):
     def _count_call(self, operation: str, call: Callable[[], list[Status]]) -> list[Status]:
         start = time.perf_counter()
         statuses = call()
-        self._seconds[operation].observe(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        outcome = next((status for status in _DECIDING if status in statuses), Status.ABSENT)
+        self._seconds.labels(operation, outcome.value).observe(seconds)
         self._calls[operation].inc()
         left = len(statuses)
         for status, counter in self._blocks[operation]:
@@ -106,7 +114,9 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("kvstore_breaker_open", "1 while the pool is not used", float(not guarded.is_ready))
         yield CounterMetricFamily("kvstore_breaker_opened", "Times use of the pool stopped", guarded.times_opened)
         yield CounterMetricFamily("kvstore_late_calls", "Calls that outlived their deadline", guarded.late_calls)
-        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", self._rejected)
+        # Each reason from the beginning on: of a series that begins with 1, Prometheus sees no increase.
+        rejected = dict.fromkeys(REASONS, 0) | dict(self._rejected)
+        yield _count_by_reason("kvstore_rejected_blocks", "Blocks read that did not verify", rejected)
         if (queue := self._write_behind) is not None:
             yield GaugeMetricFamily("kvstore_write_queue_blocks", "Blocks on their way", queue.queued_blocks)
             yield GaugeMetricFamily("kvstore_write_queue_bytes", "Bytes on their way", queue.queued_bytes)

@@ -248,7 +248,7 @@ class SharedAdmission:
         """
         self.running = 0
         """This process's requests that were let in and are not gone yet."""
-        self.refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter(queue_full=0, queue_timeout=0)
         """This process's requests that were rejected, by the code of their error."""
         self.waiting_by_priority: Counter[int] = Counter()
         """This process's requests in the line."""

@@ -7,7 +7,8 @@ next turn. So the first of a priority is let in after at most ``MAX_PASSED_OVER`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 __all__ = ["WaitingLine"]
 
@@ -16,7 +17,8 @@ MAX_PASSED_OVER = 8
 T = TypeVar("T")
 
 
-class Place(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Place(Generic[T]):  # no NamedTuple, which Python 3.10 has no generic ones of
     """One request's place: enough to find it again."""
 
     priority: int

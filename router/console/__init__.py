@@ -6,6 +6,6 @@ dashboard/   kvrouter dashboard: what the router, its instances and the pool do,
 drain.py     kvrouter drain: no new requests for an instance, and wait until it has none
 """
 
-from router.console.commands import main
+from router.console.commands import COMMANDS, main
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]

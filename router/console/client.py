@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,14 @@ from router.settings import FlagParser, read_authorities, read_token
 __all__ = [
     "ROLES",
     "ChatStream",
+    "RouterAway",
     "RouterClient",
     "RouterError",
     "Sample",
     "TokenWanted",
+    "UnknownInstance",
     "add_router_flags",
+    "find_own_address",
     "parse_samples",
 ]
 
@@ -37,6 +41,14 @@ _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{
 
 class RouterError(Exception):
     """The router does not answer, or refuses: one sentence that says so."""
+
+
+class RouterAway(RouterError):
+    """The router does not answer."""
+
+
+class UnknownInstance(RouterError):
+    """The router knows no such instance."""
 
 
 class TokenWanted(RouterError):
@@ -90,6 +102,18 @@ class RouterClient:
         listed = (await self._fetch("GET", "/registered")).json()
         return [instance for role in ROLES for instance in listed[role]]
 
+    async def read_shared_state(self) -> str:
+        """Why the router does not hear of the other routers; ``""`` if it does, or there are none."""
+        answer = await self._fetch("GET", "/health")
+        return str(answer.json().get("shared_state", "")) if answer.content else ""
+
+    async def read_drain(self, instance: str) -> dict[str, Any]:
+        """Whether an instance drains, and how many requests it runs."""
+        progress: dict[str, Any] = (
+            await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
+        ).json()
+        return progress
+
     async def list_requests(self, count: int = 50) -> list[dict[str, Any]]:
         """The last requests that have ended, the newest first, as lines of the access log have them."""
         listed: list[dict[str, Any]] = (await self._fetch("GET", f"/admin/requests?count={count}")).json()["requests"]
@@ -139,8 +163,8 @@ class RouterClient:
         finally:
             await answer.aclose()
 
-    def _explain_silence(self, exc: httpx.HTTPError) -> RouterError:
-        return RouterError(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
+    def _explain_silence(self, exc: httpx.HTTPError) -> RouterAway:
+        return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
@@ -150,7 +174,9 @@ class RouterClient:
         if answer.status_code in (401, 403):
             raise TokenWanted(f"the router at {self.url} wants its admin token for {path}: give it with --token-file")
         if answer.status_code != 200:
-            raise RouterError(f"the router at {self.url} refused {path}: {_read_message(answer)}")
+            is_unknown = answer.status_code == 404 and _read_error(answer).get("code") == "unknown_instance"
+            error = UnknownInstance if is_unknown else RouterError
+            raise error(f"the router at {self.url} refused {path}: {_read_message(answer)}")
         return answer
 
 
@@ -215,8 +241,30 @@ def _parse_url(text: str) -> str:
     return text.rstrip("/") if "://" in text else f"http://{text.rstrip('/')}"
 
 
-def _read_message(answer: httpx.Response) -> str:
+def find_own_address(router: str) -> str:
+    """This machine's address as the router at this URL sees it.
+
+    Raises:
+        RouterAway: there is no way to the router.
+    """
+    target = httpx.URL(router)
     try:
-        return str(answer.json()["error"]["message"])
+        family, kind, _, _, address = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
+            own: str = probe.getsockname()[0]
+    except OSError as exc:
+        raise RouterAway(f"there is no way to the router {router}: {exc.strerror or exc}") from None
+    return f"[{own}]" if ":" in own else own
+
+
+def _read_error(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _read_message(answer: httpx.Response) -> str:
+    return str(_read_error(answer).get("message") or f"status {answer.status_code}")

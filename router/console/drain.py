@@ -1,38 +1,261 @@
-"""kvrouter drain: let an instance take no new requests and, with --wait, wait until it has none."""
+"""kvrouter drain: let instances take no new requests and, with --wait, wait until they have none.
+
+kvrouter drain 10.0.0.5:52400 10.0.0.6:52400 --wait 600 --until-restart --router 10.0.0.8:9000
+kvrouter drain --self-port 52400 --wait 600 --router kvrouter:9000        # in the pod of the instance itself
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-from router.console.client import RouterClient, RouterError, add_router_flags
+from rich.console import Console
+
+from router.console.client import (
+    RouterAway,
+    RouterClient,
+    RouterError,
+    UnknownInstance,
+    add_router_flags,
+    find_own_address,
+)
 from router.settings import FlagParser, SettingsError
 
 __all__ = ["main"]
 
+POLL_SECONDS = 0.5
+# A request may just have been placed by another process, which tells of it some milliseconds later; or be on its way to
+# an instance that was chosen for it before the order came.
+EMPTY_SECONDS = 1.0
+# While one waits, the router that is asked may be restarted, too.
+AWAY_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+class NotEmptied(RouterError):
+    """An instance did not become empty: one sentence that says so."""
+
 
 def main(argv: Sequence[str]) -> int:
-    """Give the order; the exit status: 0, 1 if the router does not carry it out, 2 for a bad command line."""
-    parser = FlagParser(prog="kvrouter drain", description="Let an instance take no new requests.")
-    parser.add_argument("instance", metavar="HOST:PORT", help="as /registered lists it")
-    add_router_flags(parser)
+    """Give the orders; the exit status: 0, 1 if the router does not carry one out, or an instance does not become
+    empty in time, 2 for a bad command line."""
     try:
-        flags = parser.parse_args(argv)
+        flags = _parse_flags(argv)
         router = RouterClient.from_flags(flags)
-        asyncio.run(_drain(router, flags.instance))
+        return asyncio.run(_carry_out(router, flags))
     except SettingsError as exc:
         print(f"kvrouter drain: {exc}", file=sys.stderr)
         return 2
     except RouterError as exc:
         print(f"kvrouter drain: {exc}", file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:
+        print("kvrouter drain: given up; the instances go on draining", file=sys.stderr)
+        return 130
 
 
-async def _drain(router: RouterClient, instance: str) -> None:
+def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """
+    Raises:
+        SettingsError: the command line cannot be used.
+    """
+    parser = FlagParser(prog="kvrouter drain", description="Let instances take no new requests.")
+    parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="as /registered lists it")
+    parser.add_argument(
+        "--self-port",
+        type=_parse_port,
+        metavar="PORT",
+        help="drain the instance at this port of this machine, whose address the router sees: for a hook that "
+        "Kubernetes runs before it ends the instance (preStop); implies --until-restart",
+    )
+    parser.add_argument(
+        "--wait",
+        nargs="?",
+        const=math.inf,
+        type=_parse_seconds,
+        metavar="SECONDS",
+        help="wait until the instance has no running request, for so long at most (default: as long as it takes)",
+    )
+    parser.add_argument(
+        "--until-restart",
+        action="store_true",
+        help="the next process at the same address takes requests again (default: the order holds until --undrain)",
+    )
+    parser.add_argument("--undrain", action="store_true", help="take the order back")
+    add_router_flags(parser)
+    flags: argparse.Namespace = parser.parse_args(argv)
+    if not flags.instances and flags.self_port is None:
+        raise SettingsError("name an instance as HOST:PORT, or this machine's with --self-port PORT")
+    for name in ("wait", "until_restart"):
+        if flags.undrain and getattr(flags, name):
+            raise SettingsError(
+                f"--undrain takes an order back, and --{name.replace('_', '-')} gives one; leave out one"
+            )
+    return flags
+
+
+async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
+    instances = list(dict.fromkeys(flags.instances))
+    if flags.self_port is not None:
+        instances.append(f"{find_own_address(router.url)}:{flags.self_port}")
     try:
-        outcome = await router.give_order("drain", instance)
-        print(f"{instance} is {outcome['state']}, with {outcome['running_requests']} requests running")
+        with _Progress() as progress:
+            work = (_drain_one(router, instance, flags, progress) for instance in instances)
+            outcomes = await asyncio.gather(*work, return_exceptions=True)
     finally:
         await router.close()
+    failures = [each for each in outcomes if isinstance(each, BaseException)]
+    for failure in failures:
+        if not isinstance(failure, RouterError):
+            raise failure
+    for sentence in dict.fromkeys(map(str, failures)):  # the router that is away is so for all of them
+        print(f"kvrouter drain: {sentence}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+async def _drain_one(router: RouterClient, instance: str, flags: argparse.Namespace, progress: _Progress) -> None:
+    is_own = flags.self_port is not None
+    members: dict[str, Any] = {"undrain": True} if flags.undrain else {}
+    if flags.until_restart or (is_own and not flags.undrain):
+        members["until_restart"] = True
+
+    async def give_order() -> dict[str, Any]:
+        return await router.give_order("drain", instance, **members)
+
+    may_wait = flags.wait is not None
+    progress.tell_state(instance, await _ask(give_order, AWAY_SECONDS if may_wait else 0.0))
+    if flags.undrain:
+        return
+    if trouble := await _ask(router.read_shared_state, AWAY_SECONDS if may_wait else 0.0):
+        progress.warn(f"the router does not hear of the other routers, which may send requests on: {trouble}")
+    if may_wait:
+        await _wait_until_empty(router, instance, flags.wait, progress, give_order if is_own else None)
+
+
+async def _wait_until_empty(
+    router: RouterClient,
+    instance: str,
+    limit: float,
+    progress: _Progress,
+    give_again: Callable[[], Awaitable[dict[str, Any]]] | None,
+) -> None:
+    """
+    Args:
+        give_again: gives the order again, where a router that was started anew may have forgotten it.
+
+    Raises:
+        NotEmptied: it takes too long, or the instance is not what it was any more.
+        RouterError: the router does not tell.
+    """
+    began = time.monotonic()
+    empty_since: float | None = None
+    known_at = began
+    while True:
+        try:
+            outcome = await _ask(lambda: router.read_drain(instance), AWAY_SECONDS)
+            if not outcome["draining"] and give_again is not None:
+                outcome = {**await _ask(give_again, AWAY_SECONDS), "draining": True}
+            known_at = time.monotonic()
+        except UnknownInstance:
+            if give_again is None or time.monotonic() - known_at > AWAY_SECONDS:
+                raise NotEmptied(f"{instance} is gone: the router knows it no more") from None
+            await asyncio.sleep(POLL_SECONDS)
+            continue
+        if not outcome["draining"]:
+            raise NotEmptied(f"{instance} takes requests again: it was started anew, or the order was taken back")
+        running, now = outcome["running_requests"], time.monotonic()
+        progress.tell_state(instance, outcome)
+        empty_since = None if running else empty_since or now
+        if empty_since is not None and now - empty_since >= EMPTY_SECONDS:
+            progress.tell(instance, f"{instance} is empty after {now - began:.0f} s")
+            return
+        if now - began > limit:
+            raise NotEmptied(f"{instance} still has {_count(running)} after {limit:g} s")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _ask(question: Callable[[], Awaitable[T]], patience: float) -> T:
+    """Ask the router, and again while it does not answer.
+
+    Raises:
+        RouterError: it refuses, or has not answered for so many seconds.
+    """
+    give_up_at = time.monotonic() + patience
+    while True:
+        try:
+            return await question()
+        except RouterAway:
+            if time.monotonic() >= give_up_at:
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+
+
+class _Progress:
+    """Lines for a log, one on each change; on a terminal one line an instance, which changes."""
+
+    def __init__(self) -> None:
+        console = Console(highlight=False)
+        self._console = console
+        self._told: dict[str, str] = {}
+        self._warnings: set[str] = set()
+        self._status = console.status("") if console.is_terminal else None
+
+    def __enter__(self) -> _Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+            for sentence in self._told.values():
+                self._print(sentence)
+
+    def tell_state(self, instance: str, outcome: dict[str, Any]) -> None:
+        """Tell how it stands with an instance."""
+        self.tell(instance, f"{instance} is {outcome['state']}, with {_count(outcome['running_requests'])}")
+
+    def tell(self, instance: str, sentence: str) -> None:
+        """Tell something of an instance, once."""
+        if self._told.get(instance) == sentence:
+            return
+        self._told[instance] = sentence
+        if self._status is not None:
+            self._status.update("\n  ".join(self._told.values()))
+        else:
+            self._print(sentence)
+
+    def warn(self, sentence: str) -> None:
+        """Tell what is wrong, once."""
+        if sentence not in self._warnings:
+            self._warnings.add(sentence)
+            print(f"kvrouter drain: warning: {sentence}", file=sys.stderr, flush=True)
+
+    def _print(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, soft_wrap=True)
+
+
+def _count(requests: int) -> str:
+    return "1 request running" if requests == 1 else f"{requests} requests running"
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; instances stand before --wait")
+    return seconds
+
+
+def _parse_port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
+    return int(text)

@@ -1,6 +1,7 @@
 """The operator's orders about instances: drain, pause, resume, weigh, and empty their prefix caches.
 
 They hold until the operator takes them back: neither a heartbeat nor a router's restart with a snapshot undoes them.
+A drain may be ordered to end with the instance's process, as a roll-out wants it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from router.fleet.instance import Instance
 from router.fleet.registry import Registry
 from router.http import ApiError, BadBody, ConnectionPool, Refused, UpstreamError, parse_object
 
-__all__ = ["ORDERS", "clear_prefix_caches"]
+__all__ = ["ORDERS", "clear_prefix_caches", "tell_progress"]
 
 _log = logging.getLogger("router.fleet.admin")
 
@@ -26,16 +27,26 @@ CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Let an instance take no new requests, or, with ``undrain``, take them again.
 
+    With ``until_restart``, its address takes requests again when another process has it.
+
     Raises:
         Refused: the body makes no sense.
     """
     key, members = _parse_order(body)
-    undrain = members.get("undrain", False)
-    if not isinstance(undrain, bool):
-        raise _refuse_body(f"undrain is {undrain!r}; it must be true or false", "undrain")
+    undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
     instance = _find_instance(registry, key)
-    instance.set_draining(not undrain)
+    instance.set_draining(not undrain, until_restart=until_restart)
     return _describe_outcome(instance)
+
+
+def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
+    """Whether an instance drains, and how many requests it still runs, for all routers and workers.
+
+    Raises:
+        Refused: there is no such instance.
+    """
+    instance = _find_instance(registry, key)
+    return {**_describe_outcome(instance), "draining": instance.draining}
 
 
 def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
@@ -124,6 +135,13 @@ def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
     if not isinstance(key, str):
         raise _refuse_body(f"instance is {key!r}; it must be 'host:port'", "instance")
     return key, members
+
+
+def _parse_flag(members: dict[str, Any], name: str) -> bool:
+    value = members.get(name, False)
+    if not isinstance(value, bool):
+        raise _refuse_body(f"{name} is {value!r}; it must be true or false", name)
+    return value
 
 
 def _find_instance(registry: Registry, key: str) -> Instance:

@@ -12,6 +12,10 @@ Only healthy instances that are neither paused (by their own account, or the ope
 operator's order) are chosen; those whose circuit breaker is open, only if no other can be. One that comes back from
 being unhealthy is taken for restarted: its cache is taken for empty, and it gets its share little by little.
 
+A drain holds until it is taken back, or, if it was ordered so, until another process has the instance's address. That
+is certain where a registration says that a process other than before sends it (``Registration.identity``), and where
+connections were refused, as by a process that has ended, and then the address answers again.
+
 All times are seconds of one monotonic clock, ``time.monotonic`` where nobody injects another.
 """
 
@@ -68,12 +72,16 @@ class Instance:
         """Where it listens; its host and port stay, but not whether it speaks TLS."""
         self.registration = registration
         self.role: Role = registration.role
+        self.head_line = _make_head_line(registration)
+        """The header by which a client is told that this instance has served its request."""
         self.load: InstanceLoad = registry.make_load(registration.key)
         self.breaker = Breaker()
         self.healthy = proven
         self.trouble = "" if proven else "it has not answered a probe yet"
         self.draining = self.paused = False
         """Whether the operator lets it take nothing new: for good, or for the time being."""
+        self.drains_until_restart = False
+        """Whether draining ends when another process has its address."""
         self.models: frozenset[str] | None = registration.models or None
         """The names of the models that it serves; none of them if it does not tell, None if it was not asked yet."""
         self.models_asked_at = -math.inf
@@ -85,6 +93,7 @@ class Instance:
         self._proven = proven
         self._warm_at = now
         self._failed_probes = self._passed_probes = 0
+        self._has_refused = False  # since it was last drained: its process may have ended
 
     def __repr__(self) -> str:
         load = f"requests={self.load.requests} tokens={self.load.tokens}"
@@ -144,7 +153,7 @@ class Instance:
             proven: it is healthy, or has answered a probe.
         """
         known, self.registration, self.role = self.registration, registration, registration.role
-        self.address = registration.address
+        self.address, self.head_line = registration.address, _make_head_line(registration)
         self.has_heartbeat = True
         self.last_registered = now
         if proven and not self.healthy:  # or else it was not probed, and failed probes before this stay counted
@@ -152,12 +161,20 @@ class Instance:
         if registration.models:
             self.set_models(registration.models, self.models_asked_at)
         if registration.identity != known.identity:
-            self._registry.announce_lost_cache(self)
+            self._on_restart()
+        elif proven:
+            self._note_answer()
         if registration != known:
             self._registry.bump_generation()
 
-    def set_draining(self, draining: bool) -> None:
-        """Take no new requests, or take them again; the requests it runs are not touched."""
+    def set_draining(self, draining: bool, *, until_restart: bool = False) -> None:
+        """Take no new requests, or take them again; the requests it runs are not touched.
+
+        Args:
+            until_restart: draining ends by itself when another process has its address.
+        """
+        self.drains_until_restart = draining and until_restart
+        self._has_refused = False
         if self.draining != draining:
             _log.info("%s instance %s %s", self.role.value, self.key, "drains" if draining else "takes requests again")
             self.draining = draining
@@ -225,6 +242,7 @@ class Instance:
     def record_passed_probe(self, now: float, threshold: int) -> None:
         """Note a good probe; ``threshold`` of them in a row make it healthy, the first one if it never was."""
         self._failed_probes = 0
+        self._note_answer()
         self._passed_probes += 1
         if self._passed_probes >= threshold or not self._proven:
             self.mark_healthy(now)
@@ -235,9 +253,27 @@ class Instance:
         Args:
             may_finish: it only accepts nothing new, as a process does that is ending: the requests it runs go on.
         """
+        self._has_refused |= may_finish
         self._passed_probes = 0
         self._failed_probes += 1
         if self._failed_probes >= threshold:
             self.mark_unhealthy(trouble)
             if not may_finish:
                 self._registry.announce_failure(self)
+
+    def _note_answer(self) -> None:
+        """It has answered a probe."""
+        if self._has_refused:
+            self._has_refused = False
+            if self.drains_until_restart:
+                self._on_restart()
+
+    def _on_restart(self) -> None:
+        """Another process has its address."""
+        if self.drains_until_restart:
+            self.set_draining(False)
+        self._registry.announce_lost_cache(self)
+
+
+def _make_head_line(registration: Registration) -> bytes:
+    return f"x-router-{registration.role.value}: {registration.key}\r\n".encode()

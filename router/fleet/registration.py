@@ -82,6 +82,8 @@ class Registration:
     """Of an instance of vLLM's."""
     models: frozenset[str]
     """The names of the models that it serves, where it should not be asked for them."""
+    start_id: str
+    """Names its process: another one at the same address has another. ``""`` where it does not tell."""
     fields: Mapping[str, Any]
 
     @property
@@ -95,7 +97,7 @@ class Registration:
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),
-            *(self.engine, self.bootstrap_port, self.kv_connector),
+            *(self.engine, self.bootstrap_port, self.kv_connector, self.start_id),
         )
 
     @classmethod
@@ -127,6 +129,7 @@ class Registration:
             bootstrap_port=int(_parse_optional_port(fields, "bootstrap_port") or _BOOTSTRAP_PORT),
             kv_connector=_parse_name(fields, "kv_connector", KvConnector.NIXL),
             models=frozenset(_parse_strings(fields, "models")),
+            start_id=str(fields.get("start_id") or ""),
             fields=dict(fields),
         )
 

@@ -103,15 +103,19 @@ class Registry:
         """Remove and return the instances that are gone: see ``Instance.is_silent``."""
         gone = [instance for instance in self._instances.values() if instance.is_silent(now, expiry)]
         for instance in gone:
-            del self._instances[instance.key]
-            self.bump_generation()
-            self.announce_lost_cache(instance)
-            if len(self.gone_models) < MAX_GONE_MODELS:
-                self.gone_models.update(instance.models or ())
+            self.remove(instance)
             _log.warning("%s instance %s is gone: not heard of for %g s", instance.role.value, instance.key, expiry)
-        for instance in self._instances.values():
-            self.gone_models.difference_update(instance.models or ())
         return gone
+
+    def remove(self, instance: Instance) -> None:
+        """Forget ``instance``, which gets no more requests; those it runs go on."""
+        del self._instances[instance.key]
+        self.bump_generation()
+        self.announce_lost_cache(instance)
+        if len(self.gone_models) < MAX_GONE_MODELS:
+            self.gone_models.update(instance.models or ())
+        for each in self._instances.values():
+            self.gone_models.difference_update(each.models or ())
 
     def on_models_change(self, instance: Instance) -> None:
         """An instance serves other models than before."""

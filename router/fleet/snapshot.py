@@ -121,7 +121,9 @@ class Snapshot:
             known = self._registry.add_known_instance(
                 registration, now, permanent=False, has_heartbeat=entry["has_heartbeat"]
             )
-        known.set_draining(entry["draining"])
+        elif not known.permanent:
+            return  # other routers have told of it, and of orders that may be later
+        known.set_draining(entry["draining"], until_restart=entry["until_restart"])
         known.set_pause(entry["paused"])
         known.set_share(entry["weight"])
         known.set_models(entry["models"], -math.inf)
@@ -146,6 +148,7 @@ class Snapshot:
                     "has_heartbeat": instance.has_heartbeat,
                     "permanent": instance.permanent,
                     "draining": instance.draining,
+                    "until_restart": instance.drains_until_restart,
                     "paused": instance.paused,
                     "weight": instance.share,
                     "models": None if instance.models is None else sorted(instance.models),
@@ -224,4 +227,5 @@ def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it is damaged: a weight is {weight}")
     models = entry.get("models")
     served = None if models is None else frozenset(map(str, models))
-    return {**flags, "paused": bool(entry.get("paused", False)), "weight": weight, "models": served}
+    later_flags = {name: bool(entry.get(name, False)) for name in ("paused", "until_restart")}
+    return {**flags, **later_flags, "weight": weight, "models": served}

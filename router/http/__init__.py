@@ -30,7 +30,7 @@ from router.http.body import (
 )
 from router.http.cors import Cors
 from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
-from router.http.exchange import Exchange
+from router.http.exchange import Exchange, ExchangeRecord
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.http.message import (
     HOP_BY_HOP,
@@ -63,6 +63,7 @@ __all__ = [
     "ConnectionPool",
     "Cors",
     "Exchange",
+    "ExchangeRecord",
     "Headers",
     "InferenceBody",
     "LargeBody",

@@ -31,7 +31,9 @@ _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _COMMA = 0x2C
 # The model in a body of JSON, or of a form, and where in a large one it is looked for.
-_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")|name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n')
+_FIELD = rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")|' + _FIELD)
+_MODEL_OF_FORM = re.compile(b"()" + _FIELD)  # whose file may hold anything
 _MODEL_BYTES = 16_384
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
@@ -136,7 +138,8 @@ def rename_model(data: bytes, model: str) -> bytes:
 
 def _search_model(data: bytes) -> re.Match[bytes] | None:
     """Where a large body, or a form, names its model: near its beginning, or near its end."""
-    return _MODEL.search(data, 0, _MODEL_BYTES) or _MODEL.search(data, max(0, len(data) - _MODEL_BYTES))
+    model = _MODEL_OF_FORM if data.startswith(b"--") else _MODEL
+    return model.search(data, 0, _MODEL_BYTES) or model.search(data, max(0, len(data) - _MODEL_BYTES))
 
 
 def whole_number(value: Any) -> int | None:

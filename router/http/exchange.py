@@ -18,13 +18,32 @@ if TYPE_CHECKING:
     from router.http.connection import Connection
     from router.http.pool import ConnectionPool
 
-__all__ = ["HIGH_WATER", "Exchange"]
+__all__ = ["HIGH_WATER", "Exchange", "ExchangeRecord"]
 
 # A body not yet taken by the client is held up to here; then the instance's socket is no longer read.
 HIGH_WATER = 256 * 1024
 # Of a response that is consumed, so much is kept of its beginning and of its end: enough for an error and for usage
 # figures, which may come after the ids of a long prompt.
 KEPT_BYTES = 64 * 1024
+
+
+class ExchangeRecord:
+    """The part of an exchange that outlives it: records of requests keep it, by the thousand.
+
+    ``Exchange.__init__`` sets all of it: a constructor here would be one more call for each leg of each request.
+    """
+
+    __slots__ = ("ended_at", "first_byte_at", "is_complete", "sent_at", "status")
+
+    sent_at: float
+    """When the request was sent: this and the others on ``time.perf_counter``, and 0 until then."""
+    first_byte_at: float
+    """When the first byte of the body came."""
+    ended_at: float
+    """When the response was complete, or the exchange failed."""
+    status: int
+    is_complete: bool
+    """Whether the whole response arrived."""
 
 
 class Exchange:
@@ -40,7 +59,9 @@ class Exchange:
         "_chunks",
         "_connecting",
         "_connection",
+        "_is_begun",
         "_may_be_stale",
+        "_on_begin",
         "_on_end",
         "_pool",
         "_request",
@@ -53,7 +74,7 @@ class Exchange:
         "fresh",
         "headers",
         "last_heard",
-        "sent",
+        "record",
         "status",
     )
 
@@ -67,17 +88,21 @@ class Exchange:
         """Whether it has a connection of its own."""
         self.status = 0
         self.headers: Headers = []
-        self.sent = False
         self.complete = False
         """Whether the whole response has arrived (it may not all have been taken yet)."""
         self.error: Exception | None = None
         """Why it ended early, if it did."""
         self.last_heard = 0.0
         """When the last piece of the body came, on ``time.monotonic``."""
+        self.record = record = ExchangeRecord()
+        record.sent_at = record.first_byte_at = record.ended_at = 0.0
+        record.status, record.is_complete = 0, False
         self._pool = pool
         self._request = request
         self._connection: Connection | None = None
         self._connecting: asyncio.Future[Any] | None = None
+        self._is_begun = False
+        self._on_begin: Callable[[], None] | None = None
         self._on_end: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
@@ -111,13 +136,24 @@ class Exchange:
         self._on_end = on_end
         self._send()
 
+    def begin(self, on_begin: Callable[[], None]) -> None:
+        """Send the request now, and call ``on_begin`` once: when the response has begun, or the exchange has failed.
+
+        A response that comes whole with its head is complete then. For any other, ``head`` and ``chunk`` go on.
+        """
+        self._is_begun, self._on_begin = True, on_begin
+        self._send()
+        if self.error is not None:
+            self._wake()
+
     async def head(self) -> int:
-        """Send the request, wait for the response's head, and return its status.
+        """Send the request, unless ``begin`` has; wait for the response's head, and return its status.
 
         Raises:
             UpstreamError: it failed; or the exception that ``fail`` was called with.
         """
-        self._send()
+        if not self._is_begun:
+            self._send()
         while not self.status and self.error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -155,6 +191,11 @@ class Exchange:
             self._connection.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
+    def take_whole(self) -> bytes:
+        """The rest of the body, once the response is complete."""
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
+
     async def read(self, enough: int) -> bytes:
         """The rest of the body, or as much as has come once there are ``enough`` bytes.
 
@@ -173,8 +214,10 @@ class Exchange:
         if self.complete or self.error is not None:
             return
         self.error = error
-        if self._connecting is not None:
-            self._connecting.cancel()
+        self.record.ended_at = time.perf_counter()
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()  # if it has not begun it will not, and could not say by itself that it has ended
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -188,6 +231,7 @@ class Exchange:
     def on_head(self, status: int, headers: Headers) -> None:
         """Called by the connection, before ``on_data``: the response has begun."""
         self.status, self.headers = status, headers
+        self.record.status = status
 
     def on_data(self, data: bytes, is_whole: bool) -> bool:
         """Called by the connection after each read of its socket, with all that this brought of the body.
@@ -202,6 +246,8 @@ class Exchange:
         self._may_be_stale = False
         if data:
             self.last_heard = time.monotonic()
+            if not self.record.first_byte_at:
+                self.record.first_byte_at = time.perf_counter()
             if not is_whole and self._sink is not None and not self._chunks and self._sink(data):
                 return False
             self._chunks.append(data)
@@ -211,7 +257,8 @@ class Exchange:
                 self._chunks = [body[:KEPT_BYTES], body[-KEPT_BYTES:]]
                 self._buffered = 2 * KEPT_BYTES
         if is_whole:
-            self.complete = True
+            self.complete = self.record.is_complete = True
+            self.record.ended_at = time.perf_counter()
             self._connection = None
             if self._on_end is not None:
                 self._wake()
@@ -219,6 +266,8 @@ class Exchange:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        elif self._on_begin is not None and self.status:
+            self._wake()
         return self._buffered > HIGH_WATER
 
     def on_lost(self, error: UpstreamError) -> None:
@@ -228,6 +277,7 @@ class Exchange:
             error = StaleConnection(f"{self.address} closed an idle connection as the request was sent on it")
         if not self.complete and self.error is None:
             self.error = error
+            self.record.ended_at = time.perf_counter()
         self._wake()
 
     def _send(self) -> None:
@@ -237,7 +287,7 @@ class Exchange:
         connection = None if self.fresh else self._pool.take_idle(self.address)
         if connection is not None:
             self._may_be_stale = True
-            self._connection, self.sent = connection, True
+            self._connection, self.record.sent_at = connection, time.perf_counter()
             request, self._request = self._request, ()  # it may be large, and the response may take long
             connection.send_request(self, request)
         else:
@@ -258,7 +308,7 @@ class Exchange:
         if not connection.is_open:
             self.on_lost(ConnectionLost(f"{self.address} closed the connection"))
             return
-        self._connection, self.sent = connection, True
+        self._connection, self.record.sent_at = connection, time.perf_counter()
         request, self._request = self._request, ()
         connection.send_request(self, request)
 
@@ -273,6 +323,9 @@ class Exchange:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._on_begin is not None:
+            on_begin, self._on_begin = self._on_begin, None
+            on_begin()
         if self._on_end is not None and (self.complete or self.error is not None):
             on_end, self._on_end = self._on_end, None
             on_end()

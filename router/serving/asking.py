@@ -13,6 +13,7 @@ from router.serving.dialects import LegAsk, NotAsPair, Pair, Pairs, ask_alone
 from router.serving.parsed_request import ParsedRequest
 from router.serving.response import RequestEnded
 from router.serving.selection import Selection
+from router.telemetry import RequestTrace, make_span_id
 
 __all__ = ["Asking", "LegMaker", "ask_instances"]
 
@@ -58,7 +59,7 @@ def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
 class LegMaker:
     """Makes the legs of one attempt."""
 
-    __slots__ = ("_asking", "_fresh", "_members", "_parsed", "_upstream")
+    __slots__ = ("_asking", "_fresh", "_members", "_parsed", "_trace", "_upstream")
 
     def __init__(
         self,
@@ -67,17 +68,20 @@ class LegMaker:
         asking: Asking,
         members: Mapping[str, bytes],
         fresh: Container[str],
+        trace: RequestTrace | None,
     ) -> None:
         """
         Args:
             members: those that each leg's body gets, in any dialect.
             fresh: keys of instances to which a new connection is made.
+            trace: where the request is traced: each leg's head says which span it is.
         """
         self._upstream = upstream
         self._parsed = parsed
         self._asking = asking
         self._members = members
         self._fresh = fresh
+        self._trace = trace
 
     def make_legs(self) -> tuple[Leg, Leg | None]:
         """The answering leg, and prefill's in a pair; nothing is sent yet.
@@ -102,16 +106,20 @@ class LegMaker:
         assert asking.pair is not None
         data = self._encode_body(asking.answering, _join(asking.pair.ask_after(answer), self._members))
         address, is_fresh = leg.instance.address, leg.instance.key in self._fresh
-        leg.exchange = self._upstream.prepare_exchange(address, self._add_to_head(asking.answering), data, is_fresh)
+        head = self._add_to_head(asking.answering.head, leg.span_id)
+        leg.exchange = self._upstream.prepare_exchange(address, head, data, is_fresh)
 
     def _make_leg(self, instance: Instance, ask: LegAsk, data: _Data, work: float) -> Leg:
-        head = self._add_to_head(ask) if ask.head else self._parsed.head
+        span_id = 0 if self._trace is None else make_span_id()
+        head = self._add_to_head(ask.head, span_id) if ask.head or span_id else self._parsed.head
         exchange = self._upstream.prepare_exchange(instance.address, head, data, instance.key in self._fresh)
-        return Leg(instance, exchange, self._parsed.features.prompt_tokens, work)
+        return Leg(instance, exchange, self._parsed.features.prompt_tokens, work, span_id)
 
-    def _add_to_head(self, ask: LegAsk) -> PreparedHead:
+    def _add_to_head(self, lines: bytes, span_id: int) -> PreparedHead:
         head = self._parsed.head
-        return head._replace(start=head.start + ask.head)
+        if self._trace is not None:
+            lines += self._trace.make_head_line(span_id)
+        return head._replace(start=head.start + lines)
 
     def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
         """Of the members that each leg gets, those that do not undo the changes for prefill alone."""

@@ -1,4 +1,4 @@
-"""The data plane: every request under /v1, from the client's bytes to the response's.
+"""The data plane: every request under /v1, and a few beside, from the client's bytes to the response's.
 
 One request's way: who asks is checked and let in; the body, read once, is parsed once; instances are selected; an
 attempt is sent; its first bytes decide whether it stands or another attempt is made; then bytes are relayed as they
@@ -21,6 +21,10 @@ __all__ = ["Proxy"]
 
 # These concern all instances at once, and are the control plane's.
 _NOT_TAKEN = frozenset({"/v1/models", "/v1/abort_requests"})
+# Outside /v1, engines serve these to clients: vLLM's and SGLang's names.
+_TAKEN_ELSEWHERE = frozenset(
+    {"/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/pooling", "/classify"}
+)
 
 
 class Proxy:
@@ -28,6 +32,8 @@ class Proxy:
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
+        self.is_leaving = False
+        """Whether clients are to close their connections, as this process is to end soon."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
         self._silence = services.settings.health_check_interval_secs
@@ -45,7 +51,9 @@ class Proxy:
 
     def takes(self, path: str) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
-        return path.startswith("/v1/") and path not in _NOT_TAKEN and not path.startswith("/v1/models/")
+        if not path.startswith("/v1/"):
+            return path in _TAKEN_ELSEWHERE
+        return path not in _NOT_TAKEN and not path.startswith("/v1/models/")
 
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
@@ -55,14 +63,9 @@ class Proxy:
             return refused
         return None
 
-    async def serve(self, request: ClientRequest) -> None:
+    def serve(self, request: ClientRequest) -> None:
         """Answer one request."""
-        serving = ServingRequest(request, self._services)
-        self._live.add(serving)
-        try:
-            await serving.serve()
-        finally:
-            self._live.discard(serving)
+        ServingRequest(request, self._services, self._live).start()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""

@@ -60,7 +60,7 @@ class RequestEnded(Exception):
 class ClientResponse:
     """The response to one client. Its public attributes are for reading.
 
-    The router's own headers, which say who served the request, are an argument wherever a head may be sent.
+    The router's own header lines, which say who served the request, are an argument wherever a head may be sent.
     """
 
     __slots__ = (
@@ -73,6 +73,7 @@ class ClientResponse:
         "error_code",
         "first_byte_at",
         "is_event_stream",
+        "is_resumed",
         "merger",
         "status",
     )
@@ -87,6 +88,8 @@ class ClientResponse:
         self.bytes_sent = 0
         self.chunks = 0
         """Pieces in which its body came from the instance."""
+        self.is_resumed = False
+        """Whether the last attempt went on behind what others had generated."""
         self.merger: StreamMerger | ResponseMerger | None = None
         """Makes one response of segments; there from ``expect_segments`` on."""
         self._request = request
@@ -125,7 +128,7 @@ class ClientResponse:
             raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
         return is_whole
 
-    def relay_whole(self, attempt: Attempt, body: bytes, own_headers: Headers) -> bool:
+    def relay_whole(self, attempt: Attempt, body: bytes, own_head: bytes) -> bool:
         """Send the whole response of an attempt; False if the instance preempted the request, so that it goes on."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
@@ -135,12 +138,13 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        body = self._correct_usage(attempt, body)
-        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
+        if _CACHE_MARK in body:
+            body = self._correct_usage(attempt, body)
+        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_head)
         attempt.finish()
         return True
 
-    async def relay_pieces(self, attempt: Attempt, first: bytes, own_headers: Headers) -> bool:
+    async def relay_pieces(self, attempt: Attempt, first: bytes, own_head: bytes) -> bool:
         """Send an attempt's bytes to the client as they come; a slow client slows the instance down.
 
         Of an event stream, only whole events are sent, so that it can always be ended with an error event.
@@ -148,7 +152,7 @@ class ClientResponse:
         Args:
             attempt: it has begun.
             first: its first bytes.
-            own_headers: the router's own.
+            own_head: the router's own header lines.
 
         Returns:
             False if the instance preempted the request half-way, and another segment is to follow.
@@ -164,7 +168,7 @@ class ClientResponse:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
             self.status = exchange.status
-            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
+            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), own_head)
         pass_on = partial(self._pass_on, attempt)
         data, held = first, b""
         while True:
@@ -192,28 +196,41 @@ class ClientResponse:
         attempt.finish()
         return True
 
-    def finish_from_segments(self, own_headers: Headers) -> None:
+    def end_segment(self, attempt: Attempt) -> None:
+        """An attempt was put down: if another is to go on behind it, note how much of the prompt was cached."""
+        merger = self.merger
+        if merger is None or not merger.is_going_on or self.is_resumed:
+            return
+        self.is_resumed = True
+        if self._cached_figures is None:
+            self._cached_figures = read_cached_figures(attempt.prefill_answer)
+        if self._cached_figures:
+            merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
+
+    def finish_from_segments(self, own_head: bytes) -> None:
         """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
         assert self.merger is not None
         end = self.merger.make_end()
+        if self._cached_figures:
+            end = set_figures(end, self._cached_figures)
         self._before_last, self._last = self._last, end
         if self._request.response_started:
             self._request.finish_response(end)
         else:
-            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_headers)
+            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_head)
 
-    def send(self, status: int, headers: Headers, body: bytes, own_headers: Headers) -> None:
+    def send(self, status: int, headers: Headers, body: bytes, own_head: bytes) -> None:
         """Send a whole response."""
         self.status, self.first_byte_at = status, time.perf_counter()
         self.bytes_sent = len(body)
-        self._request.send_response(status, headers + own_headers, body)
+        self._request.send_response(status, headers, body, own_head)
 
-    def send_comment(self, own_headers: Headers) -> None:
+    def send_comment(self, own_head: bytes) -> None:
         """Tell the client of an event stream that its answer is still to come; nothing of it has been sent."""
         request = self._request
         if not request.response_started:
             self.status, self.is_event_stream = 200, True
-            request.start_response(200, _UNHELD + own_headers)
+            request.start_response(200, _UNHELD, own_head)
         if request.is_ready:
             request.write_piece(_COMMENT)
 
@@ -231,15 +248,19 @@ class ClientResponse:
             event = ApiError(status, message, self.error_code).error_event()
         self._request.finish_response(event)
 
-    def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
-        """Answer a request that was not let in."""
+    def send_rejection(self, refused: Refused, echo: Headers) -> None:
+        """Answer a request that was not let in.
+
+        Args:
+            echo: the id that the client gave it.
+        """
         if self._request.response_started:
-            self.end_with(refused.error, own_headers)
+            self.end_with(refused.error, b"")
             return
         self.error_code = refused.error.code
-        self.send(refused.error.status, _JSON + refused.headers, refused.error.body(), own_headers)
+        self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(), b"")
 
-    def end_with(self, error: ApiError | None, own_headers: Headers) -> None:
+    def end_with(self, error: ApiError | None, own_head: bytes) -> None:
         """End it, however much of it the client has got; without ``error`` because nobody is there to read one."""
         request = self._request
         self.error_code = error.code if error else "client_left"
@@ -249,7 +270,7 @@ class ClientResponse:
             self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
-            self.send(error.status, _JSON, error.body(), own_headers)
+            self.send(error.status, _JSON, error.body(), own_head)
         elif self.is_event_stream:
             request.finish_response(error.sse() if self.first_byte_at else error.error_event())
         else:
@@ -257,7 +278,12 @@ class ClientResponse:
 
     def read_usage(self) -> Usage:
         """The engine's figures of tokens, in the end of its response."""
-        return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
+        return read_usage(self._before_last + self._last) or _NO_USAGE
+
+    def read_cached_tokens(self) -> int | None:
+        """Of a pair's answer in several segments, the prompt's tokens that its first prefill instance had cached."""
+        figures = self._cached_figures if self.is_resumed else None
+        return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
 
     def count_used_tokens(self, prompt_tokens: int) -> int:
         """How many tokens the request has used, prompt and answer; none where it failed before its answer began.
@@ -290,9 +316,12 @@ class ClientResponse:
         if not self._request.is_ready or (self.is_event_stream and not data.endswith(_EVENT_ENDS)):
             return False
         if isinstance(merger, StreamMerger):
-            if merger.must_parse(data):
-                return False
-            sent = merger.feed(data)
+            usual = merger.feed_usual(data)
+            if usual is None:
+                if merger.must_parse(data):
+                    return False
+                usual = merger.feed(data)
+            sent = usual
         self._note_piece(sent)
         if self.is_event_stream and _CACHE_MARK in sent:
             sent = self._correct_usage(attempt, sent)

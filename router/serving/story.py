@@ -10,9 +10,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from router.fleet import Role
-from router.http import Headers, encode_request_id, read_usage
-from router.telemetry import AttemptRecord, RequestRecord
+from router.http import read_usage
+from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 
 if TYPE_CHECKING:
     from router.fleet import Instance
@@ -24,20 +23,19 @@ if TYPE_CHECKING:
     from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection
+    from router.telemetry import Tracer
 
 __all__ = ["Story"]
 
 _log = logging.getLogger("router.serving.story")
-
-_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
 class Story:
     """Of one request, from its arrival on."""
 
     __slots__ = (
-        *("_records", "_services", "_started_unix"),
-        *("client", "pair", "request_id", "selection", "sent_id", "started", "trace_id"),
+        *("_last", "_records", "_services", "_started_unix"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -45,21 +43,32 @@ class Story:
         """When the request arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
+        self.queued_seconds = 0.0
+        """How long it waited in line."""
         self.request_id = ""
         self.sent_id = ""
         """The id that the client sent in a header."""
         self.trace_id = ""
+        self.trace: RequestTrace | None = None
+        """Where the request is traced."""
         self.selection: Selection | None = None
         self.pair: Pair | None = None
         """The instances of the last attempt, and how they were asked as a pair."""
         self._services = services
         self._started_unix = time.time()
         self._records: list[AttemptRecord] = []
+        self._last: Attempt | None = None  # that is among the records
 
     @property
     def num_ended(self) -> int:
         """How many attempts have ended."""
         return len(self._records)
+
+    def join_trace(self, tracer: Tracer, request: ClientRequest) -> None:
+        """Trace the request, unless its client says no."""
+        self.trace = tracer.begin_trace(request)
+        if self.trace is not None:
+            self.trace_id = self.trace.trace_id
 
     def log_choice(self, prompt_tokens: int) -> None:
         """Say which instances were chosen for the attempt that begins, and why."""
@@ -69,26 +78,36 @@ class Story:
     def end_attempt(self, attempt: Attempt | None, how: str) -> None:
         """Keep the reasons of the attempt that has just ended, and how it ended."""
         decisions = self.selection.decisions if self.selection else ()
-        self._records.append(AttemptRecord(decisions, how))
+        ended_at = time.perf_counter()
+        if attempt is None or attempt is self._last:  # this one failed before an instance was asked
+            began_at = self._records[-1].ended_at if self._records else self.started
+            legs: tuple[LegRecord, ...] = ()
+        else:
+            self._last, began_at = attempt, attempt.sent_at
+            leg, prefill = attempt.answering, attempt.prefill
+            legs = ((leg.instance.key, leg.instance.role, leg.exchange.record, leg.span_id),)
+            if prefill is not None:
+                first = (prefill.instance.key, prefill.instance.role, prefill.exchange.record, prefill.span_id)
+                legs = (first, *legs)
+        self._records.append(AttemptRecord(decisions, how, began_at, ended_at, legs))
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
-    def own_headers(self) -> Headers:
-        """Who served the request, and why; the whole story is at /admin/explain."""
-        headers = []
+    def own_head(self) -> bytes:
+        """The header lines that say who served the request, and why; the whole story is at /admin/explain."""
+        lines = b""
         if self.request_id:
             # A client's own id may hold any printable character.
-            headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
-            headers.append(encode_request_id(self.sent_id or self.request_id))
+            own_id = self.request_id.encode("ascii", "backslashreplace")
+            client_id = (self.sent_id or self.request_id).encode()
+            lines = b"x-router-request-id: %s\r\nx-request-id: %s\r\n" % (own_id, client_id)
         selection = self.selection
         if selection is not None:
             decision = selection.decisions[0]
-            for instance in (selection.prefill, selection.answering):
-                if instance is not None:
-                    headers.append((_INSTANCE_HEADERS[instance.role], instance.key.encode()))
-            reason = f"{decision.reasons.get('policy', '')}; cached={decision.cached_tokens}"
-            headers.append((b"x-router-decision", reason.encode()))
-        return headers
+            prefill = selection.prefill.head_line if selection.prefill is not None else b""
+            reason = f"x-router-decision: {decision.reasons.get('policy', '')}; cached={decision.cached_tokens}\r\n"
+            lines += prefill + selection.answering.head_line + reason.encode()
+        return lines
 
     def write_record(
         self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None
@@ -104,6 +123,7 @@ class Story:
             request.path,
             self._started_unix,
             request_id=self.request_id,
+            started=self.started,
             client=self.client or "",
             trace_id=self.trace_id,
             status=response.status,
@@ -111,10 +131,14 @@ class Story:
             streamed=response.is_event_stream,
             first_byte_ms=(response.first_byte_at - self.started) * 1e3 if response.first_byte_at else 0.0,
             total_ms=(time.perf_counter() - self.started) * 1e3,
+            queued_ms=self.queued_seconds * 1e3,
             bytes_sent=response.bytes_sent,
             chunks=response.chunks,
             attempts=self._records,
         )
+        if self.trace is not None:
+            record.trace = self.trace
+            self.trace.model = parsed.features.model if parsed is not None else ""
         selection = self.selection
         if selection is not None and attempt is not None and parsed is not None and parsed.body is not None:
             self._note_outcome(record, response, parsed, selection, attempt)
@@ -146,6 +170,12 @@ class Story:
                 if why:
                     self._report_computed_twice(selection.prefill, selection.answering, why)
         record.cached_tokens, record.own_cached_tokens = usage.cached_tokens, usage.own_cached_tokens
+        if response.is_resumed:  # the client is told of its own prompt, the policy not: this instance had another one
+            if selection.prefill is not None:
+                record.cached_tokens, record.decode_cached_tokens = response.read_cached_tokens(), None
+                record.own_cached_tokens = None
+            else:
+                usage = usage._replace(cached_tokens=None, own_cached_tokens=None)
         record.predicted_cached_tokens = selection.decisions[0].cached_tokens
         if not record.error and record.status < 400:
             ttft = attempt.prefilled_at - attempt.sent_at if attempt.prefilled_at else None

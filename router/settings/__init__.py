@@ -6,6 +6,7 @@ flags.py             FlagParser: a command line
 yaml_file.py         read_yaml: an operator's YAML file
 secret_file.py       read_token, read_keys: files with the admin token and with API keys; a key's limit and priority
 tls_files.py         load_certificate, read_authorities: files with certificates and keys
+tracing.py           find_trace_receiver: where OpenTelemetry's variables say that spans go
 served_certificate.py  ServedCertificate: the certificate of the port, loaded again when its files change
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
@@ -17,6 +18,7 @@ from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read
 from router.settings.served_certificate import ServedCertificate
 from router.settings.sources import load_settings
 from router.settings.tls_files import load_certificate, read_authorities
+from router.settings.tracing import find_trace_receiver
 from router.settings.yaml_file import YamlFileError, read_yaml
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "SettingsError",
     "YamlFileError",
     "did_you_mean",
+    "find_trace_receiver",
     "load_certificate",
     "load_settings",
     "parse_priority",

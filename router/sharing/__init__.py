@@ -7,6 +7,7 @@ shared_state.py  SharedState: several routers, over Redis
 supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
 hand_over.py    a client's connection, from the process that accepted it to the one that serves it
 fleet_sync.py   FleetSync: one fleet for all processes
+kept_figures.py  KeptFigures: counts that outlive their worker
 gate.py         Gate: limits that count over all workers
 load_sync.py    LoadSync: one count of each instance's requests
 prefix_sync.py  PrefixSync: one knowledge of prefixes
@@ -17,9 +18,10 @@ from router.sharing.hand_over import receive_connections
 from router.sharing.link import NO_LINK, Link, WorkerLink
 from router.sharing.load_sync import LoadSync
 from router.sharing.prefix_sync import PrefixSync
-from router.sharing.supervisor import Supervisor, WorkerTask, start_nursery
+from router.sharing.supervisor import LEAVING, Supervisor, WorkerTask, start_nursery
 
 __all__ = [
+    "LEAVING",
     "NO_LINK",
     "FleetSync",
     "Link",

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.fleet import HealthMonitor, Instance, Registration, RegistrationError, Registry
 from router.sharing.link import Link
@@ -21,11 +21,26 @@ RENEWAL_SECONDS = 10.0
 STALE_SECONDS = 600.0
 
 
+class _Orders(NamedTuple):
+    """The operator's orders about one instance."""
+
+    draining: bool
+    until_restart: bool
+    paused: bool
+    share: float
+
+
+_NO_ORDERS = _Orders(draining=False, until_restart=False, paused=False, share=1.0)
+
+
 class FleetSync:
     """Tells the other processes of instances, and listens to them.
 
     Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
     that finds an instance dead lets the others look at once.
+
+    Of orders the latest counts, in whatever record it comes: a drain that ended because one process saw the instance
+    restart is not begun again by a heartbeat that another one has just told of.
     """
 
     def __init__(
@@ -44,17 +59,23 @@ class FleetSync:
         self._health = health
         self._clock = clock
         self._written_at: dict[str, float] = {}  # of the latest record of each key
+        self._orders: dict[str, tuple[_Orders, float]] = {}  # the latest of each key, and when they were given
         link.subscribe_to_records(self._on_record)
         link.subscribe_to_departures(self._distrust_heartbeats)
         link.subscribe_to_topic("suspect", self._on_suspect)
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
         registry.subscribe_to_troubles(self._on_trouble)
+        registry.subscribe_to_lost_caches(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
         """Tell the others of an instance that has registered or got an order, and wait until they know."""
         self._link.keep_record(instance.key, self._make_record(instance, is_news=True))
         await self._link.ask_others("heard")
+
+    def announce_removal(self, instance: Instance) -> None:
+        """Tell the others of an instance that was removed, and did not just go silent."""
+        self._link.keep_record(instance.key, {**self._make_record(instance, is_news=True), "is_removed": True})
 
     def announce_lost_cache(self, key: str) -> None:
         """Tell the others that an instance's own cache is empty."""
@@ -70,6 +91,11 @@ class FleetSync:
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
         written_at = self._clock()
+        known_orders, ordered_at = self._orders.get(instance.key, (_NO_ORDERS, 0.0))
+        orders = _orders_of(instance)
+        if orders != known_orders:
+            ordered_at = max(written_at, ordered_at + 1e-6)
+            self._orders[instance.key] = orders, ordered_at
         if is_news:  # later than all that was heard, though another machine's clock may be ahead
             written_at = max(written_at, self._written_at.get(instance.key, 0.0) + 1e-6)
             self._written_at[instance.key] = written_at
@@ -78,9 +104,8 @@ class FleetSync:
             "healthy": instance.healthy,
             "permanent": instance.permanent,
             "has_heartbeat": instance.has_heartbeat,
-            "draining": instance.draining,
-            "paused": instance.paused,
-            "share": instance.share,
+            **orders._asdict(),
+            "ordered_at": ordered_at,
             "models": None if instance.models is None else sorted(instance.models),
             "models_age": time.monotonic() - instance.models_asked_at,
             "is_news": is_news,
@@ -90,8 +115,13 @@ class FleetSync:
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""
         known = self._registry.get(key)
+        if record.get("is_removed"):
+            if known is not None and not known.has_heartbeat and not self._is_outdated(key, record):
+                self._registry.remove(known)
+            return
         if known is not None:
             self._take_models(known, record)
+            self._take_orders(known, record)
         is_old = self._clock() - record["written_at"] > STALE_SECONDS
         if is_old or (known is not None and not record["is_news"]) or self._is_outdated(key, record):
             return
@@ -111,11 +141,10 @@ class FleetSync:
                 has_heartbeat=record["has_heartbeat"],
             )
             self._take_models(known, record)
+            self._orders.pop(key, None)
+            self._take_orders(known, record)
         elif record["has_heartbeat"]:
             known.renew_registration(registration, now, proven=False)
-        known.set_draining(record["draining"])
-        known.set_pause(record["paused"])
-        known.set_share(record["share"])
         if not known.healthy:
             self._health.probe_soon(known)
 
@@ -125,6 +154,24 @@ class FleetSync:
         asked_at = time.monotonic() - record_age - record.get("models_age", math.inf)
         if record.get("models") is not None and asked_at > instance.models_asked_at:
             instance.set_models(frozenset(record["models"]), asked_at)
+
+    def _take_orders(self, instance: Instance, record: dict[str, Any]) -> None:
+        """Carry out the operator's orders as another process knows them, if they are later than those known here."""
+        # Routers of earlier versions do not say when: their news are the latest.
+        ordered_at = record.get("ordered_at", record["written_at"] if record["is_news"] else 0.0)
+        if ordered_at > self._orders.get(instance.key, (_NO_ORDERS, 0.0))[1]:
+            instance.set_draining(record["draining"], until_restart=record.get("until_restart", False))
+            instance.set_pause(record["paused"])
+            instance.set_share(record["share"])
+            self._orders[instance.key] = _orders_of(instance), ordered_at
+
+    def _tell_changed_orders(self, key: str) -> None:
+        """An instance has restarted, which may have ended its drain, or is gone."""
+        instance = self._registry.get(key)
+        if instance is None:
+            self._orders.pop(key, None)
+        elif self._orders.get(key, (_NO_ORDERS, 0.0))[0] != _orders_of(instance):
+            self._link.keep_record(key, self._make_record(instance, is_news=True))
 
     def _is_outdated(self, key: str, record: dict[str, Any]) -> bool:
         """Whether a later record of this key was heard, or told, before."""
@@ -151,3 +198,7 @@ class FleetSync:
     def _on_lost_cache(self, _: str, key: str) -> None:
         if (instance := self._registry.get(key)) is not None:
             self._registry.announce_lost_cache(instance)
+
+
+def _orders_of(instance: Instance) -> _Orders:
+    return _Orders(instance.draining, instance.drains_until_restart, instance.paused, instance.share)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.sharing.gate import Gate
+from router.sharing.kept_figures import KeptFigures
 from router.sharing.link import ANSWER_SECONDS
 from router.sharing.wire import Wire
 
@@ -40,6 +41,7 @@ class Hub:
         self.records: dict[str, dict[str, Any]] = {}
         """Of each key the record that was written last."""
         self._trouble = ""
+        self._figures = KeptFigures()
         self._questions: dict[tuple[str, int], _Question] = {}
 
     def __repr__(self) -> str:
@@ -57,6 +59,7 @@ class Hub:
         if self._workers.pop(name, None) is None:
             return
         self.announce_departure(name)
+        self._figures.remove_worker(name)
         if self.gate is not None:
             self.gate.remove_worker(name)
         if self.uplink is not None:
@@ -64,6 +67,10 @@ class Hub:
         for key, question in list(self._questions.items()):
             if name in question.waiting_for:
                 self._note_answer(key, name, [])
+
+    def announce_leave(self) -> None:
+        """Tell all workers that the router is to end soon, and that load balancers should leave it."""
+        self._send_to_workers("leave")
 
     def stop_workers(self, grace: float) -> None:
         """Tell all workers to end within ``grace`` seconds."""
@@ -102,6 +109,12 @@ class Hub:
                 self.gate.leave_line(sender, number)
             case "leave", [client, tokens] if self.gate is not None:
                 self.gate.release_request(sender, client, tokens)
+            case "ask", [number, "figures", figures, _]:
+                self._figures.note_figures(sender, figures)
+                workers = [name for name in self._workers if name != sender]
+                self._put_question(
+                    (sender, number), "figures", None, workers, [], partial(self._send_figures, sender, number)
+                )
             case "ask", [number, topic, content, everywhere]:
                 workers = [name for name in self._workers if name != sender]
                 routers = self.uplink.list_routers() if everywhere and self.uplink is not None else []
@@ -201,6 +214,12 @@ class Hub:
             return
         question.timer.cancel()
         question.deliver(question.answers)
+
+    def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
+        """Tell a worker the figures of all others; of those that have not answered in time, the last ones."""
+        for name, figures in answers:
+            self._figures.note_figures(name, figures)
+        self._send_to_worker(asker, "answers", number, self._figures.list_others(asker))
 
     def _send_to_worker(self, name: str, *message: Any) -> None:
         if name in self._workers:

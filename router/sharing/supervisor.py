@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.access import Admission
     from router.settings import RouterSettings
 
-__all__ = ["Supervisor", "WorkerTask", "start_nursery"]
+__all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_nursery"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
@@ -47,6 +47,9 @@ MAX_ACCEPTED_AT_ONCE = 64
 ACCEPT_PAUSE_SECONDS = 0.5
 
 
+LEAVING = "stopping: /ready says 503; requests are taken for %g s more, so that load balancers find out first"
+
+
 class WorkerTask(NamedTuple):
     """All that a new worker is given."""
 
@@ -54,6 +57,8 @@ class WorkerTask(NamedTuple):
     name: str
     is_first: bool
     is_late: bool
+    num_replaced: int
+    """How many workers took the place of one that died, this one included."""
     channel: socket.socket
     """Its end of the wire to the supervisor."""
     connections: socket.socket
@@ -92,6 +97,7 @@ class Supervisor:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._prefix = secrets.token_hex(4)
         self._workers: dict[str, _Worker] = {}
+        self._waiting: socket.socket | None = None
         self._hub = Hub(self._on_count)
         if admission.is_limited:
             self._hub.gate = Gate(admission, self._hub.tell_limits)
@@ -99,6 +105,7 @@ class Supervisor:
         self._num_started = 0
         self._was_ready = asyncio.Event()
         self._is_stopping = False
+        self._stop: asyncio.TimerHandle | None = None  # once it is told to end, if it goes on for a while
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
@@ -153,13 +160,14 @@ class Supervisor:
 
     async def _start_worker(self, place: int, *, is_late: bool) -> None:
         self._num_started += 1
+        num_replaced = max(0, self._num_started - self._settings.num_workers)
         # A name is never given twice: what was said of the one that died does not count for the next.
         name = f"{self._prefix}-{place}-{self._num_started}"
         channel, their_channel = socket.socketpair()
         connections, their_connections = socket.socketpair(type=socket.SOCK_DGRAM)
         for each in (channel, connections):
             each.setblocking(False)
-        task = WorkerTask(self._settings, name, place == 0, is_late, their_channel, their_connections)
+        task = WorkerTask(self._settings, name, place == 0, is_late, num_replaced, their_channel, their_connections)
         process = self._context.Process(target=self._run_worker, args=(task,), daemon=True)
         process.start()
         their_channel.close()
@@ -170,6 +178,8 @@ class Supervisor:
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.wire)
+        if self._stop is not None:
+            self._hub.announce_leave()
 
     def _on_message(self, worker: _Worker, message: list[Any]) -> None:
         match message:
@@ -246,44 +256,62 @@ class Supervisor:
                 worker.process.kill()
 
     def _on_signal(self, sent: signal.Signals) -> None:
-        self._stop_workers(0.0 if self._is_stopping else self._graces[sent])
+        delay, grace = self._settings.shutdown_delay_secs, self._graces[sent]
+        if self._is_stopping or self._stop is not None:
+            self._stop_workers(0.0)
+        elif delay and sent is signal.SIGTERM:
+            _log.info(LEAVING, delay)
+            self._hub.announce_leave()
+            self._stop = asyncio.get_running_loop().call_later(delay, self._stop_workers, grace)
+        else:
+            self._stop_workers(grace)
 
     def _stop_workers(self, grace: float) -> None:
         """Accept nothing new; let workers end their requests within ``grace`` seconds."""
+        if self._stop is not None:
+            self._stop.cancel()
         if not self._is_stopping:
             self._is_stopping = True
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
+            if self._waiting is not None:
+                self._waiting.close()
         self._kills_at = time.monotonic() + grace + STOP_SECONDS
         self._hub.stop_workers(grace)
 
     def _accept_connections(self) -> None:
+        """Give the connections that wait to workers; while there is none, they wait in the listener's queue."""
         for _ in range(MAX_ACCEPTED_AT_ONCE):
             workers = self._list_idlest()
-            if not workers:  # the connections wait in the listener's queue
-                self._pause_accepting()
+            if not workers:
+                self._pause_accepting(FIRST_PAUSE_SECONDS)
                 return
             try:
-                connection, _ = self._listener.accept()
+                connection = self._waiting or self._listener.accept()[0]
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as exc:
                 _log.error("no connection can be accepted: %s", exc.strerror)
-                self._pause_accepting()
+                self._pause_accepting(ACCEPT_PAUSE_SECONDS)
                 return
-            with connection:
-                taker = next((each for each in workers if send_connection(each.connections, connection)), None)
-            if taker is not None:
-                taker.num_given += 1
+            taker = next((each for each in workers if send_connection(each.connections, connection)), None)
+            if taker is None:  # they have just died, or are full: it is given to who comes next
+                self._waiting = connection
+                self._pause_accepting(FIRST_PAUSE_SECONDS)
+                return
+            taker.num_given += 1
+            connection.close()
+            self._waiting = None
 
-    def _pause_accepting(self) -> None:
+    def _pause_accepting(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
-        loop.call_later(ACCEPT_PAUSE_SECONDS if self._list_idlest() else FIRST_PAUSE_SECONDS, self._resume_accepting)
+        loop.call_later(seconds, self._resume_accepting)
 
     def _resume_accepting(self) -> None:
         if not self._is_stopping:
             asyncio.get_running_loop().add_reader(self._listener, self._accept_connections)
+            self._accept_connections()
 
     def _list_idlest(self) -> list[_Worker]:
         """The workers that may get a connection, the one with the fewest first; those that are quiet, last."""

@@ -18,16 +18,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import orjson
 
 from router.settings import RouterSettings, SettingsError
 
 if TYPE_CHECKING:
+    from router.fleet import Role
+    from router.http import ExchangeRecord
     from router.policies import Decision
+    from router.telemetry.tracing import RequestTrace
 
-__all__ = ["AttemptRecord", "Audit", "RequestRecord"]
+__all__ = ["AttemptRecord", "Audit", "LegRecord", "RequestRecord"]
 
 _log = logging.getLogger("router.telemetry.audit")
 
@@ -42,12 +45,24 @@ _FILE_PIECE_BYTES = 65536
 _PATH_CHARACTERS, _ID_CHARACTERS = 300, 128
 
 
+LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
+"""One leg of an attempt: its instance and the role of that, its exchange, and the id of its span (0: it has none).
+
+Prefill's may end later than the request. (A plain tuple, as two of them are made for each request.)
+"""
+
+
 class AttemptRecord(NamedTuple):
-    """One attempt: the decisions that placed it (prefill's first, in a pair), and how it ended."""
+    """One attempt: the decisions that placed it (prefill's first, in a pair), how it ended, and its times."""
 
     decisions: Sequence[Decision]
     ended: str
     """``answered``, or its failure in one sentence."""
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    """On ``time.perf_counter``."""
+    legs: Sequence[LegRecord] = ()
+    """Prefill's first, in a pair; none where it failed before an instance was asked."""
 
 
 @dataclass(slots=True)
@@ -60,6 +75,8 @@ class RequestRecord:
     started_unix: float
     """Seconds since 1970 when its head had been read."""
     request_id: str = ""
+    started: float = 0.0
+    """The moment of ``started_unix`` on ``time.perf_counter``."""
     client: str = ""
     """The holder of the API key; ``""`` where there are no keys."""
     trace_id: str = ""
@@ -77,6 +94,8 @@ class RequestRecord:
     first_byte_ms: float = 0.0
     """From its arrival to the first byte of the answer's body from the instance; 0 if there was none."""
     total_ms: float = 0.0
+    queued_ms: float = 0.0
+    """How long it waited in line until it was let in, or refused."""
     bytes_sent: int = 0
     chunks: int = 0
     """Pieces in which the answer's body came from the instance."""
@@ -91,6 +110,8 @@ class RequestRecord:
     predicted_cached_tokens: int | None = None
     """As the policy expected; None where it does not look at prefixes."""
     attempts: list[AttemptRecord] = field(default_factory=list)
+    trace: RequestTrace | None = None
+    """Where the request is traced."""
 
 
 class Audit:
@@ -256,6 +277,7 @@ def _format_line(record: RequestRecord) -> bytes:
         "prefill": record.prefill,
         "decode": record.decode,
         "attempts": len(record.attempts),
+        "queued_ms": int(record.queued_ms * 1e2 + 0.5) / 1e2,
         "first_byte_ms": int(record.first_byte_ms * 1e2 + 0.5) / 1e2,
         "total_ms": int(record.total_ms * 1e2 + 0.5) / 1e2,
         "prompt_tokens": record.prompt_tokens,
@@ -287,7 +309,24 @@ def _build_explanation(record: RequestRecord) -> dict[str, Any]:
                     for decision in attempt.decisions
                 ],
                 "ended": attempt.ended,
+                "began_ms": _measure(record, attempt.began_at),
+                "ended_ms": _measure(record, attempt.ended_at),
+                "legs": [
+                    {
+                        "instance": instance,
+                        "role": role.value,
+                        "sent_ms": _measure(record, exchange.sent_at),
+                        "first_byte_ms": _measure(record, exchange.first_byte_at),
+                        "ended_ms": _measure(record, exchange.ended_at),
+                    }
+                    for instance, role, exchange, _ in attempt.legs
+                ],
             }
             for attempt in record.attempts
         ],
     }
+
+
+def _measure(record: RequestRecord, moment: float) -> float | None:
+    """Milliseconds from the request's arrival to a moment on ``time.perf_counter``; None where that never came."""
+    return round((moment - record.started) * 1e3, 2) if moment else None

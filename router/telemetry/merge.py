@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
 
-__all__ = ["dump_families", "merge_families"]
+__all__ = ["add_counts", "dump_families", "merge_families"]
 
 # Of these each process has a part. Any other gauge is about all of them already, or a mean of which one is enough.
-_ADDED_GAUGES = frozenset({"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority"})
+_ADDED_GAUGES = frozenset(
+    {"router_running_requests", "router_queued_requests", "router_queued_requests_by_priority", "router_workers"}
+)
+# Of these each process has a count of all, as it was when it started.
+_HIGHEST_COUNTS = frozenset({"router_worker_restarts"})
 
 _Dump = Sequence[Any]
 
@@ -23,10 +27,19 @@ def dump_families(families: Iterable[Metric]) -> list[_Dump]:
     ]
 
 
+def add_counts(known: Sequence[_Dump], figures: Sequence[_Dump]) -> list[_Dump]:
+    """The counts of processes that have ended: those ``known``, and those of one more. Its gauges ended with it."""
+    added = [family for family in merge_families((), [known, figures]) if family.type != "gauge"]
+    for family in added:
+        family.samples = [sample for sample in family.samples if "quantile" not in sample.labels]
+    return dump_families(added)
+
+
 def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> list[Metric]:
     """``own`` families with the figures of other processes.
 
-    Counts are added. Quantiles cannot be: of those the highest is taken, so that none looks better than it is.
+    Counts are added, those of a histogram's buckets, too. Quantiles cannot be: of those the highest is taken, so that
+    none looks better than it is.
     """
     merged: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
@@ -35,16 +48,16 @@ def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> 
             merged.setdefault(name, Metric(name, documentation, kind))
             known = values.setdefault(name, {})
             is_added = kind != "gauge" or name in _ADDED_GAUGES
+            is_highest = name in _HIGHEST_COUNTS
             for sample, labels, value in samples:
                 key = (sample, tuple(labels.items()))
-                known[key] = _merge_values(known[key], value, labels, is_added) if key in known else value
+                if key not in known:
+                    known[key] = value
+                elif is_highest or "quantile" in labels:
+                    known[key] = max(known[key], value)
+                elif is_added:
+                    known[key] += value
     for name, family in merged.items():
         for (sample, labels), value in values[name].items():
             family.add_sample(sample, dict(labels), value)
     return list(merged.values())
-
-
-def _merge_values(known: float, value: float, labels: Mapping[str, str], is_added: bool) -> float:
-    if "quantile" in labels:
-        return max(known, value)
-    return known + value if is_added else known

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
     from router.access import Limits
-    from router.fleet import Registry
+    from router.fleet import Discovery, Registry
     from router.telemetry.audit import Audit, RequestRecord
+    from router.telemetry.need import InstancesNeeded
 
 __all__ = ["CONTENT_TYPE", "RouterMetrics"]
 
@@ -44,8 +45,18 @@ MAX_WORKER_SERIES = 10_000
 _QUANTILES = (0.95, 0.99)
 _QUANTILE_WINDOW = 1024
 
-_FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Of whole requests, and of a single token; an instance of ours has the same (engine/metrics.py).
+_REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
+)
 _OUTPUT_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+# Counted from 0 on, as of a series that begins with 1 Prometheus sees no increase.
+_USUAL_FAILURES = ("instance_error", "no_instance", "request_timeout", "stream_stalled")
+
+# Labels whose values are instances.
+_NAMING = frozenset({"instance", "mixed_worker", "prefill_worker", "decode_worker"})
 
 _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
@@ -56,17 +67,28 @@ _DECISION_WINDOW = 500
 class RouterMetrics:
     """Everything the router counts; the figures of other objects are read from them when Prometheus asks."""
 
-    def __init__(self, registry: Registry, admission: Limits, audit: Audit) -> None:
+    def __init__(self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0) -> None:
+        """
+        Args:
+            num_replaced: how many of the router's processes had died and been replaced when this one started.
+        """
         self._registry = registry
         self._admission = admission
         self._audit = audit
+        self._num_replaced = num_replaced
         self._is_shared_state_up: Callable[[], bool] | None = None
+        self._discovery: Discovery | None = None
+        self._need: InstancesNeeded | None = None
         self._responses: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
         self._max_series = MAX_WORKER_SERIES
-        self._first_token = _Histogram(_FIRST_TOKEN_SECONDS)
+        roles_failed = (f"{role.value}_failed" for role in registry.roles)
+        self._failed: dict[str, int] = dict.fromkeys((*roles_failed, *_USUAL_FAILURES), 0)
+        self._first_token = _Histogram(_REQUEST_SECONDS)
         self._output_token = _Histogram(_OUTPUT_TOKEN_SECONDS)
+        self._queue_time = _Histogram(_REQUEST_SECONDS)
+        self._request_time = _Histogram(_REQUEST_SECONDS)
         self._retries: dict[str, int] = {}
         self._aborts: dict[str, int] = {}
         self._preemptions: dict[str, int] = {}
@@ -87,7 +109,7 @@ class RouterMetrics:
         self._count_workers(completions)
         self._count_tokens(completions)
         self._count_predictions(completions)
-        self._time_tokens(completions)
+        self._time_completions(completions)
 
     def count_retry(self, instance: str) -> None:
         """Count one attempt that failed because of ``instance``."""
@@ -128,6 +150,9 @@ class RouterMetrics:
             durations.count += 1
             durations.sum += seconds
             durations.last.append(seconds)
+            if record.status >= 500 or (record.error and record.status < 400):
+                code = record.error or "instance_error"
+                self._failed[code] = self._failed.get(code, 0) + 1
 
     def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
         """Count by the instances of the last attempt; ``""`` for a role it did not use."""
@@ -157,8 +182,12 @@ class RouterMetrics:
                     self._actual += cached
                     self._missed_by += abs(predicted - cached)
 
-    def _time_tokens(self, completions: Sequence[RequestRecord]) -> None:
+    def _time_completions(self, completions: Sequence[RequestRecord]) -> None:
         for record in completions:
+            if record.queued_ms or record.attempts:
+                self._queue_time.observe_seconds(record.queued_ms / 1e3)
+            if record.status == 200 and not record.error:
+                self._request_time.observe_seconds(record.total_ms / 1e3)
             if record.streamed and record.first_byte_ms:
                 self._first_token.observe_seconds(record.first_byte_ms / 1e3)
                 # Where the engine does not say how many tokens it made, each piece it sent stands for one.
@@ -171,20 +200,34 @@ class RouterMetrics:
         self._audit.flush_records()
         return dump_families(self.collect())
 
-    def render_text(self, others: Sequence[Sequence[Any]] = ()) -> bytes:
+    def render_text(self, *dumps: Sequence[Any]) -> bytes:
         """All figures in Prometheus's text format.
 
         Args:
-            others: the figures of the router's other processes.
+            dumps: the figures of this process and the router's others, those that have ended included; without any,
+                this one's.
         """
-        self._audit.flush_records()
+        families = merge_families((), dumps or [self.dump()])
+        known = {"", *(instance.key for instance in self._registry)}
+        for family in families:  # of instances that are gone, processes that have ended too
+            family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
+        if self._need is not None:
+            families.append(_build_need(self._need, families))
         collector = CollectorRegistry()
-        collector.register(_Families(merge_families(self.collect(), others)))
+        collector.register(_Families(families))
         return generate_latest(collector)
 
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
         """Show, from now on, whether the other routers are heard of, which ``is_up`` tells."""
         self._is_shared_state_up = is_up
+
+    def watch_need(self, need: InstancesNeeded) -> None:
+        """Show, from now on, how many instances are needed."""
+        self._need = need
+
+    def watch_discovery(self, discovery: Discovery) -> None:
+        """Show, from now on, which pods were found."""
+        self._discovery = discovery
 
     def collect(self) -> Iterator[Metric]:
         """The figures of this process."""
@@ -198,10 +241,20 @@ class RouterMetrics:
         if self._is_shared_state_up is not None:
             text = "Whether other routers are heard of over Redis (1), or this one goes on alone (0)"
             yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
+        if self._discovery is not None:
+            text = "Whether the cluster's API server tells which pods there are (1), or those known last are kept (0)"
+            yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
+            pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by their state", labels=["state"])
+            for state, count in self._discovery.count_pods().items():
+                pods.add_metric([state], count)
+            yield pods
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
             self._audit.lost_lines,
         )  # fmt: skip
+        yield GaugeMetricFamily("router_workers", "Processes of this router that serve and answer", 1.0)
+        text = "Processes of this router that died and were replaced"
+        yield CounterMetricFamily("router_worker_restarts", text, self._num_replaced)
 
     def _forget_gone_instances(self) -> None:
         """Drop the counts by instances that are gone: of pairs, if one is. Those that restart are still registered."""
@@ -236,9 +289,22 @@ class RouterMetrics:
         )
         for (mixed, prefill, decode, status), count in self._inference.items():
             inference.add_metric([mixed, prefill, decode, str(status)], count)
-        yield from (responses, durations, inference)
+        failed = CounterMetricFamily(
+            "router_failed_requests",
+            "Requests that ended with a 5xx, or whose answer broke off after it had begun, by the error's code",
+            labels=["code"],
+        )
+        for code, count in self._failed.items():
+            failed.add_metric([code], count)
+        yield from (responses, durations, inference, failed)
 
     def _collect_tokens(self) -> Iterator[Metric]:
+        yield self._queue_time.build_family(
+            "router_queue_time_seconds", "Time that completion requests waited in line; 0 of those that did not wait"
+        )
+        yield self._request_time.build_family(
+            "router_request_duration_seconds", "From a completion request's arrival to the end of its answer, if good"
+        )
         yield self._first_token.build_family(
             "router_time_to_first_token_seconds", "From a streaming request's arrival to the first byte of its answer"
         )
@@ -268,7 +334,8 @@ class RouterMetrics:
             ("router_resumptions", "Streams whose instance failed half-way, by who did, resumed", self._resumptions),
         ):
             family = CounterMetricFamily(name, text, labels=["instance"])
-            for instance, count in counts.items():
+            known = {instance.key: 0 for instance in self._registry}
+            for instance, count in (known | counts).items():
                 family.add_metric([instance], count)
             yield family
 
@@ -344,6 +411,22 @@ class RouterMetrics:
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
         yield from (states, requests, tokens, queued, running, waiting, breakers)
+
+
+def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
+    """Of the whole fleet; ``families`` are of all processes."""
+    waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
+    family = GaugeMetricFamily(
+        "router_instances_needed", "Instances that the present traffic needs, of the whole fleet", labels=["role"]
+    )
+    for role, count in need.compute(sum(waiting)).items():
+        family.add_metric([role.value], count)
+    return family
+
+
+def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:
+    """Whether all instances that these labels name are ``known``."""
+    return all(name not in _NAMING or value in known for name, value in labels.items())
 
 
 class _Families(Collector):

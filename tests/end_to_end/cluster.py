@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,18 @@ from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
+from tests.support.trace import Row, ask_row, find_logged
 from tests.support.waiting import wait_until
 
-__all__ = ["Instance", "Router", "ask", "instance", "router"]
+__all__ = ["Instance", "Router", "ask", "check_cached_tokens", "instance", "router"]
 
 QUESTION = "Tell me about the river and the old town behind the hill, and about the people who live there. " * 8
+
+# The blocks of prompts, in the order in which they come: conversations that take turns, as in Mooncake's trace.
+_TURNS = [
+    *([0, 1, 2, 3], [0, 4, 5], [0, 1, 2, 3, 6, 7], [0, 4, 5, 8], [0, 7, 9, 10, 11]),
+    *([0, 1, 2, 3, 6, 7, 12], [0, 4, 5, 8, 13, 14], [0, 7, 9, 10, 11, 15], [0, 4, 5, 8], [0, 1, 2, 16]),
+]
 
 
 class Instance:
@@ -28,6 +35,11 @@ class Instance:
         self.process = process
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def log(self) -> str:
+        """Its own log so far."""
+        return (self.process.log.parent / f"log_{self.port}" / "api_server.log").read_text()
 
     def metric(self, name: str) -> float:
         """The value of one unlabelled metric."""
@@ -60,12 +72,14 @@ class Router:
 
 
 @contextlib.contextmanager
-def router(folder: Path, *flags: str, splitwise: bool = True) -> Iterator[Router]:
+def router(
+    folder: Path, *flags: str, splitwise: bool = True, environ: Mapping[str, str] | None = None
+) -> Iterator[Router]:
     """A router for prefill and decode instances, or for mixed ones."""
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
-    with child(argv, folder / f"router-{port}.out") as process:
+    with child(argv, folder / f"router-{port}.out", environ) as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)
 
@@ -78,8 +92,13 @@ def instance(
     port: int | None = None,
     master: MooncakeMaster | None = None,
     environ: Mapping[str, str] | None = None,
+    segment: str = "256MiB",
 ) -> Iterator[Instance]:
-    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables."""
+    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables.
+
+    Args:
+        segment: the memory that it gives to the pool.
+    """
     port = port or free_port()
     argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--max-model-len", "4096", *flags]
@@ -87,7 +106,7 @@ def instance(
     if master is not None:
         argv += ["--kvcache-storage-backend", "mooncake"]
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
-        settings = master.settings(global_segment_size="256MiB")
+        settings = master.settings(global_segment_size=segment)
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
     is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
     with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
@@ -103,6 +122,17 @@ def ask(url: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, An
     body = {"messages": messages, "max_tokens": 150, "temperature": 0, **fields}
     answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=100)
     return {"status": answer.status_code, **answer.json()}
+
+
+def check_cached_tokens(url: str, computing: Sequence[Instance]) -> None:
+    """Ask for some turns of a few conversations: each client is told the cached tokens of the instances' own logs."""
+    rows = [Row(number, blocks[1], blocks) for number, blocks in enumerate(_TURNS)]
+    told = [ask_row(url, row, tokens_a_block=30) for row in rows]
+    assert sum(each.cached_tokens > 0 for each in told) >= 4, told
+    ids = {each.request_id for each in told}
+    wait_until(lambda: ids <= find_logged(each.log for each in computing).keys(), "the logs")
+    logged = find_logged(each.log for each in computing)
+    assert [each.cached_tokens for each in told] == [logged[each.request_id] for each in told], told
 
 
 def _answers(port: int) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import Any
 import openai
 import pytest
 
-from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, instance, router
+from tests.end_to_end.cluster import QUESTION, Instance, Router, ask, check_cached_tokens, instance, router
+from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.trace import find_logged
 from tests.support.waiting import wait_until
 
 PREFILL = ("--splitwise-role", "prefill")
 DECODE = ("--splitwise-role", "decode", "--enable-output-caching")
 BLOCK = 64
+TOKENS = 300
 
 
 @dataclass
@@ -103,6 +108,57 @@ def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target:
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 30
+
+
+def read_stream(url: str, path: str, body: dict[str, Any], on_line: Callable[[], None] = lambda: None) -> Any:
+    """Text, usage, request id and decode instance of a stream; ``on_line`` is called when a line has come."""
+    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    text, events = "", []
+    with plain_http.stream("POST", f"{url}{path}", json={**body, **options, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        headers = response.headers
+        for line in response.iter_lines():
+            events += [line.removeprefix("data: ")] if line else []
+            on_line()
+    *chunks, done = events
+    assert done == "[DONE]"
+    for chunk in map(json.loads, chunks):
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            text += choice.get("delta", choice).get("content", choice.get("text", "")) or ""
+    usage = json.loads(chunks[-1])["usage"]
+    return text, usage, headers.get("x-router-request-id"), headers.get("x-router-decode")
+
+
+def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, model: Path, shared: System, cold: Instance
+) -> None:
+    path, body = "/v1/chat/completions", {"messages": conversation("killed")}
+    url, towards = shared.router.url, ("--router", f"127.0.0.1:{shared.router.port}")
+    with instance(tmp_path, model, *DECODE, *towards, master=shared.master) as victim:
+        shared.router.wait_for(decode=2)
+        lines = itertools.count(1)
+
+        def on_line() -> None:
+            if next(lines) == 3:
+                victim.process.kill()
+
+        order = {"instance": f"127.0.0.1:{shared.decode.port}"}
+        for weight in (0, 1):  # at first it takes only the requests that no other instance can take
+            assert plain_http.post(f"{url}/admin/weight", json={**order, "weight": weight}).status_code == 200
+            if not weight:
+                text, usage, request_id, decode = read_stream(url, path, body, on_line)
+    attempts = plain_http.get(f"{url}/admin/explain/{request_id}").json()["attempts"]
+    assert [attempt["ended"].partition(":")[0] for attempt in attempts] == ["broke off", "answered"]
+    wait_until(lambda: request_id in find_logged([shared.prefill.log]), "prefill to have written its log")
+    right, right_usage, _, _ = read_stream(cold.url, path, body)
+    assert (text, decode) == (right, f"127.0.0.1:{victim.port}")
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] == find_logged([shared.prefill.log])[request_id]
+    assert usage.items() <= right_usage.items()
+
+
+def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
+    check_cached_tokens(shared.router.url, [shared.prefill])
 
 
 def test_conversation_survives_decode_then_master_being_killed(tmp_path: Path, model: Path, cold: Instance) -> None:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.cluster import Instance, Router, instance, router
+from tests.end_to_end.cluster import Instance, Router, check_cached_tokens, instance, router
 from tests.support import plain_http
 from tests.support.waiting import wait_until
 
@@ -49,6 +49,12 @@ def test_openai_client(served: tuple[Router, list[Instance]]) -> None:
             model=model.id, prompt="Once upon a time", max_tokens=5, temperature=0, stream=True
         ) as stream:
             assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+
+
+def test_clients_are_told_the_cached_tokens_that_the_instances_have_in_their_logs(
+    served: tuple[Router, list[Instance]],
+) -> None:
+    check_cached_tokens(served[0].url, served[1])
 
 
 def test_200_streams_at_once_all_end_well(served: tuple[Router, list[Instance]]) -> None:

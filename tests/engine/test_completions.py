@@ -126,6 +126,15 @@ async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
 
 
 @in_event_loop
+async def test_a_stream_with_token_ids_begins_with_how_much_of_its_prompt_was_cached(completions: Completions) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    first, *others, last = await events_of(completions, return_token_ids=True, **options)
+    assert first["choices"][0]["prompt_cache"] == last["usage"]["prompt_tokens_details"]
+    assert "prompt_cache" not in json.dumps(others)
+    assert "prompt_cache" not in json.dumps(await events_of(completions))
+
+
+@in_event_loop
 async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
     (choice,) = (await (await completions.begin_completion(body_of())).collect_whole())["choices"]
     assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}

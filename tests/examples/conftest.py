@@ -14,12 +14,12 @@ PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52780, 52790, 52800)
 
 @pytest.fixture(scope="session")
 def require_ports() -> Callable[[Sequence[int]], None]:
-    """Waits for ports that scripts need, as others may have them for a while; skips where that lasts."""
+    """Waits for ports that scripts need; a client's end may have one for 60 s. Skips where somebody else has one."""
 
     def require(ports: Sequence[int]) -> None:
         for port in ports:
             try:
-                wait_until(lambda port=port: is_bindable(port), f"port {port}")  # type: ignore[misc]
+                wait_until(lambda port=port: is_bindable(port), f"port {port}", 80)  # type: ignore[misc]
             except AssertionError:
                 pytest.skip(f"port {port}, which the script needs, is in use on this machine")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.router.stand_in import LoopThread, StandIn
 from tests.support.strict_sglang import StrictSglang
 from tests.support.strict_vllm import Connector, StrictVllm
-from tests.support.toy_model import PATHS, Asked, answer_text, decode
+from tests.support.toy_model import PATHS, Asked, answer_text, decode, next_tokens
 
 MakeStandIn = Callable[..., StandIn]
 
@@ -139,6 +139,33 @@ def test_what_nixl_decode_may_not_be_sent(vllm: Any) -> None:
     headers = {"X-Request-Id": "f"}
     assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, headers).status_code == 500
     assert strict.violations == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_nixl_legs_may_be_given_the_ids_of_their_prompt(vllm: Any, path: str) -> None:
+    strict, prefill, decode_ = vllm()
+    ids = {"prompt_token_ids": list(range(40))}
+    given = ask(prefill, path, {**limited(path), "kv_transfer_params": {**NIXL, **ids}}).json()["kv_transfer_params"]
+    assert "prompt_token_ids" not in given
+    body = {**ASKED[path], "stream": True, "kv_transfer_params": {**given, **ids}}
+    assert texts(path, ask(decode_, path, body).text) == decode(next_tokens(list(range(40)), 5))
+    assert (strict.violations, strict.transfers, strict.stranded) == ([], 1, 0)
+
+
+def test_both_nixl_legs_must_be_given_the_ids(vllm: Any) -> None:
+    strict, prefill, decode_ = vllm()
+    path = "/v1/chat/completions"
+    given = ask(prefill, path, {**limited(path), "kv_transfer_params": NIXL}).json()["kv_transfer_params"]
+    ask(decode_, path, {**CHAT, "kv_transfer_params": {**given, "prompt_token_ids": [1, 2]}})
+    assert "not the one that prefill computed" in "".join(strict.violations)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], ["1"], [True], 7])
+def test_what_are_no_ids_of_a_prompt(vllm: Any, ids: object) -> None:
+    strict, _, decode_ = vllm("kvstore")
+    params = {"prompt_token_ids": ids}
+    assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}).status_code == 400
+    assert "list of non-negative integers" in "".join(strict.violations)
 
 
 def test_legs_must_have_what_the_client_asked(vllm: Any) -> None:

@@ -8,6 +8,10 @@ A ``StrictVllm`` is a set of instances with one connector; what breaks a rule is
 - MooncakeConnector: both legs have the same ``transfer_id``, never used before, and may run at once; decode names
   prefill's engine id and its bootstrap server, and waits for a prefill leg that does not come.
 - ``kvstore``, our own: no parameters; decode after prefill's answer finds the blocks in the pool.
+
+Beside a connector's own parameters, or alone, ``kv_transfer_params`` may have ``prompt_token_ids``, which all APIs but
+completions take in place of what they would make of the messages (``renderers/online_renderer.py``): they are checked
+and taken out before a connector sees the rest.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class _Given:
     params: dict[str, Any]
     request_id: str
     instance: StandIn
+    prompt: list[int]
     ends_at: float
     is_taken: bool = False
     is_gone: bool = False
@@ -62,6 +67,7 @@ class StrictVllm:
         tells_prefill_cache: whether decode reports what prefill had cached, as 0.32 does, or what it was given.
         asked: what clients asked, by the member ``number`` of their bodies; both legs must have all of it.
         token_s: how long a token takes.
+        breaks: after how many events the next streams break off, one each.
         violations: rules that were broken, one sentence each.
         alone: requests that decode computed by itself, as they had no parameters.
         transfers: requests whose KV went from prefill to decode.
@@ -72,6 +78,7 @@ class StrictVllm:
     lease_s: float = 30.0
     tells_prefill_cache: bool = True
     token_s: float = 0.0
+    breaks: list[int] = field(default_factory=list)
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     alone: int = 0
@@ -81,7 +88,7 @@ class StrictVllm:
     _given: dict[str, _Given] = field(default_factory=dict)
     _engines: dict[str, tuple[StandIn, str]] = field(default_factory=dict)
     _bootstraps: dict[str, StandIn] = field(default_factory=dict)
-    _sent: dict[str, StandIn] = field(default_factory=dict)
+    _sent: dict[str, tuple[StandIn, list[int]]] = field(default_factory=dict)
     _received: Counter[str] = field(default_factory=Counter)
     _request_ids: dict[str, str] = field(default_factory=dict)
     _pool: set[int] = field(default_factory=set)
@@ -122,7 +129,7 @@ class StrictVllm:
                 await _refuse(respond, refusal)
                 return
             request_id = request.header("x-request-id") or ""
-            params = asked.body.get("kv_transfer_params") or {}
+            params = _read_params(asked) or {}
             await self._compute(asked, 1)
             cached = self._caches[instance.key].take(asked.prompts[0])
             self.prefill_cached[request_id] = cached
@@ -130,7 +137,7 @@ class StrictVllm:
             if self.connector == "nixl":
                 given = self._lease(asked, request_id, instance, cached)
             elif self.connector == "mooncake":
-                self._sent[params["transfer_id"]] = instance
+                self._sent[params["transfer_id"]] = instance, asked.prompts[0]
             else:
                 self._pool.update(*map(blocks_of, asked.prompts))
             answer_id = f"{_prefix(asked)}{request_id}"
@@ -143,7 +150,7 @@ class StrictVllm:
             if (asked := await self._read(request, respond)) is None:
                 return
             self._check_unchanged(asked, ADDED)
-            params = asked.body.get("kv_transfer_params")
+            params = _read_params(asked)
             own = self._caches[instance.key].take(asked.prompts[0])
             cached = own
             if self.connector == "kvstore":
@@ -162,9 +169,9 @@ class StrictVllm:
                 return
             else:
                 failed = await (
-                    self._fetch(params, request, respond)
+                    self._fetch(params, asked, request)
                     if self.connector == "nixl"
-                    else self._pull(params, request, respond)
+                    else self._pull(params, asked, respond)
                 )
                 if respond.peer_left.is_set():
                     respond.keep_alive = False
@@ -221,6 +228,8 @@ class StrictVllm:
             refusal = f"max_tokens must be at least 1, got {limit}."
         elif limit is not None and body.get("min_tokens", 0) > limit:
             refusal = f"min_tokens must be less than or equal to max_tokens={limit}, got {body['min_tokens']}."
+        elif not _are_ids(_find_forwarded_ids(request.target, body)):
+            refusal = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
         if refusal:
             self.violations.append(refusal)
             await _refuse(respond, refusal)
@@ -230,7 +239,7 @@ class StrictVllm:
     def _check_prefill(self, asked: Asked, request: Received) -> str:
         """Which rule the request breaks; '' if none."""
         body, request_id = asked.body, request.header("x-request-id")
-        params = body.get("kv_transfer_params")
+        params = _read_params(asked)
         broken = ""
         if asked.is_stream:
             broken = "stream is true: kv_transfer_params are told in whole answers only"
@@ -299,11 +308,11 @@ class StrictVllm:
             "remote_prefill_cached_tokens": cached,
         }
         self._given[engine_request] = _Given(
-            copy.deepcopy(params), request_id, instance, time.monotonic() + self.lease_s
+            copy.deepcopy(params), request_id, instance, asked.prompts[0], time.monotonic() + self.lease_s
         )
         return params
 
-    async def _fetch(self, params: Any, request: Received, respond: Responder) -> str:
+    async def _fetch(self, params: Any, asked: Asked, request: Received) -> str:
         """Why decode cannot have what prefill gave out; '' if it has it now; ``gone: ...`` where no rule was broken."""
         given = self._given.get(params.get("remote_request_id", "")) if isinstance(params, dict) else None
         if given is None:
@@ -312,6 +321,8 @@ class StrictVllm:
             return f"decode: kv_transfer_params were changed: {params}, given out as {given.params}"
         if given.is_taken:
             return f"decode: kv_transfer_params of {given.request_id} came twice"
+        if asked.prompts[0] != given.prompt:
+            return f"decode: the prompt of {given.request_id} is not the one that prefill computed"
         if request.header("x-request-id") != given.request_id:
             return f"decode: X-Request-Id {request.header('x-request-id')}, prefill's was {given.request_id}"
         if time.monotonic() > given.ends_at:
@@ -321,7 +332,7 @@ class StrictVllm:
         given.is_taken = True
         return ""
 
-    async def _pull(self, params: Any, request: Received, respond: Responder) -> str:
+    async def _pull(self, params: Any, asked: Asked, respond: Responder) -> str:
         """As ``_fetch``, for MooncakeConnector; waits for prefill."""
         names = {"do_remote_decode", "do_remote_prefill", "transfer_id", "remote_engine_id", "remote_bootstrap_addr"}
         if not isinstance(params, dict) or params.keys() != names:
@@ -348,7 +359,10 @@ class StrictVllm:
                 await asyncio.sleep(0.01)
         finally:
             self.waiting -= 1
-        return "" if self._sent[transfer_id] is instance else f"decode: {transfer_id} was sent to another prefill"
+        sender, prompt = self._sent[transfer_id]
+        if sender is not instance:
+            return f"decode: {transfer_id} was sent to another prefill"
+        return "" if asked.prompts[0] == prompt else f"decode: the prompt of {transfer_id} is not prefill's"
 
     async def _compute(self, asked: Asked, tokens: int) -> None:
         await asyncio.sleep(self.token_s * tokens)
@@ -365,9 +379,10 @@ class StrictVllm:
             await _answer(respond, asked.whole(answer_id, cached, choices))
             return
         await respond.start_stream("text/event-stream; charset=utf-8")
-        for event in asked.events(answer_id, cached, choices):
-            if respond.peer_left.is_set():
-                respond.keep_alive = False
+        breaks_after = self.breaks.pop(0) if self.breaks else None
+        for number, event in enumerate(asked.events(answer_id, cached, choices)):
+            if respond.peer_left.is_set() or number == breaks_after:
+                respond.cut()
                 return
             await respond.chunk(event.encode())
             await self._compute(asked, 1)
@@ -396,6 +411,27 @@ async def _refuse(respond: Responder, sentence: str) -> None:
 
 async def _answer(respond: Responder, body: bytes) -> None:
     await respond.answer(200, body, ("content-type", "application/json"))
+
+
+def _read_params(asked: Asked) -> Any:
+    """``kv_transfer_params`` as a connector sees them; None where there are none."""
+    params = asked.body.get("kv_transfer_params")
+    if asked.path == "/v1/completions" or not isinstance(params, dict) or "prompt_token_ids" not in params:
+        return params
+    return {name: value for name, value in params.items() if name != "prompt_token_ids"} or None
+
+
+def _find_forwarded_ids(path: str, body: dict[str, Any]) -> Any:
+    """The ids that stand in place of messages; None: there are none."""
+    params = body.get("kv_transfer_params")
+    return params.get("prompt_token_ids") if path != "/v1/completions" and isinstance(params, dict) else None
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether vLLM takes them, or there are none."""
+    if value is None:
+        return True
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
 
 
 def _is_several(asked: Asked) -> bool:

@@ -12,7 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BLOCK", "PATHS", "Asked", "PrefixCache", "answer_text", "blocks_of", "decode", "encode", "next_tokens"]
+__all__ = [
+    "BLOCK",
+    "LIMITS",
+    "PATHS",
+    "Asked",
+    "PrefixCache",
+    "answer_text",
+    "blocks_of",
+    "decode",
+    "encode",
+    "next_tokens",
+]
 
 BLOCK = 16
 """Tokens in a block of KV."""

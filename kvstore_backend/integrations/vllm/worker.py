@@ -5,6 +5,7 @@ Ownership of blocks: ``messages.py``.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,8 +20,11 @@ from kvstore_backend.transfers import DirectMemory, Outcome, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
 
+logger = logging.getLogger(__name__)
+
 # A step that answers a prefill waits so long for its saves; a pool that is slower has decode compute what is missing.
-_SAVE_WAIT_SECONDS = 2.0
+# A save that hangs ends sooner, at the pool's own deadlines.
+_SAVE_WAIT_SECONDS = 5.0
 
 
 @dataclass
@@ -82,6 +86,7 @@ class WorkerHalf:
             return True
         with self._lock:
             if not self._lock.wait_for(lambda: not awaited & self._saving, _SAVE_WAIT_SECONDS):
+                logger.warning("Blocks took more than %g s to the pool; decode may not find them", _SAVE_WAIT_SECONDS)
                 return False
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 

@@ -15,6 +15,7 @@ as well (engines hold a whole token back, but one event may bring several) is lo
 stream whose instance died is not resumed where one of the first two may be so (``obstacles.py``).
 
 events.py        server-sent events and their chunks: read, and stripped of ids that the client did not ask for
+shape.py         the shape of a stream's usual event, by which others of it are recognised without parsing
 obstacles.py     why a stream whose instance died would not go on exactly
 continuation.py  the request for the next instance, in the form that its engine takes
 stream.py        the merger of streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ import orjson
 from router.http import hide_escapes, show_escapes
 
 __all__ = [
+    "CACHE_TOLD",
     "DONE",
     "IDS_MARK",
     "PROMPT_IDS",
@@ -31,18 +33,23 @@ __all__ = [
 
 DONE = b"data: [DONE]\n\n"
 
+CACHE_TOLD = "prompt_cache"
+"""The member beside the prompt's ids by which our engine says how much of the prompt was cached, before its usage."""
+
 _PREEMPTED = "pd_reschedule"
 _PREEMPTION_MESSAGE = re.compile(r"pd.error|pd_reschedule|preempt", re.IGNORECASE)
 _DATA = re.compile(rb"^data: ?(.*?)\s*$", re.MULTILINE)
 
 # The members that return_token_ids adds: FastDeploy's in the delta or the choice, vLLM's (token_ids) in the choice and
-# at the top. Usage has members named prompt_tokens and completion_tokens too, but those are numbers. In valid JSON
-# a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a member.
-# Escapes must be hidden.
+# at the top, and CACHE_TOLD. Usage has members named prompt_tokens and completion_tokens too, but those are numbers. In
+# valid JSON a quote after "{", "," or space that is followed by a letter opens a string, so no text can look like a
+# member. Escapes must be hidden.
+_CACHED_NAME = re.compile(r"\w*cached?_(?:write_)?tokens")
 _MEMBER = (
     rb'"(?:(?:prompt_|completion_)?token_ids"\s*:\s*(?:\[[-\d,\s]*\]|null)'
     rb'|(?:prompt_tokens|completion_tokens|text_after_process|raw_prediction)"\s*:\s*'
-    rb'(?:"[^"]*"|null))'
+    rb'(?:"[^"]*"|null)'
+    rb'|prompt_cache"\s*:\s*\{[^{}]*\})'
 )
 # Two patterns, because each alone begins with a constant, for which the search is ten times as fast.
 _LATER_MEMBER = re.compile(rb",\s*" + _MEMBER)
@@ -57,8 +64,12 @@ def strip_token_ids(events: bytes) -> bytes:
     return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
 
 
-def merge_usage(response: dict[str, Any], resent: int, reasoning: int = 0) -> None:
-    """Count resent ids in the usage, if there is one, as completion, and not as prompt."""
+def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int], reasoning: int = 0) -> None:
+    """Count resent ids in the usage, if there is one, as completion, and not as prompt.
+
+    Args:
+        cached: the figures of how much of the client's own prompt was cached, by name; others are taken out.
+    """
     usage = response.get("usage")
     if not isinstance(usage, dict):
         return
@@ -68,8 +79,10 @@ def merge_usage(response: dict[str, Any], resent: int, reasoning: int = 0) -> No
     prompt, completion = prompt - resent, completion + resent
     usage.update(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
     prompt_details, details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    if isinstance(prompt_details, dict) and isinstance(prompt_details.get("cached_tokens"), int):
-        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], prompt)
+    if isinstance(prompt_details, dict) and resent:
+        for name in [name for name in prompt_details if _CACHED_NAME.fullmatch(name)]:
+            del prompt_details[name]
+        prompt_details.update(cached)
     if isinstance(details, dict) and isinstance(details.get("reasoning_tokens"), int):
         details["reasoning_tokens"] += reasoning
 

@@ -10,6 +10,7 @@ import orjson
 from router.http import UpstreamError
 from router.serving.resume.continuation import count_remaining, resume_by_ids
 from router.serving.resume.events import (
+    CACHE_TOLD,
     DONE,
     IDS_MARK,
     PROMPT_IDS,
@@ -28,6 +29,7 @@ from router.serving.resume.events import (
     strip_token_ids,
 )
 from router.serving.resume.obstacles import follows_grammar
+from router.serving.resume.shape import EventShape, learn_shape
 
 if TYPE_CHECKING:
     from router.http import InferenceBody
@@ -39,6 +41,10 @@ _KEPT_BYTES = 16 * 1024
 # Where an engine gives no ids, a few pieces of the stream show it, and nothing need be kept of the others.
 _KEPT_WITHOUT_IDS = 3
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+# Usual events of which only text and ids are kept, up to this number; then only their ids are.
+_KEPT_USUAL = 256
+# So often a stream's usual event is looked for anew: where reasoning ends, say.
+_SHAPES_TRIED = 32
 
 
 class StreamMerger:
@@ -54,7 +60,8 @@ class StreamMerger:
     __slots__ = (
         *("preempted", "_client_wants_ids", "_begun", "_blind", "_body", "_head", "_held", "_kept", "_kept_bytes"),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
-        *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts"),
+        *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
+        *("_shape", "_shapes_left", "_usual"),
     )
 
     def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
@@ -84,6 +91,10 @@ class StreamMerger:
         self._keeps_prompt = keeps_prompt
         self._prompt = b""  # the JSON array of its ids, if kept
         self._texts: list[str] = []  # with the prompt's ids, the text shown
+        self._shape: EventShape | None = None
+        self._shapes_left = 0 if self._client_wants_ids else _SHAPES_TRIED
+        self._usual: list[tuple[bytes | Any, ...]] = []  # text and ids of events that came after those kept
+        self._cached: Mapping[str, int] = {}  # figures of how much of the client's prompt was cached, if they are told
         self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
 
     @property
@@ -118,9 +129,32 @@ class StreamMerger:
         self._fold_events()
         return self._blind
 
+    @property
+    def is_going_on(self) -> bool:
+        """Whether the next segment goes on behind others, rather than begin again."""
+        return bool(self.shown_ids)
+
+    def note_cached(self, figures: Mapping[str, int]) -> None:
+        """How much of the client's prompt was cached where it was first computed."""
+        self._cached = figures
+
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
         """The next segment should be of this prompt, or else it is none of this stream."""
         self._expected = ids
+
+    def feed_usual(self, event: bytes) -> bytes | None:
+        """As ``feed``, of an event known to tell nothing but the next tokens; None of others."""
+        shape = self._shape
+        if shape is None or not event.startswith(shape.beginning):
+            return None
+        found = shape.rest.fullmatch(event, len(shape.beginning))
+        if found is None:
+            return None
+        self._usual.append(found.group(1, 3))
+        if len(self._usual) > _KEPT_USUAL:
+            self._fold_events()
+        start, end = found.span(2)
+        return event[:start] + event[end:]
 
     def feed(self, events: bytes) -> bytes:
         """Take whole server-sent events of the current segment; give the bytes that go to the client.
@@ -133,9 +167,21 @@ class StreamMerger:
         if self.must_parse(events):
             return self._merge_events(events)
         has_ids = IDS_MARK in events
+        if has_ids and self._shape is not None and events.count(b"\n\n") > 1:
+            return b"".join(map(self._feed_one, split_events(events)))
         if not self._blind:
             self._keep_events(events, has_ids)
         return strip_token_ids(events) if has_ids else events
+
+    def _feed_one(self, event: bytes) -> bytes:
+        """``feed`` where an event need not be looked into."""
+        usual = self.feed_usual(event)
+        if usual is not None:
+            return usual
+        has_ids = IDS_MARK in event
+        if not self._blind:
+            self._keep_events(event, has_ids)
+        return strip_token_ids(event) if has_ids else event
 
     def must_parse(self, events: bytes) -> bool:
         """Whether these events may end the segment, or need more than ids taken out of them."""
@@ -163,6 +209,7 @@ class StreamMerger:
         """From now on the events of another response are fed: to a body with the members of ``resumption``."""
         self._fold_events()
         self.preempted = False
+        self._shape, self._shapes_left = None, 0  # of later segments all events are rewritten
         self._segment += 1
         self._held.clear()
         self._withheld.clear()
@@ -183,7 +230,10 @@ class StreamMerger:
         wants_usage = isinstance(options, dict) and options.get("include_usage")
         if wants_usage and not self._has_usage and self._prompt_tokens is not None:
             prompt, completion = self._prompt_tokens, len(self._shown) + (len(self._held) if self._is_finished else 0)
-            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+            usage["total_tokens"] = prompt + completion
+            if self._cached:
+                usage["prompt_tokens_details"] = self._cached
             chunks.append({**self._head, "choices": [], "usage": usage})
         return b"".join(map(encode_event, chunks)) + DONE
 
@@ -192,7 +242,13 @@ class StreamMerger:
         if has_ids and self._prompt_tokens is None and (found := PROMPT_IDS.search(events)):
             self._note_prompt(found.group(1))
             events = PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
+        if self._usual:
+            self._fold_events()
         self._kept.append(events)
+        if has_ids and self._shapes_left:
+            self._shapes_left -= 1
+            last = events.rfind(b"\n\n", 0, -2)
+            self._shape = learn_shape(events[last + 2 :] if last >= 0 else events) or self._shape
         self._kept_bytes += len(events)
         if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
             self._fold_events()
@@ -209,6 +265,25 @@ class StreamMerger:
                 self._note_other(event)
         self._kept.clear()
         self._kept_bytes = 0
+        if self._usual and not self._blind:
+            self._fold_usual()
+        self._usual.clear()
+
+    def _fold_usual(self) -> None:
+        """Note the ids and the text of the usual events."""
+        texts, ids = zip(*self._usual, strict=True)
+        try:
+            text = orjson.loads(b'"%s"' % b"".join(texts))
+        except orjson.JSONDecodeError:
+            self._blind = True
+            return
+        shown = [*self._held, *orjson.loads(b"[%s]" % b",".join(ids))]
+        self._held.clear()
+        self._shown += shown
+        self._reasoning += len(shown) if self._shape is not None and self._shape.is_reasoning else 0
+        self._offset += len(text)
+        if self._keeps_prompt:
+            self._texts.append(text)
 
     def _note_prompt(self, ids: bytes) -> None:
         self._prompt_tokens = count_integers(ids) - self._resent
@@ -234,6 +309,8 @@ class StreamMerger:
             message = find_message(choice)
             ids, text = find_ids(choice), find_text(message)
             self._is_finished |= bool(choice.get("finish_reason"))
+            if not self._resent and isinstance(told := message.get(CACHE_TOLD), dict):
+                self._cached = told
             if message.get("tool_calls"):
                 self._blind = True
             if not text:
@@ -296,11 +373,12 @@ class StreamMerger:
     def _as_first_segment(self, chunk: dict[str, Any]) -> bytes:
         """A later segment's chunk as the first one's instance would have written it."""
         chunk.update(self._head)
-        merge_usage(chunk, self._resent, self._reasoning)
+        merge_usage(chunk, self._resent, self._cached, self._reasoning)
         for choice in find_choices(chunk):
             if self._begun:
                 for place in (chunk, choice, find_message(choice)):
                     place.pop("prompt_token_ids", None)
+                    place.pop(CACHE_TOLD, None)
             logprobs = choice.get("logprobs")
             if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
                 offsets = logprobs["text_offset"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -39,7 +40,7 @@ class ResponseMerger:
     that, if ``complete``, ``make_end`` is the response; otherwise ``resumption`` is added to the next request's body.
     """
 
-    __slots__ = ("_body", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
+    __slots__ = ("_body", "_cached", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
 
     def __init__(self, body: InferenceBody) -> None:
         self.ids_to_detokenize: list[int] | None = None
@@ -51,6 +52,7 @@ class ResponseMerger:
         self._first: dict[str, Any] | None = None
         self._resent = 0  # ids that the last preempted segment was given
         self._last: dict[str, Any] = {}
+        self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
         """Take one segment's response: the whole response for the client, or None if it was preempted."""
@@ -80,6 +82,15 @@ class ResponseMerger:
         """Whether the preempted segment had already generated as many tokens as were asked for."""
         return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
 
+    @property
+    def is_going_on(self) -> bool:
+        """Whether the next segment goes on behind others, rather than begin again."""
+        return bool(self._ids)
+
+    def note_cached(self, figures: Mapping[str, int]) -> None:
+        """How much of the client's prompt was cached where it was first computed."""
+        self._cached = figures
+
     def resumption(self) -> dict[str, Any]:
         """The members to set in the body of the next segment's request; ``{}`` to begin again."""
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
@@ -95,7 +106,7 @@ class ResponseMerger:
             for name in ("completion_token_ids", "token_ids"):
                 if place.get(name) is not None:
                     place[name] = self._ids if self._body.members.get("return_token_ids") else None
-        merge_usage(response, self._resent)
+        merge_usage(response, self._resent, self._cached)
         return self._as_first_segment(response)
 
     def _take_segment(self, response: dict[str, Any]) -> None:
@@ -175,7 +186,7 @@ class ResponseMerger:
             for name in ("completion_tokens", "raw_prediction"):
                 if isinstance(place.get(name), str):
                     place[name] = self._text + place[name]
-        merge_usage(response, len(self._ids))
+        merge_usage(response, len(self._ids), self._cached)
         return self._as_first_segment(response)
 
     def _as_first_segment(self, response: dict[str, Any]) -> bytes:

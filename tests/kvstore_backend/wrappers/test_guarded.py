@@ -154,6 +154,53 @@ class TestLateCalls:
         assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 3.5
 
 
+class TestSlowStores:
+    def test_a_store_that_answered_late_is_given_longer_the_next_time(
+        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_MARGIN", 1000.0)
+        monkeypatch.setattr(module, "_MAX_STRETCH", 1000.0)
+        guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.1))
+        assert guard.wait_ready(30)
+        store.faults = [Fault.HANGS]
+        assert guard.exists(["a"]) == [FAILED]
+        store.go_on()
+        assert guard.wait_ready(30)
+        guard._store = slow = FaultInjector(MemoryStore(1), [Fault.HANGS])
+        threading.Timer(0.5, slow.go_on).start()
+        assert guard.exists(["a"]) == [OK]
+        assert guard.late_calls == 1
+        guard.close()
+
+    def test_slow_answers_stretch_deadlines_for_a_minute(self) -> None:
+        pace = module._Pace()
+        assert pace.stretch(0) == 1
+        pace.note_answer(0.1, 0)
+        assert pace.stretch(0) == 1, "a quick one"
+        pace.note_answer(0.5, 10)
+        pace.note_answer(0.1, 20)
+        assert (pace.stretch(20), pace.stretch(69), pace.stretch(71)) == (2, 2, 1), "the slowest counts"
+        pace.note_answer(0.3, 80)
+        assert pace.stretch(80) == pytest.approx(1.2)
+
+    def test_however_slow_it_was_a_deadline_is_stretched_so_far_only(self) -> None:
+        pace = module._Pace()
+        pace.note_answer(4.0, 0)
+        assert pace.stretch(0) == module._MAX_STRETCH
+
+    def test_what_answers_after_a_hang_is_no_slow_store(self) -> None:
+        pace = module._Pace()
+        pace.note_answer(30.0, 0)
+        assert pace.stretch(0) == 1
+
+    def test_an_answer_that_says_nothing_is_no_slow_one(self, guard: GuardedBackend, store: FaultInjector) -> None:
+        store.faults = [Fault.FAILED]
+        assert guard.exists(["a"]) == [FAILED]
+        assert guard._pace._until == 0
+        guard.exists(["a"])
+        assert guard._pace._until > 0
+
+
 class TestFailures:
     def test_look_ups_that_fail_in_a_row_open_the_breaker(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED] * 3

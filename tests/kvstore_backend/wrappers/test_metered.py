@@ -39,10 +39,25 @@ def test_calls_blocks_and_bytes_are_counted_by_operation_and_answer(registry: Co
     assert value(registry, "kvstore_blocks_total", operation="exists", status="ok") == 2
     assert value(registry, "kvstore_blocks_total", operation="exists", status="absent") == 1
     assert value(registry, "kvstore_blocks_total", operation="remove", status="failed") == 1
-    assert value(registry, "kvstore_call_seconds_count", operation="get") == 1
-    seconds = value(registry, "kvstore_call_seconds_sum", operation="get")
+    assert value(registry, "kvstore_call_seconds_count", operation="get", outcome="ok") == 1
+    seconds = value(registry, "kvstore_call_seconds_sum", operation="get", outcome="ok")
     assert seconds is not None
     assert 0 < seconds < 60
+
+
+def test_the_time_of_a_call_is_told_by_its_outcome(registry: CollectorRegistry) -> None:
+    injector = FaultInjector(MemoryStore(1 << 20))
+    metered = MeteredBackend(injector, registry)
+    metered.put(["a"], [Memory(b"1").value])
+    metered.exists(["a", "b"])
+    metered.exists(["b", "c"])
+    injector.faults = [Fault.FAILED]
+    metered.exists(["a", "b"])
+    counts = {
+        outcome: value(registry, "kvstore_call_seconds_count", operation="exists", outcome=outcome)
+        for outcome in ("ok", "absent", "failed")
+    }
+    assert counts == {"ok": 1, "absent": 1, "failed": 1}
 
 
 def test_every_series_is_there_from_the_beginning(registry: CollectorRegistry) -> None:

@@ -363,7 +363,7 @@ def test_a_refusal_of_the_other_process_is_raised_and_counted_here() -> None:
     with pytest.raises(Refused, match="no more may wait") as refused:
         asyncio.run(admission.enter("c"))
     assert (refused.value.error.status, refused.value.retry_after) == (429, 4)
-    assert (admission.running, admission.waiting, admission.refused) == (0, 0, {"queue_full": 1})
+    assert (admission.running, admission.waiting, admission.refused) == (0, 0, {"queue_full": 1, "queue_timeout": 0})
 
 
 def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> None:

@@ -156,6 +156,8 @@ def test_an_instance_may_hold_a_token_that_only_registers(
     for method, path, allowed in (
         ("POST", "/register", {"admin", "instance"}),
         ("GET", "/decode_instances", {"admin", "instance"}),
+        ("POST", "/admin/drain", {"admin", "instance"}),  # it may drain itself before it ends
+        ("GET", "/admin/drain?instance=h:1", {"admin", "instance"}),
         ("GET", "/registered", {"admin"}),
         ("POST", "/admin/clear_prefix_cache", {"admin"}),
     ):
@@ -176,6 +178,7 @@ def test_without_an_admin_token_the_rest_stays_open(
 ) -> None:
     router = make_router(register_token_file=written(tmp_path / "token", "t"))
     assert router.client.get("/registered").status_code == 200
+    assert router.client.post("/admin/drain", json={"instance": "h:1"}).status_code == 404
     assert "whoever reaches 0.0.0.0 can drain its instances" in caplog.text
 
 

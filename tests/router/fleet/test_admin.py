@@ -62,6 +62,23 @@ def test_resume_takes_a_pause_and_a_drain_back(make_router: MakeRouter, stand_in
     assert router.chat().status_code == 200
 
 
+@pytest.mark.parametrize("member", ["undrain", "until_restart"])
+def test_a_drains_members_are_true_or_false(make_router: MakeRouter, stand_in: MakeStandIn, member: str) -> None:
+    instance = stand_in()
+    answer = make_router(instance).client.post("/admin/drain", json={"instance": instance.key, member: 1})
+    assert answer.json()["error"]["message"] == f"{member} is 1; it must be true or false"
+
+
+def test_a_drains_progress_is_told_without_an_order(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    for draining, state in ((False, "healthy"), (True, "draining")):
+        told = router.client.get("/admin/drain", params={"instance": instance.key}).json()
+        assert told == {"instance": instance.key, "state": state, "running_requests": 0, "draining": draining}
+        order(router, "drain", instance)
+    assert router.client.get("/admin/drain", params={"instance": "h:1"}).status_code == 404
+
+
 def test_an_instance_gets_its_part_of_the_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     none, whole = stand_in(), stand_in()
     router = make_router(none, whole, policy="round_robin")

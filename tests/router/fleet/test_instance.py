@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.fleet.breaker import FAILURES
 from router.fleet.registry import Registry
 from tests.router.fleet.registrations import registration
@@ -52,3 +54,47 @@ def test_repr_tells_an_operator_role_address_state_and_load() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     instance.load.requests, instance.load.tokens = 1, 10
     assert repr(instance) == "<Instance decode 10.0.0.1:52500 healthy requests=1 tokens=10>"
+
+
+def test_a_drain_holds_over_a_restart_unless_it_was_ordered_otherwise() -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(start_id="a"), now=0.0)
+    instance.set_draining(True)
+    registry.register(registration(start_id="b"), now=1.0)
+    assert instance.state == "draining"
+    instance.set_draining(True, until_restart=True)
+    registry.register(registration(start_id="b"), now=2.0)
+    assert instance.state == "draining"
+    registry.register(registration(start_id="c"), now=3.0)
+    assert (instance.state, instance.drains_until_restart) == ("healthy", False)
+
+
+def test_a_process_with_another_start_id_has_an_empty_cache() -> None:
+    registry, lost = Registry(splitwise=True), []
+    registry.subscribe_to_lost_caches(lost.append)
+    for start_id in ("a", "a", "b"):
+        registry.register(registration(start_id=start_id), now=0.0)
+    assert lost == ["10.0.0.1:52500"]
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@pytest.mark.parametrize("comes_back", ["probe", "registration"])
+def test_a_process_that_refused_connections_and_answers_again_has_restarted(refuses: bool, comes_back: str) -> None:
+    registry = Registry(splitwise=True)
+    instance = registry.register(registration(), now=0.0)
+    instance.set_draining(True, until_restart=True)
+    for _ in range(3):
+        instance.record_failed_probe("it does not answer", threshold=3, may_finish=refuses)
+    if comes_back == "probe":
+        instance.record_passed_probe(1.0, threshold=1)
+    else:
+        registry.register(registration(), now=1.0)
+    assert instance.state == ("healthy" if refuses else "draining")
+
+
+def test_refusals_from_before_the_order_do_not_end_it() -> None:
+    instance = Registry(splitwise=True).register(registration(), now=0.0)
+    instance.record_failed_probe("it refused", threshold=3, may_finish=True)
+    instance.set_draining(True, until_restart=True)
+    instance.record_passed_probe(1.0, threshold=1)
+    assert instance.state == "draining"

@@ -79,9 +79,20 @@ def test_an_operators_orders_outlive_the_router(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0).set_pause(True)
     before.register(mixed(2), now=0.0).set_share(0.25)
+    before.register(mixed(3), now=0.0).set_draining(True, until_restart=True)
     snapshot(path, before).save()
     snapshot(path, after).restore(now=50.0)
-    assert [(each.paused, each.share) for each in after] == [(True, 1.0), (False, 0.25)]
+    assert [(each.paused, each.share) for each in after] == [(True, 1.0), (False, 0.25), (False, 1.0)]
+    assert [each.drains_until_restart for each in after] == [False, False, True]
+
+
+def test_orders_of_which_other_routers_have_told_are_later_than_the_files(path: Path) -> None:
+    before, after = Registry(splitwise=False), Registry(splitwise=False)
+    before.register(mixed(1), now=0.0).set_draining(True)
+    snapshot(path, before).save()
+    told = after.add_known_instance(mixed(1), now=0.0, permanent=False)
+    snapshot(path, after).restore(now=0.0)
+    assert not told.draining
 
 
 def test_a_file_of_an_earlier_version_has_no_pause_and_no_weight(path: Path) -> None:

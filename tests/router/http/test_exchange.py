@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -391,3 +392,18 @@ def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_i
 
     client.run(fetch)
     wait_until(lambda: repr(client.upstream) == "<ConnectionPool 0 connections, 0 idle>", "the connection's end")
+
+
+def test_an_exchange_that_fails_before_it_connects_is_freed_without_the_garbage_collector(client: Client) -> None:
+    async def fail_at_once(upstream: ConnectionPool) -> None:
+        exchange = upstream.exchange(Address("127.0.0.1", free_port()), "POST", b"/x", [], b"{}")
+        exchange.consume(lambda: None)
+        exchange.fail(TimedOut("too late"))
+        await asyncio.sleep(0.01)  # its task ends
+
+    gc.disable()
+    try:
+        client.run(fail_at_once)
+        assert not [one for one in gc.get_objects() if isinstance(one, Exchange) and one._pool is client.upstream]
+    finally:
+        gc.enable()

@@ -226,6 +226,87 @@ def test_a_prompt_that_one_placed_is_known_to_the_other(make_router: MakeRouter,
     assert {second.chat(**prompt).headers["x-router-mixed"] for _ in range(4)} == {placed}
 
 
+def drain_until_restart(worker: RouterUnderTest, instance: StandIn) -> None:
+    order = {"instance": instance.key, "until_restart": True}
+    assert worker.client.post("/admin/drain", json=order).json()["state"] == "draining"
+
+
+def states(*workers: RouterUnderTest) -> list[str]:
+    return [registered(worker)[0]["state"] for worker in workers]
+
+
+def test_a_drain_ends_for_both_when_a_new_process_registers_at_one(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(workers=2).workers
+    instance.register(first.url, start_id="a")
+    drain_until_restart(first, instance)
+    for worker in (first, second):
+        instance.register(worker.url, start_id="a")
+    assert states(first, second) == ["draining"] * 2
+    instance.register(second.url, start_id="b")
+    assert states(first, second) == ["healthy"] * 2
+
+
+def test_a_drain_that_ended_at_one_is_not_begun_again_by_a_heartbeat_at_the_other(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    drain_until_restart(first, instance)
+    late = _record_of(second)
+    known = first.app.registry.get(instance.key)
+    assert known is not None
+
+    async def restart() -> None:
+        known.record_failed_probe("connection refused", 3, may_finish=True)
+        known.record_passed_probe(time.monotonic(), 1)
+
+    first.thread.run(restart())
+    tell(first, {**late, "written_at": time.time() + 1})
+    wait_until(lambda: states(first, second) == ["healthy"] * 2, "both to know")
+
+
+def test_an_order_that_one_missed_reaches_it_with_the_next_renewal(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    known = first.app.registry.get(instance.key)
+    assert known is not None
+
+    async def make_renewal() -> dict[str, Any]:
+        known.set_draining(True)
+        return first.app.fleet_sync._make_record(known, is_news=False)
+
+    tell(second, first.thread.run(make_renewal()))
+    assert states(second) == ["draining"]
+
+
+def test_orders_of_a_router_of_an_earlier_version_are_carried_out(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    record = {**_record_of(first), "draining": True}
+    for name in ("until_restart", "ordered_at"):
+        del record[name]
+    tell(second, {**record, "is_news": False})
+    assert states(second) == ["healthy"]
+    tell(second, record)
+    assert states(second) == ["draining"]
+
+
+def test_one_that_was_removed_at_one_is_removed_at_both(workers: list[RouterUnderTest]) -> None:
+    first, second = workers
+    (instance,) = first.app.registry
+
+    async def remove() -> None:
+        first.app.registry.remove(instance)
+        first.app.fleet_sync.announce_removal(instance)
+
+    first.thread.run(remove())
+    wait_until(lambda: not registered(second), "the other to know")
+
+
 async def leave(worker: RouterUnderTest) -> None:
     """Cut a process's link, as its death does."""
     link = worker.app.link

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import re
+import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from router.sharing.hand_over import send_connection
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support import plain_http
 from tests.support.processes import Child, child
@@ -136,6 +141,33 @@ def test_a_worker_that_hangs_gets_no_more_connections(router: Router) -> None:
         wait_until(lambda: all(router.answers() for _ in range(4)), "all to be answered by the other", pause_s=0.1)
     finally:
         os.kill(hanging, signal.SIGCONT)
+
+
+def test_connections_for_which_no_worker_has_room_wait(router: Router) -> None:
+    workers = router.workers()
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    host, port = router.url.removeprefix("http://").split(":")
+    turned_away = select.poll()
+    with contextlib.ExitStack() as opened:
+        clients = []
+        for _ in range(2 * count_room_of_queue() + 20):
+            client = opened.enter_context(socket.create_connection((host, int(port)), 30))
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+            clients.append(client)
+            turned_away.register(client, select.POLLIN)
+        assert turned_away.poll(500) == []
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
+
+
+def count_room_of_queue() -> int:
+    """How many connections can wait for a worker that takes none."""
+    with contextlib.ExitStack() as opened:
+        channel, other = map(opened.enter_context, socket.socketpair(type=socket.SOCK_DGRAM))
+        channel.setblocking(False)
+        return next(n for n in itertools.count() if not send_connection(channel, other))
 
 
 def test_figures_are_whole_again_after_a_worker_died(router: Router, stand_in: MakeStandIn) -> None:

@@ -17,7 +17,9 @@ from router.settings import RouterSettings, SettingsError
 from router.telemetry import audit
 from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
 from tests.router.calls import calls_in_router
-from tests.router.stand_in import StandIn, answers
+from tests.router.conftest import RouterUnderTest
+from tests.router.serving.test_attempt import cuts
+from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.router.test_app import MakeRouter
 from tests.support.waiting import wait_until
 
@@ -275,6 +277,69 @@ def test_explain_over_http(make_router: MakeRouter) -> None:
     unknown = router.client.get("/admin/explain/z")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
     assert "request 'z' is none of the last 10000 that have ended" in unknown.text
+
+
+def test_each_attempt_and_its_legs_have_their_times(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", streams("a", "b"))
+    bad = stand_in("decode", answers(500, b""))
+    router = make_router(prefill, decode, bad, splitwise=True, decode_policy="round_robin")
+    for number in range(2):
+        with router.stream(request_id=f"r{number}") as response:
+            response.read()
+    (retried,) = [got.json["request_id"] for got in bad.received]
+    told = explain(router, retried)
+    assert [attempt["ended"] for attempt in told["attempts"]] == [f"{bad.key} answered with 500", "answered"]
+    moments = []
+    for attempt, answering in zip(told["attempts"], (bad, decode), strict=True):
+        assert [(leg["instance"], leg["role"]) for leg in attempt["legs"]] == [
+            (prefill.key, "prefill"),
+            (answering.key, "decode"),
+        ]
+        moments += [attempt["began_ms"], attempt["ended_ms"]]
+        for leg in attempt["legs"]:
+            assert attempt["began_ms"] <= leg["sent_ms"] <= leg["ended_ms"] <= attempt["ended_ms"]
+    assert moments == sorted(moments)
+    assert 0 <= moments[0] <= moments[-1] <= told["total_ms"]
+    last = told["attempts"][1]["legs"][1]
+    assert last["sent_ms"] <= last["first_byte_ms"] <= last["ended_ms"]
+
+
+def test_what_never_came_has_no_time(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    gone = stand_in("mixed", cuts())
+    router = make_router(gone)
+    router.chat(request_id="r")
+    told = explain(router, "r")
+    (leg,) = told["attempts"][0]["legs"]
+    assert leg["first_byte_ms"] is None
+    assert 0 <= leg["sent_ms"] <= leg["ended_ms"]
+
+
+def test_a_prefill_that_ends_late_gets_its_end_later(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    goes_on = asyncio.Event()
+
+    async def linger(request: Received, respond: Responder) -> None:
+        await goes_on.wait()
+        await respond.answer(200, b"{}")
+
+    prefill, decode = stand_in("prefill", linger), stand_in("decode")
+    router = make_router(prefill, decode, splitwise=True)
+    router.chat(request_id="r")
+    told = explain(router, "r")
+    assert [leg["ended_ms"] is None for leg in told["attempts"][0]["legs"]] == [True, False]
+    router.thread.loop.call_soon_threadsafe(goes_on.set)
+
+    def find_end() -> float | None:
+        end: float | None = explain(router, "r")["attempts"][0]["legs"][0]["ended_ms"]
+        return end
+
+    assert wait_until(find_end, "prefill's end")
+
+
+def explain(router: RouterUnderTest, request_id: str) -> dict[str, Any]:
+    """The explanation, which is made behind the last byte of the answer."""
+    told = wait_until(lambda: router.app.audit.explain_request(request_id), "the record")
+    assert told is not None
+    return told
 
 
 async def _write(log: Audit) -> None:

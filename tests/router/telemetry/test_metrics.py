@@ -24,12 +24,12 @@ CHAT = {"method": "POST", "endpoint": "/v1/chat/completions"}
 class Counted:
     """A router's figures without the router."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, num_replaced: int = 0, **settings: Any) -> None:
         made = RouterSettings(access_log="off", **settings)
         self.registry = Registry(made.splitwise)
         self.gate = Admission(made)
         self.audit = Audit(made)
-        self.metrics = RouterMetrics(self.registry, self.gate, self.audit)
+        self.metrics = RouterMetrics(self.registry, self.gate, self.audit, num_replaced)
         self._ended: list[RequestRecord] = []
 
     def register(self, role: str, key: str) -> None:
@@ -43,6 +43,11 @@ class Counted:
         asyncio.run(self._add_records())
         families = text_string_to_metric_families(self.metrics.render_text().decode())
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+    def families(self) -> list[Metric]:
+        asyncio.run(self._add_records())
+        self.audit.flush_records()
+        return list(self.metrics.collect())
 
     def value(self, name: str, **labels: str) -> float:
         return self.samples()[name, frozenset(labels.items())]
@@ -98,6 +103,47 @@ def test_the_first_byte_of_a_stream_is_its_first_token() -> None:
     name = "router_time_to_first_token_seconds"
     assert (counted.value(f"{name}_bucket", le="0.025"), counted.value(f"{name}_bucket", le="0.05")) == (0, 1)
     assert counted.value(f"{name}_sum") == pytest.approx(0.03)
+
+
+def test_the_time_in_line_is_a_histogram_over_all_that_were_let_in_or_waited_in_vain() -> None:
+    counted = Counted()
+    answered = [AttemptRecord((), "answered")]
+    counted.record(attempts=answered)
+    counted.record(attempts=answered, queued_ms=300.0)
+    counted.record(status=429, queued_ms=2000.0)
+    counted.record(status=401)
+    name = "router_queue_time_seconds"
+    assert [counted.value(f"{name}_bucket", le=le) for le in ("0.001", "0.25", "0.5", "+Inf")] == [1, 1, 2, 3]
+    assert counted.value(f"{name}_sum") == pytest.approx(2.3)
+
+
+def test_the_time_of_whole_requests_is_a_histogram_over_good_answers() -> None:
+    counted = Counted()
+    counted.record(total_ms=40.0)
+    counted.record(total_ms=60_000.0, status=504, error="request_timeout")
+    counted.record("/v1/embeddings", total_ms=1.0)
+    name = "router_request_duration_seconds"
+    assert (counted.value(f"{name}_count"), counted.value(f"{name}_bucket", le="0.05")) == (1, 1)
+
+
+def test_failures_are_those_of_the_service_and_not_of_its_clients() -> None:
+    counted = Counted(splitwise=True)
+    for status, error in (
+        *((200, ""), (200, "decode_failed"), (502, "decode_failed"), (503, ""), (503, "no_instance")),
+        *((400, "invalid_body"), (429, "queue_full"), (499, "client_left")),
+    ):
+        counted.record(status=status, error=error)
+    failed = {
+        dict(labels)["code"]: count
+        for (name, labels), count in counted.samples().items()
+        if name == "router_failed_requests_total"
+    }
+    assert {code: count for code, count in failed.items() if count} == {
+        "decode_failed": 2,
+        "instance_error": 1,
+        "no_instance": 1,
+    }
+    assert failed["prefill_failed"] == 0  # from the beginning on, or Prometheus would see no increase
 
 
 @pytest.mark.parametrize("known", [{"completion_tokens": 11, "chunks": 4}, {"chunks": 11}])
@@ -183,10 +229,12 @@ def test_series_of_instances_that_are_gone_are_dropped_and_the_others_go_on() ->
         count("d:2")
     for decode in ("d:1", "d:2"):
         counted.record(prefill="p:1", decode=decode)
-    assert {dict(labels)["instance"] for name, labels in counted.samples() if name == "router_retries_total"} == {
-        "d:1",
-        "d:2",
+    retries = {
+        dict(labels)["instance"]: count
+        for (name, labels), count in counted.samples().items()
+        if name == "router_retries_total"
     }
+    assert retries == {"p:1": 0, "d:1": 1, "d:2": 1}
     counted.registry.register(_registration("d:2"), now=0.0)  # it has a heartbeat
     counted.registry.register(_registration("d:2"), now=100.0)
     counted.registry.forget_silent(100.0, 30.0)
@@ -224,6 +272,31 @@ def test_instances_that_are_gone_do_not_fill_the_memory(monkeypatch: pytest.Monk
     assert counted.value("inference_requests_total", **workers, status_code="200") == 1000
     assert counted.value("router_retries_total", instance="h:1") == 1000
     assert sum(name == "inference_requests_total" for name, _ in counted.samples()) <= 100
+
+
+def test_a_histogram_of_several_processes_is_as_if_one_had_counted_all() -> None:
+    whole, parts = Counted(), [Counted(num_replaced=replaced) for replaced in (0, 2)]
+    for number in range(40):
+        times: dict[str, Any] = {
+            "first_byte_ms": 7.0 * number + 1,
+            "total_ms": 11.0 * number + 2,
+            "queued_ms": 3.0 * number,
+        }
+        for counted in (whole, parts[number % 2]):
+            counted.record(streamed=True, attempts=[AttemptRecord((), "answered")], chunks=5, **times)
+    first, second = (counted.families() for counted in parts)
+    merged = {family.name: family for family in merge_families(first, [dump_families(second)])}
+    histograms = [family for family in whole.families() if family.type == "histogram"]
+    assert len(histograms) == 4
+    for family in histograms:
+        added = merged[family.name]
+        assert added.type == "histogram"
+        values = {(sample.name, *sample.labels.items()): sample.value for sample in added.samples}
+        assert values == pytest.approx({(s.name, *s.labels.items()): s.value for s in family.samples})
+        buckets = [sample.value for sample in added.samples if sample.name.endswith("_bucket")]
+        assert buckets == sorted(buckets)
+    assert [sample.value for sample in merged["router_workers"].samples] == [2]
+    assert [sample.value for sample in merged["router_worker_restarts"].samples] == [2]
 
 
 def test_counts_of_several_processes_are_added_and_of_quantiles_the_highest_is_taken() -> None:

@@ -16,7 +16,10 @@ from tests.support.strict_vllm import StrictVllm
 from tests.support.toy_model import PATHS, answer_text
 from tests.support.waiting import wait_until
 
-__all__ = ["DIALECTS", "Ended", "PairFleet", "ask_all", "make_body", "path_of", "read_answer", "serve_strictly"]
+__all__ = [
+    *("DIALECTS", "LIMIT", "Ended", "PairFleet", "ask_all", "make_body", "path_of", "read_answer"),
+    "serve_strictly",
+]
 
 DIALECTS = ("nixl", "mooncake", "kvstore", "sglang")
 LIMIT = 3

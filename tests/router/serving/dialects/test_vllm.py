@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from router.http import Exchange
-from tests.router.serving.dialects.pair_fleet import PairFleet, ask_all, make_body
+from tests.router.serving.dialects.pair_fleet import LIMIT, Ended, PairFleet, ask_all, make_body, read_answer
 from tests.router.stand_in import Received, Responder
 from tests.support.strict_vllm import StrictVllm
-from tests.support.toy_model import PATHS
+from tests.support.toy_model import PATHS, answer_text
 
 StartPairs = Callable[..., PairFleet]
 
@@ -90,6 +90,26 @@ def test_blocks_that_are_gone_are_computed_anew(start_pairs: StartPairs, stream:
         fleet.check(path, path, stream=stream)
     assert figures(fleet) == ([], len(PATHS), 0)
     assert len(prefill.received) == 2 * len(PATHS)
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "kvstore"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_whose_decode_instance_dies_goes_on_at_another_pair(
+    start_pairs: StartPairs, connector: str, path: str
+) -> None:
+    """Prefill and the other decode instance get the tokens so far, in chat beside the parameters of the hand-over."""
+    fleet = start_pairs(connector, decode=2)
+    strict = fleet.strict
+    assert isinstance(strict, StrictVllm)
+    events = range(1, LIMIT + 1 + (path == CHAT))  # chat begins with an event that has no token
+    for event in events:
+        strict.breaks = [event]
+        body = make_body(path, f"{path} {event}", stream=True)
+        ended = read_answer(path, fleet.router.client.post(path, json=body))
+        assert ended == Ended(200, answer_text(path, body), "", True), event
+    # Where the last token had been said, nobody is asked again.
+    assert figures(fleet) == ([], 2 * len(events) - 1, 0)
+    assert strict.stranded == 0
 
 
 def test_the_engines_of_a_prefill_instance_are_asked_for_once(start_pairs: StartPairs) -> None:

@@ -13,17 +13,20 @@ import pytest
 
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
-from tests.support.toy_model import Asked, answer_text
+from tests.support.toy_model import LIMITS, PATHS, Asked, answer_text
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENS = 6
 PROMPTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "what is a seam"}]},
     COMPLETIONS: {"prompt": "what is a seam"},
+    RESPONSES: {"input": "what is a seam"},
+    MESSAGES: {"messages": [{"role": "user", "content": "what is a seam"}]},
 }
 
 
@@ -33,6 +36,10 @@ class Breaking:
     def __init__(self, engine: str, breaks: list[int], *, half: bool = False, hang: bool = False) -> None:
         self.told = {"engine": engine}
         self.breaks = breaks
+        self.cached: list[int] = []
+        """Tokens of the prompt that each leg finds cached; then none."""
+        self.tells_cache = False
+        """Whether a stream says so at its beginning, where it tells ids."""
         self.half = half
         self.hang = hang
         self.legs: list[dict[str, Any]] = []
@@ -44,9 +51,15 @@ class Breaking:
     async def _behave(self, request: Received, respond: Responder) -> None:
         asked = Asked.read(request.target, request.json)
         breaks_after = self.breaks[len(self.legs)] if len(self.legs) < len(self.breaks) else None
+        cached = self.cached[len(self.legs)] if len(self.legs) < len(self.cached) else 0
         self.legs.append(request.json)
+        if breaks_after == -1:
+            respond.cut()
+            return
         await respond.start_stream()
-        for number, event in enumerate(asked.events(f"leg-{len(self.legs)}", 0, asked.generate())):
+        for number, event in enumerate(asked.events(f"leg-{len(self.legs)}", cached, asked.generate())):
+            if not number and self.tells_cache and request.json.get("return_token_ids"):
+                event = tell_cache(event, cached)
             if number == breaks_after:
                 if self.half:
                     await respond.chunk(event.encode()[: len(event) // 2])
@@ -56,6 +69,24 @@ class Breaking:
                 return
             await respond.chunk(event.encode())
         await respond.end_stream()
+
+
+def tell_cache(event: str, cached: int) -> str:
+    """A stream's first event as our engine tells it where ids are asked for."""
+    chunk = json.loads(event.removeprefix("data: "))
+    (choice,) = chunk["choices"]
+    choice.get("delta", choice)["prompt_cache"] = {"cached_tokens": cached, "own_cached_tokens": cached}
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+def usage_of(stream: str) -> dict[str, Any]:
+    """The usage that the client reads last."""
+    assert "prompt_cache" not in stream
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
+    assert all("error" not in event for event in events), stream
+    told = [event.get("response", event).get("usage") for event in events]
+    found: dict[str, Any] = [usage for usage in told if usage][-1]
+    return found
 
 
 def read(stream: str) -> dict[str, Any]:
@@ -81,10 +112,27 @@ def read(stream: str) -> dict[str, Any]:
 
 
 def ask(router: RouterUnderTest, path: str, **more: Any) -> str:
-    body = {"model": "m", **PROMPTS[path], "max_tokens": TOKENS, "stream": True, **more}
-    response = router.client.post(path, json={"stream_options": {"include_usage": True}, **body})
+    body = {"model": "m", **PROMPTS[path], **limit_of(path), "stream": True, **more}
+    options = {"stream_options": {"include_usage": True}} if path in (CHAT, COMPLETIONS) else {}
+    response = router.client.post(path, json={**options, **body})
     assert response.status_code == 200, response.text
     return response.text
+
+
+def limit_of(path: str) -> dict[str, int]:
+    return {LIMITS[path]: TOKENS}
+
+
+def prefill_that_caches(*cached: int) -> Behaviour:
+    """Answers with its first token, and so many tokens of its prompt cached each time."""
+    left = iter(cached)
+
+    async def behave(request: Received, respond: Responder) -> None:
+        asked = Asked.read(request.target, request.json)
+        body = asked.whole("p", next(left), [ids[:1] for ids in asked.generate()])
+        await respond.answer(200, body, ("content-type", "application/json"))
+
+    return behave
 
 
 def error_of(stream: str) -> dict[str, Any]:
@@ -138,6 +186,76 @@ def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
     assert [len(each.received) for each in decodes] == [1, 1]
     key = next(each.key for each in decodes if each.received[0].json == breaking.legs[0])
     assert f'router_resumptions_total{{instance="{key}"}} 1.0' in router.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("event", [2, TOKENS + 1])
+def test_usage_of_a_resumed_stream_says_what_its_first_instance_had_cached(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str, event: int
+) -> None:
+    breaking = Breaking("fastdeploy", [event, 2])
+    breaking.cached, breaking.tells_cache = [2, 3, 4], True
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
+    stream = ask(router, path)
+    assert read(stream) == undisturbed(path)
+    details = usage_of(stream)["prompt_tokens_details"]
+    assert details.pop("own_cached_tokens", 2) == 2
+    assert details == {"cached_tokens": 2}
+    (record,) = router.app.audit.records
+    assert record.cached_tokens == 2
+
+
+@pytest.mark.parametrize(("engine", "path"), [("fastdeploy", CHAT), ("vllm", CHAT), ("sglang", COMPLETIONS)])
+def test_usage_of_a_resumed_stream_says_nothing_of_a_cache_where_its_first_instance_did_not(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str, path: str
+) -> None:
+    breaking = Breaking(engine, [3])
+    breaking.cached = [2, 3]
+    router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
+    stream = ask(router, path)
+    assert read(stream) == undisturbed(path)
+    assert usage_of(stream)["prompt_tokens_details"] == {}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("event", [2, TOKENS + 1])
+def test_usage_of_a_resumed_stream_of_a_pair_says_what_its_first_prefill_had_cached(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str, event: int
+) -> None:
+    breaking = Breaking("fastdeploy", [event])
+    breaking.cached = [3, 4]  # to decode, all that prefill computed is cached
+    decodes = [breaking.serve(stand_in("decode")) for _ in range(2)]
+    prefill = stand_in("prefill", prefill_that_caches(2, 4))
+    router = make_router(prefill, *decodes, splitwise=True)
+    stream = ask(router, path)
+    assert read(stream) == undisturbed(path)
+    assert usage_of(stream)["prompt_tokens_details"] == {"cached_tokens": 2}
+    (record,) = router.app.audit.records
+    assert record.cached_tokens == 2
+
+
+@pytest.mark.parametrize("splitwise", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_usage_of_a_stream_that_begins_again_is_of_the_instance_that_answered(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str, splitwise: bool
+) -> None:
+    breaking = Breaking("fastdeploy", [-1])
+    breaking.cached, breaking.tells_cache = [1, 2], path in (CHAT, COMPLETIONS)
+    instances = [breaking.serve(stand_in("decode" if splitwise else "mixed")) for _ in range(2)]
+    if splitwise:
+        instances.append(stand_in("prefill", prefill_that_caches(1, 2)))
+    router = make_router(*instances, splitwise=splitwise)
+    usage = usage_of(ask(router, path))
+    asked = Asked.read(path, {**PROMPTS[path], **limit_of(path)})
+    generated = usage.get("completion_tokens", usage.get("output_tokens"))
+    if path == MESSAGES:
+        told = (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"])
+    elif path == RESPONSES:
+        told = (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"])
+    else:
+        told = (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    assert (*told, generated) == (asked.prompt_tokens, 2, TOKENS)
+    assert len(breaking.legs) == 2
 
 
 def test_a_stream_that_hangs_goes_on_elsewhere_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

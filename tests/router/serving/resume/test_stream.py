@@ -264,7 +264,7 @@ def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
         "completion_tokens": 7,
         "total_tokens": 11,
         "completion_tokens_details": {"reasoning_tokens": 5},
-        "prompt_tokens_details": {"cached_tokens": 4},
+        "prompt_tokens_details": {},  # of the client's prompt, the first instance has not told
     }
 
 

@@ -1,0 +1,87 @@
+"""Whether ``cached_tokens`` of each answer is what the log of the instance that computed its prompt says of it.
+
+    python benchmarks/cached_tokens.py [--splitwise] [--trace ../shared/traces/conversation_trace.jsonl]
+
+Our router, instances of our engine with the small checkpoint and a Mooncake pool: two mixed instances, or with
+``--splitwise`` two prefill instances and a decode instance. They are asked 100 requests of whole conversations of the
+trace, four at a time: in chat, completions, responses and messages, streamed and not. Blocks of the trace are scaled
+down from 512 tokens to ``--block-tokens``; prompts share their beginnings as there. The program ends with 1 if one
+figure differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.make_model import make_model
+from tests.end_to_end.cluster import instance, router
+from tests.support.mooncake import mooncake_master
+from tests.support.trace import Row, Told, ask_row, find_logged, pick_conversations, read_trace
+from tests.support.waiting import wait_until
+
+AT_ONCE = 4
+MOST_BLOCKS = 40
+
+
+def measure(
+    rows: Sequence[Row], block_tokens: int, folder: Path, *, splitwise: bool
+) -> tuple[list[Told], dict[str, int]]:
+    """What clients are told of each request, and what instances log, by its id."""
+    model = folder / "model"
+    make_model(model)
+    with contextlib.ExitStack() as running:
+        master = running.enter_context(mooncake_master(folder / "master.log"))
+        front = running.enter_context(router(folder, splitwise=splitwise))
+        towards = ("--router", f"127.0.0.1:{front.port}")
+        roles = ["prefill", "prefill", "decode"] if splitwise else ["mixed", "mixed"]
+        instances = []
+        for role in roles:
+            flags = ("--splitwise-role", role) if splitwise else ()
+            instances.append(running.enter_context(instance(folder, model, *flags, *towards, master=master)))
+        front.wait_for(**Counter(roles))
+        computing = instances[:2]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            told = list(pool.map(lambda row: ask_row(front.url, row, block_tokens), rows))
+
+        def read_logs() -> dict[str, int]:
+            return find_logged(each.log for each in computing)
+
+        ids = {each.request_id for each in told}
+        wait_until(lambda: ids <= read_logs().keys(), "the last lines of the logs")
+        return told, read_logs()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--splitwise", action="store_true", help="pairs: two prefill instances and a decode instance")
+    parser.add_argument("--trace", type=Path, default=Path("../shared/traces/conversation_trace.jsonl"))
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--block-tokens", type=int, default=32, help="of each 512 of the trace (default 32)")
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)
+    with tempfile.TemporaryDirectory() as name:
+        told, logged = measure(rows, options.block_tokens, Path(name), splitwise=options.splitwise)
+    wrong = [each for each in told if logged[each.request_id] != each.cached_tokens]
+    prompt, cached = sum(each.prompt_tokens for each in told), sum(each.cached_tokens for each in told)
+    paths = ", ".join(f"{path} {count}" for path, count in sorted(Counter(each.path for each in told).items()))
+    print(f"{len(told)} requests ({paths}); {cached} of {prompt} prompt tokens cached")
+    for each in wrong:
+        print(f"{each}, but the log says {logged[each.request_id]}")
+    print(f"{len(told) - len(wrong)} of {len(told)} as logged; {'failed' if wrong else 'passed'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

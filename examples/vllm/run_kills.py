@@ -1,0 +1,169 @@
+"""What the client of a stream sees when the vLLM instance that generates it is killed: nothing.
+
+    python examples/vllm/run_kills.py [--connector kvstore|nixl] [--tokens N] [--every N] [--decodes N]
+        [--model FOLDER]
+
+A prefill instance, some decode instances, and our router in splitwise mode. Of greedy streams by chat and completions
+the client reads some tokens, then the decode instance that answers is ended by ``kill -9``, and another goes on with
+the tokens so far. Each stream's text must equal the one that was asked before and not disturbed, with one end and usage
+that counts each token once. The instance is started again meanwhile, which takes a minute. What must be installed:
+``README.md`` here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from asking import words
+from cluster import MODEL, START_S, Cluster, Connector, fail, metric, scratch
+
+from engine.make_model import default_folder, make_model
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+PROMPT_WORDS = 300
+
+
+class Stream(NamedTuple):
+    """What the client of one stream got."""
+
+    text: str
+    finishes: int
+    completion_tokens: list[int]
+    """As usage says; once."""
+    is_done: bool
+    error: str
+
+
+class Fleet:
+    """A prefill instance, decode instances that may be killed, and the router before them."""
+
+    def __init__(self, cluster: Cluster, connector: Connector, decodes: int) -> None:
+        self._cluster = cluster
+        self._connector = connector
+        self.kills = 0
+        prefill = cluster.start_vllm("prefill", connector=connector)
+        self._names = {
+            cluster.start_vllm(f"decode_{number}", connector=connector): f"decode_{number}" for number in range(decodes)
+        }
+        for port, name in {prefill: "prefill", **self._names}.items():
+            cluster.wait_ready(name, port)
+        self.router = cluster.start_router({prefill: "prefill", **dict.fromkeys(self._names, "decode")}, connector)
+
+    def kill(self, port: int) -> None:
+        """End a decode instance, and begin to start it again."""
+        self._cluster.kill(self._names[port])
+        self.kills += 1
+        self._cluster.start_vllm(self._names[port], connector=self._connector, port=port)
+
+    def wait_for_two(self) -> None:
+        """Until two decode instances serve, by their own word and by the router's."""
+        deadline = time.monotonic() + START_S
+        while sum(map(self._serves, self._list_healthy())) < 2:
+            if time.monotonic() > deadline:
+                fail(f"after {START_S:g} s there are no two decode instances that serve")
+            time.sleep(0.5)
+
+    def _list_healthy(self) -> list[int]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.router}/registered", timeout=30) as answer:
+            return [each["port"] for each in json.load(answer)["decode"] if each["state"] == "healthy"]
+
+    def _serves(self, port: int) -> bool:
+        with (
+            contextlib.suppress(OSError, urllib.error.URLError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10),
+        ):
+            return True
+        return False
+
+
+def read_stream(
+    router: int, path: str, prompt: str, tokens: int, on_event: Callable[[int, int], None] = lambda count, decode: None
+) -> Stream:
+    """One greedy stream; ``on_event`` hears how many events with text have come, and the port of decode."""
+    given = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
+    body = {"model": MODEL, **given, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{router}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    text, finishes, usage, is_done, error, count = "", 0, [], False, "", 0
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        decode = int(answer.headers["x-router-decode"].rpartition(":")[2])
+        for line in answer:
+            is_done |= line.startswith(b"data: [DONE]")
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                error = str(event["error"])
+            if event.get("usage"):
+                usage.append(event["usage"]["completion_tokens"])
+            for choice in event.get("choices", ()):
+                said = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                text, finishes = text + said, finishes + bool(choice["finish_reason"])
+                if said:
+                    count += 1
+                    on_event(count, decode)
+    return Stream(text, finishes, usage, is_done, error)
+
+
+def kill_in(fleet: Fleet, path: str, prompt: str, tokens: int, kill_after: int) -> Stream:
+    """A stream whose decode instance is killed once so many events with text have come."""
+
+    def kill_at(count: int, decode: int) -> None:
+        if count == kill_after:
+            fleet.kill(decode)
+
+    return read_stream(fleet.router, path, prompt, tokens, kill_at)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="in each stream; default: 64")
+    parser.add_argument("--every", type=int, default=8, metavar="N", help="kill after each N-th token; default: 8")
+    parser.add_argument("--decodes", type=int, default=3, metavar="N", help="decode instances, 2 or more; default: 3")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a checkpoint; default: the small one of this project"
+    )
+    options = parser.parse_args()
+    model = options.model or default_folder()
+    if options.model is None:
+        make_model(model)
+    with scratch(f"run_kills_{options.connector}") as folder, Cluster(folder, model) as cluster:
+        print(
+            f"starting instances, connector {options.connector}, which takes minutes; logs are in {folder}", flush=True
+        )
+        fleet = Fleet(cluster, options.connector, options.decodes)
+        wrong = []
+        for path in PATHS:
+            for kill_after in range(options.every, options.tokens, options.every):
+                fleet.wait_for_two()
+                prompt = words(PROMPT_WORDS, seed=PATHS.index(path) * 1000 + kill_after)
+                whole = read_stream(fleet.router, path, prompt, options.tokens)
+                if whole[1:] != (1, [options.tokens], True, ""):
+                    fail(f"an undisturbed stream ended with {whole}")
+                resumed = kill_in(fleet, path, prompt, options.tokens, kill_after)
+                is_equal = resumed == whole
+                print(f"{path}, killed after {kill_after} tokens: {'equal' if is_equal else resumed}", flush=True)
+                wrong += [] if is_equal else [kill_after]
+        resumptions = int(metric(fleet.router, "router_resumptions_total"))
+        print(f"{fleet.kills} kills, {resumptions} streams resumed, {fleet.kills - len(wrong)} texts equal")
+        if wrong:
+            fail(f"{len(wrong)} of {fleet.kills} streams did not end as undisturbed ones")
+        if resumptions != fleet.kills:
+            fail(f"{fleet.kills} decode instances were killed, but {resumptions} streams resumed")
+        print("VERIFIED")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The shape of a stream's usual event: one that tells the next tokens' text and ids, and else what the last one told.
+
+Most events of a stream differ in these alone. Once one of them was read, others are recognised, stripped of their ids
+and kept for later by a pattern made of it; parsing each would cost the router more than all else that it does with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from router.serving.resume.events import (
+    find_choices,
+    find_ids,
+    find_message,
+    find_text,
+    parse_event,
+    strip_token_ids,
+)
+
+__all__ = ["EventShape", "learn_shape"]
+
+_STRING = rb'[^"\\\n]*(?:\\.[^"\\\n]*)*'
+_TEXT = re.compile(rb'"(?:content|text|(reasoning_content|reasoning))"\s*:\s*"(?!")(' + _STRING + rb')"')
+_IDS = re.compile(rb'(?<=token_ids")(\s*:\s*\[)\d[\d, ]*\]')
+# Strings and numbers that differ from event to event: FastDeploy's.
+_SECOND_TEXT = re.compile(rb'"(completion_tokens|raw_prediction|text_after_process)"\s*:\s*"' + _STRING + rb'"')
+_TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
+
+
+class EventShape(NamedTuple):
+    """A usual event: its constant beginning, and a pattern of the rest.
+
+    The pattern's groups are the text, as it stands in JSON; the members that the client is not to see; and in these the
+    ids, separated by commas.
+    """
+
+    beginning: bytes
+    rest: re.Pattern[bytes]
+    is_reasoning: bool
+
+
+def learn_shape(event: bytes) -> EventShape | None:
+    """The shape of an event; None where it tells more than one answer's next tokens, or in another order."""
+    chunk = parse_event(event)
+    choices = find_choices(chunk or {})
+    if chunk is None or len(choices) != 1 or chunk.get("usage") or chunk.get("error"):
+        return None
+    message = find_message(choices[0])
+    if not (find_text(message) and find_ids(choices[0])):
+        return None
+    if choices[0].get("finish_reason") or choices[0].get("logprobs") or message.get("tool_calls"):
+        return None
+    stripped = strip_token_ids(event)
+    start, end = _find_difference(event, stripped)
+    texts = list(_TEXT.finditer(event, 0, start))
+    hidden, after = event[start:end], event[end:]
+    if len(texts) != 1 or len(_IDS.findall(hidden)) != 1 or event.count(b"\n\n") > 1:
+        return None
+    text = texts[0]
+    pattern = b"".join(
+        [
+            *(b"(", _STRING, b")", re.escape(event[text.end(2) : start])),
+            *(b"(", _loosen(hidden), b")", _loosen(after)),
+        ]
+    )
+    shape = EventShape(event[: text.start(2)], re.compile(b'(?!")' + pattern), text[1] is not None)
+    found = shape.rest.fullmatch(event, len(shape.beginning))
+    is_right = found is not None and event[: found.start(2)] + event[found.end(2) :] == stripped
+    return shape if is_right else None
+
+
+def _find_difference(event: bytes, stripped: bytes) -> tuple[int, int]:
+    """Where the event has what the stripped one lacks, if that is one piece of it."""
+    pairs = enumerate(zip(event, stripped, strict=False))
+    start = next((at for at, (one, other) in pairs if one != other), len(stripped))
+    return start, start + len(event) - len(stripped)
+
+
+def _loosen(part: bytes) -> bytes:
+    """A pattern of a part of an event in which some values may be others."""
+    forms: list[tuple[re.Pattern[bytes], Callable[[re.Match[bytes]], bytes]]] = [
+        (_IDS, lambda found: re.escape(found[1]) + rb"(\d[\d, ]*)\]"),
+        (_SECOND_TEXT, lambda found: rb'"' + found[1] + rb'"\s*:\s*"' + _STRING + b'"'),
+        (_TIME, lambda found: rb'"' + found[1] + rb'"\s*:\s*[-+.\deE]+'),
+    ]
+    places = sorted(
+        (found.span(), make_pattern(found)) for form, make_pattern in forms for found in form.finditer(part)
+    )
+    pattern, at = b"", 0
+    for (start, end), loose in places:
+        pattern += re.escape(part[at:start]) + loose
+        at = end
+    return pattern + re.escape(part[at:])

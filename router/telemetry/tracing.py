@@ -1,0 +1,389 @@
+"""Spans for OpenTelemetry: the request, its attempts and their legs, made from the records of requests that have ended.
+
+While a request is served only ids are made, for ``traceparent``: so an instance's own spans hang under its leg. Spans
+are made with the audit's batches, some records at a time, and sent by the SDK's own thread. A receiver that is gone or
+hangs costs spans, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext
+
+    from router.http import ClientRequest
+    from router.policies import Decision
+    from router.telemetry.audit import AttemptRecord, LegRecord, RequestRecord
+
+__all__ = ["RequestTrace", "Tracer", "make_span_id", "open_tracer"]
+
+_log = logging.getLogger("router.telemetry.tracing")
+
+# Spans of so many requests are made at once: others wait for less than a millisecond.
+RECORDS_AT_ONCE = 8
+# Prefill's leg may end after its request, but no later than this (see serving/attempt.py).
+LATE_LEG_SECONDS = 6.0
+# The last spans get so long to be taken when the router stops.
+CLOSING_SECONDS = 1.0
+
+SERVICE_NAME = "kvrouter"
+_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+
+
+def open_tracer(receiver: str) -> Tracer | None:
+    """Begin to trace; None where OpenTelemetry's packages are missing, which the log says.
+
+    Args:
+        receiver: as the operator wrote it, for the log.
+    """
+    try:
+        return Tracer(receiver)
+    except ModuleNotFoundError as exc:
+        _log.warning(
+            "no spans are sent to %s, as the package %s is missing: pip install 'fastdeploy-kvstore[tracing]'",
+            *(receiver, exc.name),
+        )
+        return None
+
+
+class RequestTrace:
+    """One request in its trace: the ids that others are told, and what its record lacks. Public attributes are read."""
+
+    __slots__ = ("attributes", "context", "is_sampled", "model", "parent")
+
+    def __init__(self, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any]) -> None:
+        """
+        Args:
+            context: of the request's own span.
+            parent: the client's.
+            attributes: those that the sampler adds.
+        """
+        self.context = context
+        self.parent = parent
+        self.attributes = attributes
+        self.is_sampled = context.trace_flags.sampled
+        """Whether spans are made of it."""
+        self.model: object = ""
+
+    @property
+    def trace_id(self) -> str:
+        """The trace's id as headers and logs have it."""
+        return f"{self.context.trace_id:032x}"
+
+    def make_head_line(self, span_id: int) -> bytes:
+        """The header by which an instance hears of its leg's span."""
+        context = self.context
+        return b"traceparent: 00-%032x-%016x-%02x\r\n" % (context.trace_id, span_id, context.trace_flags)
+
+
+class Tracer:
+    """Begins traces, and makes the spans of requests that have ended. All methods are for the event loop's thread."""
+
+    def __init__(self, receiver: str) -> None:
+        """
+        Raises:
+            ModuleNotFoundError: OpenTelemetry's packages are missing.
+        """
+        # Nothing of this is loaded where nobody asked for spans.
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME as NAME
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create()
+        if str(resource.attributes.get(NAME, "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({NAME: SERVICE_NAME}))
+        self._api = trace
+        self._span_type, self._event_type = ReadableSpan, Event
+        self._resource, self._scope = resource, InstrumentationScope("router")
+        # The one way to the sampler that the standard variables name.
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
+        self._propagator = TraceContextTextMapPropagator()
+        self._exporter = _TellingExporter(OTLPSpanExporter(), receiver)
+        self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
+        self._pending: deque[RequestRecord] = deque()  # whose spans are made in the loop's next turns
+        self._late: list[RequestRecord] = []  # whose prefill has not ended
+        self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
+
+    def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
+        """Join the trace of a request, or begin one; its headers then lack ``traceparent``, as each leg gets its own.
+
+        None where the client has decided that it is not traced: then the instances get the client's header.
+        """
+        api, sent = self._api, _find_context_headers(request)
+        told = self._propagator.extract(sent)
+        parent = api.get_current_span(told).get_span_context()
+        has_parent = parent.is_valid
+        trace_id = parent.trace_id if has_parent else random.getrandbits(128) or 1
+        result = self._sampler.should_sample(told, trace_id, f"{request.method} {request.path}", api.SpanKind.SERVER)
+        is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
+        if has_parent and not is_sampled and not parent.trace_flags.sampled:
+            return None
+        if sent:
+            # A tracestate is nothing without a traceparent that can be read.
+            dropped = _CONTEXT_HEADERS[:1] if has_parent else _CONTEXT_HEADERS
+            request.headers = [header for header in request.headers if header[0] not in dropped]
+        flags = api.TraceFlags(api.TraceFlags.SAMPLED if is_sampled else api.TraceFlags.DEFAULT)
+        context = api.SpanContext(trace_id, make_span_id(), False, flags, parent.trace_state)
+        return RequestTrace(context, parent if has_parent else None, result.attributes or {})
+
+    def on_batch(self, batch: Sequence[RequestRecord]) -> None:
+        """Hear of requests that have ended: their spans are made soon."""
+        is_idle = not self._pending
+        self._pending.extend(record for record in batch if record.trace is not None and record.trace.is_sampled)
+        if is_idle and self._pending:
+            asyncio.get_running_loop().call_soon(self._make_some)
+
+    def close(self) -> None:
+        """Make the spans that are left, and give the receiver a moment to take them."""
+        for record in (*self._pending, *self._late):
+            self._make_spans(record)
+        closing = threading.Thread(target=self._processor.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(CLOSING_SECONDS)
+        if closing.is_alive():
+            self._exporter.give_up()
+
+    def _make_some(self) -> None:
+        for _ in range(min(RECORDS_AT_ONCE, len(self._pending))):
+            record = self._pending.popleft()
+            if all(exchange.ended_at for _, _, exchange, _ in _list_legs(record)):
+                self._make_spans(record)
+            else:
+                self._late.append(record)
+                asyncio.get_running_loop().call_later(LATE_LEG_SECONDS, self._make_late, record)
+        if self._pending:
+            asyncio.get_running_loop().call_soon(self._make_some)
+
+    def _make_late(self, record: RequestRecord) -> None:
+        self._late.remove(record)
+        self._make_spans(record)
+
+    def _make_spans(self, record: RequestRecord) -> None:
+        trace = record.trace
+        assert trace is not None
+        self._epoch = _measure_epoch()
+        end = record.started + record.total_ms / 1e3
+        events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
+        self._add_span(
+            f"{record.method} {record.path}",
+            trace.context,
+            trace.parent,
+            (record.started, end),
+            _describe_request(record, trace),
+            kind=self._api.SpanKind.SERVER,
+            trouble=_find_trouble(record),
+            events=events,
+        )
+        for number, attempt in enumerate(record.attempts, 1):
+            self._make_attempt_spans(record, trace, number, attempt)
+
+    def _make_attempt_spans(
+        self, record: RequestRecord, trace: RequestTrace, number: int, attempt: AttemptRecord
+    ) -> None:
+        context = self._derive_context(trace, make_span_id())
+        is_good = attempt.ended == "answered"
+        attributes = {"router.request_id": record.request_id, "router.attempt": number, "router.ended": attempt.ended}
+        times = (attempt.began_at, attempt.ended_at)
+        trouble = "" if is_good else attempt.ended
+        self._add_span("attempt", context, trace.context, times, attributes, trouble=trouble)
+        for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
+            if not exchange.sent_at and instance not in attempt.ended:
+                continue  # it was not its turn yet
+            decision = attempt.decisions[place] if place < len(attempt.decisions) else None
+            self._add_span(
+                f"{role.value} leg",
+                self._derive_context(trace, span_id),
+                context,
+                (exchange.sent_at or attempt.began_at, exchange.ended_at or attempt.ended_at),
+                _describe_leg(instance, role.value, exchange.status, decision),
+                kind=self._api.SpanKind.CLIENT,
+                trouble=_find_leg_trouble(attempt, attempt.legs[place]),
+                events=[("first byte", exchange.first_byte_at)] if exchange.first_byte_at else [],
+            )
+
+    def _derive_context(self, trace: RequestTrace, span_id: int) -> SpanContext:
+        own = trace.context
+        return self._api.SpanContext(own.trace_id, span_id, False, own.trace_flags, own.trace_state)
+
+    def _add_span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        times: tuple[float, float],
+        attributes: Mapping[str, Any],
+        *,
+        kind: Any = None,
+        trouble: str = "",
+        events: Sequence[tuple[str, float]] = (),
+    ) -> None:
+        """Hand a span that has ended to the SDK: made whole, as a third of what it costs by way of a started one.
+
+        Args:
+            times: its beginning and end on ``time.perf_counter``.
+            trouble: why it is an error; "" if it is none.
+        """
+        api, epoch = self._api, self._epoch
+        span = self._span_type(
+            name,
+            context,
+            parent,
+            self._resource,
+            {key: value for key, value in attributes.items() if value not in (None, "")},
+            [self._event_type(what, timestamp=_to_ns(epoch + moment)) for what, moment in events],
+            kind=api.SpanKind.INTERNAL if kind is None else kind,
+            status=api.Status(api.StatusCode.ERROR, trouble) if trouble else api.Status(),
+            start_time=_to_ns(epoch + times[0]),
+            end_time=_to_ns(epoch + times[1]),
+            instrumentation_scope=self._scope,
+        )
+        self._processor.on_end(span)
+
+
+def make_span_id() -> int:
+    """A new span's id, which is not 0."""
+    return random.getrandbits(64) or 1
+
+
+def _measure_epoch() -> float:
+    """The moment when ``time.perf_counter`` was 0, in seconds since 1970.
+
+    The best of some readings, as a process may be held up between one clock and the other.
+    """
+    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) / 2
+
+
+def _find_context_headers(request: ClientRequest) -> dict[str, list[str]]:
+    sent: dict[str, list[str]] = {}
+    for name, value in request.headers:
+        if name in _CONTEXT_HEADERS:
+            sent.setdefault(name.decode(), []).append(value.decode("latin-1"))
+    return sent
+
+
+def _list_legs(record: RequestRecord) -> Iterator[LegRecord]:
+    for attempt in record.attempts:
+        yield from attempt.legs
+
+
+def _to_ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, Any]:
+    return {
+        **trace.attributes,
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "http.response.status_code": record.status,
+        "error.type": record.error,
+        "gen_ai.request.model": trace.model if isinstance(trace.model, str) else None,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "router.request_id": record.request_id,
+        "router.client": record.client,
+        "router.attempts": len(record.attempts),
+        "router.cached_tokens": record.cached_tokens,
+        "router.predicted_cached_tokens": record.predicted_cached_tokens,
+    }
+
+
+def _find_trouble(record: RequestRecord) -> str:
+    """Why the request failed, in one sentence; "" where it did not, or was refused for a fault of its own."""
+    if not record.error and record.status < 500:
+        return ""
+    last = record.attempts[-1].ended if record.attempts else ""
+    if last and last != "answered":
+        return last
+    return record.error if record.status >= 500 or record.status == 200 else ""
+
+
+def _describe_leg(instance: str, role: str, status: int, decision: Decision | None) -> dict[str, Any]:
+    host, _, port = instance.rpartition(":")
+    attributes: dict[str, Any] = {
+        "server.address": host.strip("[]"),
+        "server.port": int(port) if port.isdecimal() else None,
+        "http.response.status_code": status or None,
+        "router.instance": instance,
+        "router.role": role,
+    }
+    if decision is not None:
+        attributes["router.policy"] = decision.reasons.get("policy")
+        attributes["router.reasons"] = ", ".join(
+            f"{name}={reason if isinstance(reason, str) else f'{reason:g}'}"
+            for name, reason in decision.reasons.items()
+            if name != "policy"
+        )
+        attributes["router.predicted_cached_tokens"] = decision.cached_tokens
+    return attributes
+
+
+def _find_leg_trouble(attempt: AttemptRecord, leg: LegRecord) -> str:
+    """Why a leg failed, in one sentence; "" if it did not."""
+    instance, _, exchange, _ = leg
+    if exchange.status >= 400:
+        return f"{instance} answered with {exchange.status}"
+    if exchange.is_complete or attempt.ended == "answered":
+        return ""
+    return attempt.ended if instance in attempt.ended else f"given up: {attempt.ended}"
+
+
+class _TellingExporter:
+    """The SDK's exporter, which says once that the receiver takes no spans, and once that it does again."""
+
+    def __init__(self, exporter: Any, receiver: str) -> None:
+        self._exporter = exporter
+        self._receiver = receiver
+        self._lost = 0
+        self._is_over = False
+        # These say the same for each batch, with all that the libraries below them say.
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        """Send spans; on the SDK's thread."""
+        result = self._exporter.export(spans)
+        if not result.value:
+            if self._lost:
+                _log.info("%s takes spans again; %d were lost", self._receiver, self._lost)
+            self._lost = 0
+        elif not self._is_over:
+            if not self._lost:
+                text = "%s does not take the spans sent to it by OTLP over HTTP (usually port 4318); they are dropped"
+                _log.warning(text, self._receiver)
+            self._lost += len(spans)
+        return result
+
+    def give_up(self) -> None:
+        """The router stops, and the receiver has not taken the last spans in its time."""
+        if not self._lost:
+            text = "%s did not take the last spans within %g s; they are lost"
+            _log.warning(text, self._receiver, CLOSING_SECONDS)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """End, and whatever waits to be sent again."""
+        if not self._is_over:
+            self._is_over = True
+            self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing is held here."""
+        return True

@@ -1,0 +1,1 @@
+"""Tests of deploy/: whatever an operator takes from there as it is."""

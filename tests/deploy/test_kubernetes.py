@@ -1,0 +1,247 @@
+"""The manifests in ``deploy/kubernetes``, rendered by a real kubectl: against Kubernetes' schemas, against the parsers
+of the programs that they start, and against each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.manifests import KUBERNETES, Manifest, containers_of, list_pods, named, render
+from tests.support.command_lines import check_command
+
+# Whose schemas are not Kubernetes' own; what is asked of them is below.
+OPERATORS_GROUP = "monitoring.coreos.com/v1"
+VERSIONS = ("1.30", "1.34")
+SURFACE = json.loads((Path(__file__).parents[1] / "public_surface.json").read_text())
+# A load balancer, or kube-proxy, may still send something for so long after a pod was told to end.
+SPARE_SECONDS = 5.0
+OVERLAYS = ("laptop", "production", "everything")
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]:
+    """Both overlays, and one with every component there is."""
+    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
+    # kustomize wants all below one folder that it reads, and by relative paths.
+    everything = folder / "overlays" / "everything"
+    everything.mkdir(parents=True)
+    for part in ("base", "components"):
+        (folder / part).symlink_to(KUBERNETES / part)
+    kustomization = {
+        "namespace": "kvstore",
+        "resources": ["../../base"],
+        "components": [f"../../components/{path.name}" for path in sorted((KUBERNETES / "components").iterdir())],
+    }
+    (everything / "kustomization.yaml").write_text(json.dumps(kustomization))
+    overlays = {name: render(KUBERNETES / "overlays" / name) for name in OVERLAYS[:2]}
+    return {**overlays, "everything": render(everything)}
+
+
+@pytest.fixture(params=OVERLAYS)
+def manifests(request: pytest.FixtureRequest, rendered: dict[str, list[Manifest]]) -> list[Manifest]:
+    return rendered[request.param]
+
+
+def test_manifests_are_valid(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        if manifest["apiVersion"] != OPERATORS_GROUP:
+            for version in VERSIONS:
+                kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_misspelt_field_is_seen(manifests: list[Manifest]) -> None:
+    router = json.loads(json.dumps(named(manifests, "Deployment", "router")))
+    router["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(router, VERSIONS[0], strict=True)
+
+
+def test_the_programs_take_their_flags_and_environment(manifests: list[Manifest]) -> None:
+    checked = 0
+    for pod in list_pods(manifests).values():
+        for container, argv, environ in containers_of(pod):
+            if "kvstore-" in container["image"]:
+                check_command(argv, environ)
+                checked += 1
+            if hook := container.get("lifecycle"):
+                check_command(hook["preStop"]["exec"]["command"], environ)
+                checked += 1
+    assert checked >= 6
+
+
+def test_probes_ask_for_paths_that_there_are(manifests: list[Manifest]) -> None:
+    routes = {"router": SURFACE["routes"]["router"], "engine": SURFACE["routes"]["engine"]}
+    for name, pod in list_pods(manifests).items():
+        for container in pod["spec"]["containers"]:
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = container.get(kind, {}).get("httpGet")
+                if probe and container["name"] in routes:
+                    assert f"GET {probe['path']}" in routes[container["name"]], f"{name}: {kind}"
+            if container["name"] in routes:
+                assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+                assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_pods_live_long_enough_to_be_drained(manifests: list[Manifest]) -> None:
+    pods = list_pods(manifests)
+    for role in ("prefill", "decode"):
+        (engine,) = pods[role]["spec"]["containers"]
+        command = engine["lifecycle"]["preStop"]["exec"]["command"]
+        wait = float(command[command.index("--wait") + 1])
+        assert pods[role]["spec"]["terminationGracePeriodSeconds"] >= wait + 10 + SPARE_SECONDS
+        assert command[command.index("--self-port") + 1] == str(engine["ports"][0]["containerPort"])
+    (router,) = pods["router"]["spec"]["containers"]
+    flags = dict(word.split("=", 1) for word in router["args"] if "=" in word)
+    stopping = float(flags["--shutdown-delay-secs"]) + float(flags["--shutdown-grace-secs"])
+    assert pods["router"]["spec"]["terminationGracePeriodSeconds"] >= stopping + SPARE_SECONDS
+
+
+def test_containers_have_no_rights_that_they_do_not_need(rendered: dict[str, list[Manifest]]) -> None:
+    for overlay in ("laptop", "production"):
+        for name, pod in list_pods(rendered[overlay]).items():
+            assert pod["spec"]["securityContext"]["runAsNonRoot"], name
+            assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+            assert pod["spec"]["automountServiceAccountToken"] is False, name
+            for container, *_ in containers_of(pod):
+                rights = container["securityContext"]
+                assert rights["allowPrivilegeEscalation"] is False, name
+                assert rights["readOnlyRootFilesystem"] is True, name
+                assert rights["capabilities"] == {"drop": ["ALL"]}, name
+                assert "memory" in container.get("resources", {"requests": "memory"})["requests"], name
+
+
+def test_what_is_referred_to_is_there(manifests: list[Manifest]) -> None:
+    pods = list_pods(manifests)
+    ports = {name: _port_names(pod) for name, pod in pods.items()}
+    for service in (each for each in manifests if each["kind"] == "Service"):
+        selector, spec = service["spec"]["selector"], service["spec"]
+        (name,) = (each for each, pod in pods.items() if selector.items() <= pod["metadata"]["labels"].items())
+        for port in spec["ports"]:
+            assert port.get("targetPort", port["port"]) in ports[name], service["metadata"]["name"]
+    for name, pod in pods.items():
+        volumes = {each["name"] for each in pod["spec"].get("volumes", [])}
+        for container, *_ in containers_of(pod):
+            assert {each["name"] for each in container.get("volumeMounts", [])} <= volumes, name
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                probe = container.get(kind, {})
+                for way in ("httpGet", "tcpSocket"):
+                    assert way not in probe or probe[way]["port"] in ports[name], f"{name}: {kind}"
+    accounts = {each["metadata"]["name"] for each in manifests if each["kind"] == "ServiceAccount"}
+    assert {pod["spec"].get("serviceAccountName", "router") for pod in pods.values()} <= accounts
+    for budget in (each for each in manifests if each["kind"] == "PodDisruptionBudget"):
+        labels = budget["spec"]["selector"]["matchLabels"]
+        assert any(labels.items() <= pod["metadata"]["labels"].items() for pod in pods.values())
+
+
+def test_names_in_flags_are_those_of_services(manifests: list[Manifest]) -> None:
+    services = {each["metadata"]["name"]: each["spec"] for each in manifests if each["kind"] == "Service"}
+
+    def check(host_and_port: str) -> None:
+        host, _, port = host_and_port.partition(":")
+        assert int(port) in {each["port"] for each in services[host]["ports"]}, host_and_port
+
+    for pod in list_pods(manifests).values():
+        for container, argv, environ in containers_of(pod):
+            flags = dict(word.split("=", 1) for word in argv if word.startswith("--") and "=" in word)
+            for flag in ("--router", "--etcd"):
+                if flag in flags:
+                    check(flags[flag])
+            if "--shared-state" in flags:
+                check(flags["--shared-state"].removeprefix("redis://").partition("/")[0])
+            if address := environ.get("MOONCAKE_MASTER_SERVER_ADDR"):
+                check(address.removeprefix("etcd://"))
+            if "lifecycle" in container:
+                hook = container["lifecycle"]["preStop"]["exec"]["command"]
+                check(hook[hook.index("--router") + 1])
+                # Instances must find a router that has none yet: one that is not ready.
+                assert services[flags["--router"].partition(":")[0]]["publishNotReadyAddresses"] is True
+
+
+def test_every_member_of_etcd_is_told_of_all(manifests: list[Manifest]) -> None:
+    etcd = named(manifests, "StatefulSet", "etcd")
+    ((_, argv, _),) = containers_of(etcd["spec"]["template"])
+    flags = dict(word.removeprefix("--").split("=", 1) for word in argv[1:])
+    expected = (f"etcd-{i}=http://etcd-{i}.etcd-members:2380" for i in range(etcd["spec"]["replicas"]))
+    assert flags["initial-cluster"] == ",".join(expected)
+    assert f"{flags['name']}={flags['initial-advertise-peer-urls']}" in flags["initial-cluster"]
+
+
+def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manifest]]) -> None:
+    manifests = rendered["production"]
+    pods = list_pods(manifests)
+    monitored = set()
+    for monitor in (each for each in manifests if each["apiVersion"] == OPERATORS_GROUP):
+        assert set(monitor) == {"apiVersion", "kind", "metadata", "spec"}
+        if monitor["kind"] == "ServiceMonitor":
+            assert set(monitor["spec"]) == {"selector", "endpoints"}
+            found = [each for each in manifests if each["kind"] == "Service" and _selects(monitor, each["metadata"])]
+            (service,) = found
+            ends, ports = monitor["spec"]["endpoints"], {each["name"] for each in service["spec"]["ports"]}
+            monitored |= {"router"}
+        else:
+            assert monitor["kind"] == "PodMonitor"
+            assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
+            selected = {name for name, pod in pods.items() if _selects(monitor, pod["metadata"])}
+            ends, ports = monitor["spec"]["podMetricsEndpoints"], set.union(*(_port_names(pods[n]) for n in selected))
+            monitored |= selected
+        for end in ends:
+            assert set(end) - {"honorLabels"} == {"port", "path", "interval", "relabelings"}
+            # As deploy/prometheus/prometheus.yml has it, by which alerts and dashboards go.
+            assert end["relabelings"][0]["targetLabel"] == "job"
+            assert end["relabelings"][0]["replacement"] in ("router", "instance", "mooncake_master")
+            assert end["port"] in ports
+            assert end["path"] == "/metrics"
+    assert monitored == {"router", "prefill", "decode", "master"}
+
+
+def test_the_autoscalers_go_by_a_figure_that_routers_tell(rendered: dict[str, list[Manifest]]) -> None:
+    rule = yaml.safe_load((KUBERNETES / "components/autoscaling/prometheus-adapter-values.yaml").read_text())
+    (external,) = rule["rules"]["external"]
+    figures = SURFACE["metrics"]["router"]
+    manifests = rendered["production"]
+    scalers = [each for each in manifests if each["kind"] == "HorizontalPodAutoscaler"]
+    assert {each["spec"]["scaleTargetRef"]["name"] for each in scalers} == {"prefill", "decode"}
+    for scaler in scalers:
+        target = scaler["spec"]["scaleTargetRef"]
+        assert "replicas" not in named(manifests, target["kind"], target["name"])["spec"]
+        (metric,) = scaler["spec"]["metrics"]
+        name = metric["external"]["metric"]["name"]
+        assert external["seriesQuery"].startswith(name + "{")
+        assert external["name"]["as"] == name
+        assert figures[name] == {"labels": ["role"], "type": "gauge"}
+        assert metric["external"]["metric"]["selector"]["matchLabels"] == {"role": target["name"]}
+
+
+def test_secrets_are_in_no_manifest(manifests: list[Manifest]) -> None:
+    assert not [each for each in manifests if each["kind"] == "Secret"]
+
+
+def test_instances_hold_the_register_token_alone(rendered: dict[str, list[Manifest]]) -> None:
+    pods = list_pods(rendered["production"])
+    for role in ("prefill", "decode"):
+        (volume,) = (each for each in pods[role]["spec"]["volumes"] if "secret" in each)
+        assert [each["key"] for each in volume["secret"]["items"]] == ["register"]
+
+
+def _port_names(pod: Manifest) -> set[Any]:
+    """Names and numbers of a pod's ports."""
+    return set(_each_port(pod))
+
+
+def _each_port(pod: Manifest) -> Iterator[Any]:
+    for container in pod["spec"]["containers"]:
+        for port in container.get("ports", []):
+            yield from (port["name"], port["containerPort"])
+
+
+def _selects(monitor: Manifest, metadata: Manifest) -> bool:
+    selector, labels = monitor["spec"]["selector"], metadata.get("labels", {})
+    matches = selector.get("matchLabels", {}).items() <= labels.items()
+    wanted = selector.get("matchExpressions", [])
+    return bool(matches) and all(labels.get(each["key"]) in each["values"] for each in wanted)

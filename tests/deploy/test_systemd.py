@@ -1,0 +1,106 @@
+"""The units in ``deploy/systemd``: by systemd's own check, and their command lines by the parsers of the programs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_lines import check_command
+
+SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
+# Each unit with the example of the file that it reads.
+UNITS = (
+    ("kvstore-master.service", "master.env"),
+    ("kvrouter.service", "router.env"),
+    ("kvstore-instance@.service", "instance-prefill.env"),
+    ("kvstore-instance@.service", "instance-decode.env"),
+)
+# What systemd's own measure of a unit's rights may say at most: 10 is "UNSAFE", 0 a process without any.
+MAX_EXPOSURE = 3.0
+
+
+@pytest.mark.parametrize(("unit", "environment"), UNITS)
+def test_the_programs_take_their_flags_and_environment(unit: str, environment: str) -> None:
+    environ = read_environment(SYSTEMD / environment)
+    commands = read_settings(unit, "ExecStart") + read_settings(unit, "ExecStop")
+    assert commands
+    for command in commands:
+        check_command(expand_command(command.lstrip("-"), environ), environ)
+
+
+@pytest.mark.parametrize("environment", sorted(path.name for path in SYSTEMD.glob("*.env")))
+def test_examples_in_comments_can_be_used(environment: str) -> None:
+    unit = next(unit for unit, name in UNITS if name == environment)
+    environ = read_environment(SYSTEMD / environment)
+    examples = re.findall(r"(\w+)=(\"[^\"]*\"|[^\s,]+)", "".join(comments(SYSTEMD / environment)))
+    for name, value in examples:
+        if not name.endswith("_FILE") or "TOKEN" in name:
+            changed = {**environ, name: value.strip('"')}
+            check_command(expand_command(read_settings(unit, "ExecStart")[0], changed), changed)
+
+
+def test_stopping_leaves_time_for_what_runs() -> None:
+    (drain,) = read_settings("kvstore-instance@.service", "ExecStop")
+    (limit,) = read_settings("kvstore-instance@.service", "TimeoutStopSec")
+    wait = re.search(r"--wait (\d+)", drain)
+    assert wait is not None
+    assert float(limit) >= float(wait[1]) + 15
+    (start,) = read_settings("kvrouter.service", "ExecStart")
+    (limit,) = read_settings("kvrouter.service", "TimeoutStopSec")
+    assert float(limit) >= sum(map(float, re.findall(r"--shutdown-\w+-secs (\d+)", start))) + 5
+
+
+@pytest.mark.parametrize("unit", dict.fromkeys(unit for unit, _ in UNITS))
+def test_systemd_has_nothing_to_complain_of(unit: str, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed (Debian's systemd)")
+    own = tmp_path / unit.replace("@.", "@prefill.")
+    own.write_text((SYSTEMD / unit).read_text().replace("/opt/kvstore/bin", str(Path(sys.executable).parent)))
+    done = subprocess.run([analyze, "verify", "--man=no", own], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    command: list[str | Path] = [
+        analyze,
+        "security",
+        "--offline=true",
+        f"--threshold={MAX_EXPOSURE * 10:.0f}",
+        "--no-pager",
+        own,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze is older than 250 and measures no unit that is not installed")
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr
+
+
+def read_settings(unit: str, name: str) -> list[str]:
+    """The values of a setting, in their order."""
+    return re.findall(rf"^{name}=(.*)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
+
+
+def read_environment(path: Path) -> dict[str, str]:
+    """The variables of an environment file."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: "".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
+
+
+def comments(path: Path) -> list[str]:
+    """The lines of an environment file that systemd passes over."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.startswith("#")]
+
+
+def expand_command(command: str, environ: dict[str, str]) -> list[str]:
+    """As systemd does: ``${NAME}`` is one word, ``$NAME`` as many as it has."""
+    words: list[str] = []
+    for word in command.split():
+        if re.fullmatch(r"\$\w+", word):
+            words += environ[word[1:]].split()
+        else:
+            words.append(re.sub(r"\$\{(\w+)\}", lambda found: environ[found[1]], word))
+    return words

@@ -1,0 +1,145 @@
+"""Usual events are recognised by their shape, and read as if each were parsed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http.body import parse_inference
+from router.serving.resume import StreamMerger
+from router.serving.resume.events import strip_token_ids
+from router.serving.resume.shape import learn_shape
+from tests.router.calls import calls_in_router
+
+HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+
+
+def event(form: str, text: str, ids: list[int], *, spaces: bool = False, **choice: Any) -> bytes:
+    """As these engines write one."""
+    said: dict[str, Any]
+    delta: dict[str, Any]
+    if form == "ours":
+        said = {"index": 0, "delta": {"content": text, "completion_token_ids": ids}, "finish_reason": None}
+    elif form == "fastdeploy":
+        delta = {"content": text, "reasoning_content": "", "tool_calls": None, "prompt_token_ids": None}
+        delta |= {"completion_token_ids": ids, "completion_tokens": text + "!"}
+        said = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "arrival_time": 0.5 + len(text)}
+    elif form == "reasoning":
+        delta = {"content": None, "reasoning_content": text, "completion_token_ids": ids}
+        said = {"index": 0, "delta": delta, "finish_reason": None}
+    elif form == "vllm":
+        said = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "token_ids": ids}
+    else:
+        said = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "prompt_token_ids": None}
+        said["token_ids"] = ids
+    written = json.dumps({**HEAD, "choices": [{**said, **choice}]}, separators=None if spaces else (",", ":"))
+    return f"data: {written}\n\n".encode()
+
+
+FORMS = ["ours", "fastdeploy", "reasoning", "vllm", "completions"]
+
+
+def merger() -> StreamMerger:
+    return StreamMerger(parse_inference(b'{"messages":[],"stream":true,"max_tokens":99}'), keeps_prompt=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("spaces", [False, True])
+def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str, spaces: bool) -> None:
+    shape = learn_shape(event(form, " first", [7], spaces=spaces))
+    assert shape is not None
+    merging = merger()
+    merging.feed(event(form, " first", [7], spaces=spaces))
+    for text, ids in [("two", [1, 2]), ('"token_ids":[3]', [4]), ('\n\\"}]', [5]), ("é🙂", [6]), ("a", [70_000])]:
+        usual = event(form, text, ids, spaces=spaces)
+        assert merging.feed_usual(usual) == strip_token_ids(usual)
+    assert merging.shown_ids == [7, 1, 2, 4, 5, 6, 70_000]
+    assert merging.text == ' firsttwo"token_ids":[3]\n\\"}]é🙂a'
+    assert merging.has_reasoned == (form == "reasoning")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "length"},
+        {"finish_reason": "pd_reschedule"},
+        {"index": 1},
+        {"text": ""},
+        {"ids": []},
+        {"ids": [-1]},
+        {"logprobs": {"content": []}},
+        {"tool_calls": [{}]},
+    ],
+    ids=str,
+)
+def test_an_event_that_says_more_or_less_is_not_a_usual_one(form: str, changes: dict[str, Any]) -> None:
+    merging = merger()
+    merging.feed(event(form, "a", [1]))
+    more = dict(changes)
+    other = event(form, more.pop("text", "b"), more.pop("ids", [2]), **more)
+    assert merging.feed_usual(event(form, "b", [2])) is not None
+    assert merging.feed_usual(other) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        event("ours", "a", [1], finish_reason="stop"),
+        event("ours", "", [1]),
+        event("ours", "a", []),
+        event("ours", "a", [1], logprobs={"content": []}),
+        event("ours", "a", [1]) * 2,
+        b'data: {"error":{"message":"x"}}\n\n',
+        b"data: [DONE]\n\n",
+        b": comment\n\n",
+        event("vllm", "a", [1]).replace(b'"model"', b'"prompt_token_ids":null,"model"'),
+    ],
+)
+def test_no_shape_is_learned_of_an_event_that_is_not_usual(other: bytes) -> None:
+    assert learn_shape(other) is None
+
+
+@given(
+    said=st.lists(
+        st.tuples(
+            st.sampled_from(["ours", "ours", "reasoning", "vllm"]),
+            st.text(max_size=3),
+            st.lists(st.integers(0, 9), max_size=2),
+        ),
+        max_size=40,
+    ),
+    at_once=st.integers(1, 3),
+    split=st.integers(0, 40),
+)
+def test_whichever_events_are_usual_a_stream_is_read_alike(
+    said: list[tuple[str, str, list[int]]], at_once: int, split: int
+) -> None:
+    """One merger is given events as they come in reads, the other has each parsed."""
+    quick, thorough = merger(), merger()
+    thorough._shapes_left = 0
+    events = [event(*each) for each in said]
+    given_quick, given_thorough = b"", b""
+    for start in range(0, len(events), at_once):
+        read = b"".join(events[start : start + at_once])
+        usual = quick.feed_usual(read)
+        given_quick += quick.feed(read) if usual is None else usual
+        given_thorough += thorough.feed(read)
+        if start == split:
+            assert quick.shown_ids == thorough.shown_ids
+    assert given_quick == given_thorough
+    assert quick.has_shown_more == thorough.has_shown_more
+    if not quick.has_shown_more:
+        assert (quick.shown_ids, quick.text) == (thorough.shown_ids, thorough.text)
+        assert quick.has_reasoned == thorough.has_reasoned
+
+
+def test_a_usual_event_takes_one_call() -> None:
+    merging = merger()
+    merging.feed(event("ours", "a", [1]))
+    usual = event("ours", "b", [2])
+    assert calls_in_router(lambda: merging.feed_usual(usual)) == ["feed_usual"]

@@ -1,0 +1,302 @@
+"""Spans of requests at a real OTLP receiver. Instances are stand-ins."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http import ClientRequest
+from router.telemetry import Tracer, open_tracer
+from tests.router.conftest import RouterUnderTest
+from tests.router.serving.test_attempt import MakeRouter, MakeStandIn, cuts, hangs
+from tests.router.stand_in import Received, Responder, answers, streams
+from tests.support.otlp import OtlpReceiver, ReceivedSpan
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACED = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    """Where the routers of this test send their spans."""
+    made = OtlpReceiver()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield made
+    made.close()
+
+
+def chat(router: RouterUnderTest, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    """One chat completion."""
+    fields = {"messages": [], "model": "m", **body}
+    return router.client.post("/v1/chat/completions", json=fields, headers=headers)
+
+
+def children(receiver: OtlpReceiver, parent: ReceivedSpan) -> list[ReceivedSpan]:
+    return receiver.find(parent_id=parent.span_id)
+
+
+def lies_within(inner: ReceivedSpan, outer: ReceivedSpan) -> bool:
+    """Whether one span's time lies in another's; receivers get whole nanoseconds of sums of seconds."""
+    return outer.start - 1e-6 <= inner.start <= inner.end <= outer.end + 1e-6
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of spans."""
+    return [record.getMessage() for record in caplog.records if "tracing" in record.name]
+
+
+def test_a_request_its_attempt_and_its_legs_are_one_tree_under_the_clients_span(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", streams("a", "b"))
+    router = make_router(prefill, decode, splitwise=True)
+    assert chat(router, TRACED, request_id="r", stream=True).status_code == 200
+    (request,) = receiver.wait_for(1, kind="server")
+    assert (request.trace_id, request.parent_id, request.service) == (TRACE, CLIENT, "kvrouter")
+    assert request.name == "POST /v1/chat/completions"
+    told = {"http.response.status_code": 200, "gen_ai.request.model": "m", "router.request_id": "r"}
+    assert told.items() <= request.attributes.items()
+    (attempt,) = children(receiver, request)
+    first, second = sorted(children(receiver, attempt), key=lambda leg: leg.name, reverse=True)
+    assert [(leg.name, leg.kind, leg.attributes["router.instance"]) for leg in (first, second)] == [
+        ("prefill leg", "client", prefill.key),
+        ("decode leg", "client", decode.key),
+    ]
+    assert first.attributes["router.policy"] == "pool_aware"
+    assert first.attributes["router.predicted_cached_tokens"] == 0
+    assert {span.trouble for span in receiver.spans} == {None}
+    assert {span.trace_id for span in receiver.spans} == {TRACE}
+    assert lies_within(attempt, request)
+    assert lies_within(second, attempt)
+    assert second.start <= second.events["first byte"] <= second.end
+    for leg, instance in ((first, prefill), (second, decode)):
+        (got,) = instance.received
+        assert got.header("traceparent") == f"00-{TRACE}-{leg.span_id}-01"
+        assert got.header("tracestate") == "vendor=1"
+
+
+def test_a_request_without_a_trace_begins_one(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    chat(router, request_id="r")
+    (request,) = receiver.wait_for(1, kind="server")
+    (leg,) = receiver.wait_for(1, kind="client")
+    assert request.parent_id == ""
+    assert instance.received[0].header("traceparent") == f"00-{request.trace_id}-{leg.span_id}-01"
+    assert router.client.get("/admin/explain/r").json()["trace_id"] == request.trace_id
+
+
+def test_a_retried_request_has_two_attempts_and_the_failed_one_says_why(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, good, bad = stand_in("prefill"), stand_in("decode"), stand_in("decode", answers(500, b""))
+    router = make_router(prefill, good, bad, splitwise=True, decode_policy="round_robin")
+    for number in range(2):
+        assert chat(router, request_id=f"r{number}").status_code == 200
+    (retried,) = [got.json["request_id"] for got in bad.received]
+    receiver.wait_for(2, kind="server")
+    first, second = receiver.find(name="attempt", router_request_id=retried)
+    assert (first.attributes["router.attempt"], second.attributes["router.attempt"]) == (1, 2)
+    assert first.end <= second.start
+    assert (first.trouble, second.trouble) == (f"{bad.key} answered with 500", None)
+    (failed,) = [leg for leg in children(receiver, first) if leg.name == "decode leg"]
+    assert (failed.trouble, failed.attributes["http.response.status_code"]) == (f"{bad.key} answered with 500", 500)
+    assert [leg.trouble for leg in children(receiver, second)] == [None, None]
+    assert len({span.span_id for span in receiver.spans}) == len(receiver.spans)
+
+
+def test_decode_that_is_asked_after_prefill_hears_of_its_leg_or_has_none(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    prefill.told = decode.told = {"engine": "openai"}
+    router = make_router(prefill, decode, splitwise=True)
+    assert chat(router, TRACED).status_code == 200
+    first, second = receiver.wait_for(2, kind="client")
+    assert (first.name, second.name) == ("prefill leg", "decode leg")
+    assert first.end <= second.start
+    assert decode.received[0].header("traceparent") == f"00-{TRACE}-{second.span_id}-01"
+    receiver.spans.clear()
+    prefill.behave = answers(400, b"{}")
+    assert chat(router, TRACED).status_code == 400
+    (alone,) = receiver.wait_for(1, kind="client")
+    assert (alone.name, alone.trouble) == ("prefill leg", f"{prefill.key} answered with 400")
+
+
+def test_a_request_that_fails_is_an_error_with_a_sentence(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(stand_in("mixed", cuts()))
+    assert chat(router).status_code == 502
+    (request,) = receiver.wait_for(1, kind="server")
+    assert "closed the connection" in (request.trouble or "")
+    assert request.attributes["error.type"] == "mixed_failed"
+
+
+def test_a_request_whose_client_left_says_so(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(stand_in("mixed", hangs()))
+    with pytest.raises(httpx.ReadTimeout):
+        router.client.post("/v1/chat/completions", json={"messages": []}, timeout=0.2)
+    (request,) = receiver.wait_for(1, kind="server")
+    (leg,) = receiver.wait_for(1, kind="client")
+    assert (request.trouble, leg.trouble) == ("the client left", "given up: the client left")
+
+
+def test_a_refused_request_is_no_error_of_the_routers(receiver: OtlpReceiver, make_router: MakeRouter) -> None:
+    router = make_router()
+    assert router.client.post("/v1/chat/completions", content=b"{").status_code == 400
+    (request,) = receiver.wait_for(1, kind="server")
+    assert (request.trouble, request.attributes["error.type"]) == (None, "invalid_body")
+
+
+def test_a_client_that_is_not_sampled_is_not_traced_and_its_header_goes_on(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    unsampled = {"traceparent": f"00-{TRACE}-{CLIENT}-00", "tracestate": "vendor=1"}
+    chat(router, unsampled)
+    chat(router)
+    receiver.wait_for(1, kind="client")
+    assert {header: instance.received[0].header(header) for header in unsampled} == unsampled
+    assert TRACE not in {span.trace_id for span in receiver.spans}
+
+
+def test_the_sampler_of_the_standard_variables_decides_and_instances_hear_of_it(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-router")
+    instance = stand_in()
+    router = make_router(instance)
+    chat(router)
+    chat(router, TRACED)
+    (request,) = receiver.wait_for(1, kind="server")
+    assert (request.trace_id, request.service) == (TRACE, "my-router")
+    assert (instance.received[0].header("traceparent") or "").endswith("-00")
+
+
+def test_a_header_that_is_none_begins_a_new_trace(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    chat(make_router(instance), {"traceparent": "00-nonsense-01", "tracestate": "vendor=1"})
+    (request,) = receiver.wait_for(1, kind="server")
+    assert request.parent_id == ""
+    (got,) = instance.received
+    assert got.header("tracestate") is None
+    assert [value[3:35] for name, value in got.headers if name == "traceparent"] == [request.trace_id]
+
+
+def test_a_prefill_leg_that_ends_late_has_its_own_end(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("router.telemetry.tracing.LATE_LEG_SECONDS", 2.0)
+
+    async def linger(request: Received, respond: Responder) -> None:
+        await respond.peer_left.wait()  # the router gives it a moment
+        respond.keep_alive = False
+
+    router = make_router(stand_in("prefill", linger), stand_in("decode"), splitwise=True)
+    chat(router)
+    (leg,) = receiver.wait_for(1, name="prefill leg")
+    (request,) = receiver.wait_for(1, kind="server")
+    assert leg.end - request.end > 0.4
+
+
+def test_nothing_is_lost_when_the_router_stops(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100000")
+    router = make_router(stand_in())
+    chat(router)
+    router.stop()
+    receiver.wait_for(1, kind="server")
+
+
+@pytest.mark.parametrize("way", ["gone", "hangs"])
+def test_a_receiver_that_takes_nothing_delays_nobody_and_is_told_of_once(
+    way: str,
+    receiver: OtlpReceiver,
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    goes_on = threading.Event()
+
+    def hang() -> int:
+        goes_on.wait(60)
+        return 200
+
+    receiver.answer = hang
+    if way == "gone":
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    router = make_router(stand_in())
+    tracer = router.app.tracer
+    assert tracer is not None
+    assert chat(router).status_code == 200
+    wait_until(lambda: warnings(caplog), "a word of it")
+    for _ in range(3):
+        assert chat(router).status_code == 200
+    start = time.monotonic()
+    tracer.close()
+    assert time.monotonic() - start < 15  # the SDK itself would take half a minute
+    goes_on.set()
+    (said,) = warnings(caplog)
+    assert "does not take the spans sent to it by OTLP over HTTP" in said
+
+
+def test_it_says_when_the_receiver_takes_spans_again(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.telemetry.tracing")
+    receiver.answer = lambda: 400
+    router = make_router(stand_in())
+    chat(router)
+    wait_until(lambda: "does not take the spans" in caplog.text, "the warning")
+    receiver.answer = lambda: 200
+    chat(router)
+    wait_until(lambda: "takes spans again; 3 were lost" in caplog.text, "the good news")
+
+
+def test_without_the_packages_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str, *args: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real_import(name, *args)
+
+    real_import = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert open_tracer("http://c:4318") is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "http://c:4318" in said
+    assert "pip install 'fastdeploy-kvstore[tracing]'" in said
+
+
+def test_beginning_a_trace_needs_no_more_than_its_headers(receiver: OtlpReceiver) -> None:
+    tracer = Tracer(receiver.url)
+    request = ClientRequest(None, "POST", b"/v1/x", "/v1/x", [(b"traceparent", b"\xff")], "1.1", True)  # type: ignore[arg-type]
+    trace = tracer.begin_trace(request)
+    assert trace is not None
+    assert (trace.parent, request.headers) == (None, [])
+    tracer.close()

@@ -1,0 +1,87 @@
+"""Command lines of ours in manifests, units and pages: each is read by the parser of the program that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from unittest import mock
+
+from engine.args import parse_args
+from kvstore_backend.cli import main as run_kvstore
+from kvstore_backend.config import load_config
+from router.console.client import RouterClient, RouterError
+from router.console.commands import COMMANDS
+from router.console.commands import main as run_kvrouter
+from router.settings import load_settings
+
+__all__ = ["check_command", "expand_variables"]
+
+
+def check_command(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise unless the program that ``argv`` names would take the rest of it, and the environment."""
+    program, *arguments = argv
+    program = program.rpartition("/")[2]
+    if re.fullmatch(r"python3?", program):
+        assert arguments[0] == "-m", f"{argv}: no module is named"
+        _, program, *arguments = arguments
+    _CHECKS[program](arguments, environ)
+
+
+def expand_variables(text: str, values: Mapping[str, str]) -> str:
+    """``$(NAME)`` and ``${NAME}`` as Kubernetes and systemd expand them.
+
+    Raises:
+        KeyError: a variable that nobody sets.
+    """
+    return re.sub(r"\$(?:\((\w+)\)|\{(\w+)\})", lambda found: values[found[1] or found[2]], text)
+
+
+def _check_router(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    if arguments and arguments[0] in COMMANDS:
+        return _check_console(arguments)
+    settings = load_settings(list(arguments), environ)
+    assert not settings.without_effect, settings.without_effect
+    return None
+
+
+def _check_console(arguments: Sequence[str]) -> None:
+    """Every program there first reads its flags, and then makes its client of them."""
+    stopped = RouterError("the flags are read")
+    output = io.StringIO()
+    from_flags = mock.patch.object(RouterClient, "from_flags", side_effect=stopped)
+    with from_flags as called, contextlib.redirect_stderr(output):
+        run_kvrouter(arguments)
+    assert called.called, f"kvrouter {' '.join(arguments)}: {output.getvalue()}"
+
+
+def _check_store(arguments: Sequence[str], _: Mapping[str, str]) -> None:
+    assert arguments[0] == "master", f"kvstore {arguments[0]}: no way is known here to read its flags alone"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        assert run_kvstore([*arguments, "--print"]) == 0, output.getvalue()
+
+
+def _check_engine(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    args = parse_args(arguments, environ)
+    if args.kvcache_storage_backend:
+        # Whether a machine has RDMA cards is known when it runs there.
+        with mock.patch("kvstore_backend.config.values.list_rdma_devices", return_value=["mlx5_0"]):
+            load_config(args.kvcache_storage_backend, environ=environ)
+
+
+def _check_make_model(arguments: Sequence[str], _: Mapping[str, str]) -> None:
+    from engine import make_model
+
+    with mock.patch.object(make_model, "make_model"), contextlib.redirect_stdout(io.StringIO()):
+        assert make_model.main(arguments) == 0
+
+
+_CHECKS: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], None]] = {
+    "kvrouter": _check_router,
+    "router.launch": _check_router,
+    "kvstore": _check_store,
+    "engine.api_server": _check_engine,
+    "engine.make_model": _check_make_model,
+}

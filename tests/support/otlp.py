@@ -1,0 +1,118 @@
+"""A receiver of spans: OTLP over HTTP in protobuf, as collectors take it, on a loopback port."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+from tests.support.waiting import wait_until
+
+__all__ = ["OtlpReceiver", "ReceivedSpan"]
+
+
+class ReceivedSpan(NamedTuple):
+    """A span as it came."""
+
+    name: str
+    service: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: str
+    start: float
+    end: float
+    """Seconds since 1970."""
+    attributes: dict[str, Any]
+    events: dict[str, float]
+    trouble: str | None
+    """The sentence of its status, where that is an error."""
+
+
+class OtlpReceiver:
+    """Keeps the spans that come; ``answer`` may be replaced by something that is slow, or refuses."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self.answer: Callable[[], int] = lambda: 200
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                status = receiver.answer()
+                if status == 200:
+                    receiver.take(body)
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            block_on_close = False
+
+            def handle_error(self, *_: Any) -> None:
+                """A client that was killed."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def take(self, body: bytes) -> None:
+        """Keep the spans of one request."""
+        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            resource = _read_attributes(of_resource.resource.attributes)
+            for scope in of_resource.scope_spans:
+                self.spans += [_read_span(span, str(resource["service.name"])) for span in scope.spans]
+
+    def find(self, **wanted: Any) -> list[ReceivedSpan]:
+        """The spans that have these fields, or attributes (with _ for .), by their beginning."""
+        found = [span for span in list(self.spans) if all(_get(span, name) == wanted[name] for name in wanted)]
+        return sorted(found, key=lambda span: span.start)
+
+    def wait_for(self, count: int, **wanted: Any) -> list[ReceivedSpan]:
+        """As ``find``, once there are so many."""
+        wait_until(lambda: len(self.find(**wanted)) >= count, f"{count} spans of {wanted}")
+        return self.find(**wanted)
+
+
+def _get(span: ReceivedSpan, name: str) -> Any:
+    if name in span._fields:
+        return getattr(span, name)
+    return {key.replace(".", "_"): value for key, value in span.attributes.items()}.get(name)
+
+
+def _read_span(span: WireSpan, service: str) -> ReceivedSpan:
+    return ReceivedSpan(
+        span.name,
+        service,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        WireSpan.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
+        span.start_time_unix_nano / 1e9,
+        span.end_time_unix_nano / 1e9,
+        _read_attributes(span.attributes),
+        {event.name: event.time_unix_nano / 1e9 for event in span.events},
+        span.status.message if span.status.code == Status.STATUS_CODE_ERROR else None,
+    )
+
+
+def _read_attributes(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
