@@ -91,6 +91,9 @@ class PodWatch:
                     continue
             except (ApiFailure, UpstreamError, SettingsError) as exc:
                 self._note_trouble(str(exc))
+            except Exception:
+                _log.exception("the API server's answer was not understood; it is asked again")
+                self.trouble = "the API server's answer was not understood"
             finally:
                 self._pool.close()
             if self._was_heard:
