@@ -267,6 +267,7 @@ def _format_query(members: Mapping[str, str]) -> str:
 
 def _encode(text: str) -> str:
     """Percent-encoded, for a part of a path or of a query."""
+    kept = b"-._~"
     return "".join(
-        chr(byte) if (chr(byte).isalnum() and byte < 128) or byte in b"-._~" else f"%{byte:02X}" for byte in text.encode()
+        chr(byte) if byte in kept or (byte < 128 and chr(byte).isalnum()) else f"%{byte:02X}" for byte in text.encode()
     )
