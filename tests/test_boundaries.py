@@ -36,7 +36,10 @@ FOREIGN = {
 HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 # server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
 # themselves, and an operator's programs are none of the router's own process.
-SPEAKERS = {"router.http.connection", "router.http.server", "router.register", "router.console.client"}
+SPEAKERS = {
+    *("router.http.connection", "router.http.server", "router.register"),
+    *("router.console.client", "router.console.dashboard.scraper"),
+}
 # 45 before there were workers: launch/, which was one file, has eight more, sharing/ and its use by app.py six, and the
 # simulator, whose routers tell each other of loads and prompts by the real parts, three. Reading a request,
 # once a part of serving/request.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads

@@ -63,14 +63,9 @@ class Proxy:
             return refused
         return None
 
-    async def serve(self, request: ClientRequest) -> None:
+    def serve(self, request: ClientRequest) -> None:
         """Answer one request."""
-        serving = ServingRequest(request, self._services)
-        self._live.add(serving)
-        try:
-            await serving.serve()
-        finally:
-            self._live.discard(serving)
+        ServingRequest(request, self._services, self._live).start()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""
