@@ -220,7 +220,7 @@ class Tracer:
 
     def add_span(self, phase: Phase, context: SpanContext, parent: SpanContext | None, *, is_server: bool) -> None:
         """Hand a span that has ended to the SDK: made whole, as a third of what it costs by way of a started one."""
-        api, epoch = self._api, time.time() - time.monotonic()
+        api, epoch = self._api, _measure_epoch()
         span = self._span_type(
             phase.name,
             context,
@@ -242,6 +242,16 @@ class Tracer:
         closing.join(CLOSING_SECONDS)
         if closing.is_alive():
             self._exporter.give_up()
+
+
+def _measure_epoch() -> float:
+    """The moment when ``time.monotonic`` was 0, in seconds since 1970.
+
+    The best of some readings, as a thread may be held up between one clock and the other.
+    """
+    readings = [(time.monotonic(), time.time(), time.monotonic()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) / 2
 
 
 class _TellingExporter:

@@ -72,6 +72,8 @@ class Instance:
         """Where it listens; its host and port stay, but not whether it speaks TLS."""
         self.registration = registration
         self.role: Role = registration.role
+        self.head_line = _make_head_line(registration)
+        """The header by which a client is told that this instance has served its request."""
         self.load: InstanceLoad = registry.make_load(registration.key)
         self.breaker = Breaker()
         self.healthy = proven
@@ -151,7 +153,7 @@ class Instance:
             proven: it is healthy, or has answered a probe.
         """
         known, self.registration, self.role = self.registration, registration, registration.role
-        self.address = registration.address
+        self.address, self.head_line = registration.address, _make_head_line(registration)
         self.has_heartbeat = True
         self.last_registered = now
         if proven and not self.healthy:  # or else it was not probed, and failed probes before this stay counted
@@ -271,3 +273,7 @@ class Instance:
         if self.drains_until_restart:
             self.set_draining(False)
         self._registry.announce_lost_cache(self)
+
+
+def _make_head_line(registration: Registration) -> bytes:
+    return f"x-router-{registration.role.value}: {registration.key}\r\n".encode()

@@ -59,7 +59,9 @@ class Exchange:
         "_chunks",
         "_connecting",
         "_connection",
+        "_is_begun",
         "_may_be_stale",
+        "_on_begin",
         "_on_end",
         "_pool",
         "_request",
@@ -99,6 +101,8 @@ class Exchange:
         self._request = request
         self._connection: Connection | None = None
         self._connecting: asyncio.Future[Any] | None = None
+        self._is_begun = False
+        self._on_begin: Callable[[], None] | None = None
         self._on_end: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], bool] | None = None
@@ -132,13 +136,24 @@ class Exchange:
         self._on_end = on_end
         self._send()
 
+    def begin(self, on_begin: Callable[[], None]) -> None:
+        """Send the request now, and call ``on_begin`` once: when the response has begun, or the exchange has failed.
+
+        A response that comes whole with its head is complete then. For any other, ``head`` and ``chunk`` go on.
+        """
+        self._is_begun, self._on_begin = True, on_begin
+        self._send()
+        if self.error is not None:
+            self._wake()
+
     async def head(self) -> int:
-        """Send the request, wait for the response's head, and return its status.
+        """Send the request, unless ``begin`` has; wait for the response's head, and return its status.
 
         Raises:
             UpstreamError: it failed; or the exception that ``fail`` was called with.
         """
-        self._send()
+        if not self._is_begun:
+            self._send()
         while not self.status and self.error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -175,6 +190,11 @@ class Exchange:
         if had_too_much and self._connection is not None:
             self._connection.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def take_whole(self) -> bytes:
+        """The rest of the body, once the response is complete."""
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
 
     async def read(self, enough: int) -> bytes:
         """The rest of the body, or as much as has come once there are ``enough`` bytes.
@@ -246,6 +266,8 @@ class Exchange:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        elif self._on_begin is not None and self.status:
+            self._wake()
         return self._buffered > HIGH_WATER
 
     def on_lost(self, error: UpstreamError) -> None:
@@ -301,6 +323,9 @@ class Exchange:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._on_begin is not None:
+            on_begin, self._on_begin = self._on_begin, None
+            on_begin()
         if self._on_end is not None and (self.complete or self.error is not None):
             on_end, self._on_end = self._on_end, None
             on_end()

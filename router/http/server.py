@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
 
 import httptools
@@ -43,6 +43,7 @@ class DataPlane(Protocol):
     """Takes the requests that are not the control plane's."""
 
     max_body_bytes: int
+    is_leaving: bool
 
     def takes(self, path: str) -> bool:
         """Whether a request for this path belongs to the data plane."""
@@ -50,8 +51,8 @@ class DataPlane(Protocol):
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
 
-    async def serve(self, request: ClientRequest) -> None:
-        """Answer a request whose body has been read."""
+    def serve(self, request: ClientRequest) -> None:
+        """Answer a request whose body has been read; what waits does so in ``ClientRequest.run``."""
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read; ``""`` where it was not understood."""
@@ -89,6 +90,7 @@ class ClientRequest:
         "response_complete",
         "response_started",
         "target",
+        "task",
         "version",
     )
 
@@ -119,6 +121,8 @@ class ClientRequest:
         """Why its body is not kept."""
         self.on_leave: Callable[[], None] | None = None
         """Called when the client leaves before its answer is complete."""
+        self.task: asyncio.Task[None] | None = None
+        """Serves it until its answer is complete, if that takes one."""
         self.disconnected = False
         self.keep_alive = keep_alive
         self.more_body = True
@@ -128,10 +132,14 @@ class ClientRequest:
         self._chunked = False
         self._left_to_send = 0
 
-    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD."""
+    def send_response(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
+        """Send a whole response; a ``content-length`` among ``headers`` is replaced, but for HEAD.
+
+        Args:
+            lines: more of the head.
+        """
         is_head = self.method == "HEAD"
-        head = STATUS_LINE[status] + self.added_head
+        head = STATUS_LINE[status] + self.added_head + lines
         for header in headers:
             if is_head or header[0] != b"content-length":
                 head += b"%s: %s\r\n" % header
@@ -143,9 +151,9 @@ class ClientRequest:
         self._write(b"%s\r\n%s" % (head, b"" if is_head else body))
         self._complete_response()
 
-    def start_response(self, status: int, headers: Headers) -> None:
-        """Send the head of a response whose body comes in pieces."""
-        head, length = STATUS_LINE[status] + self.added_head, None
+    def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
+        """Send the head of a response whose body comes in pieces; as ``send_response``."""
+        head, length = STATUS_LINE[status] + self.added_head + lines, None
         for header in headers:
             head += b"%s: %s\r\n" % header
             if header[0] == b"content-length" and length is None:
@@ -164,6 +172,12 @@ class ClientRequest:
             head += b"connection: close\r\n"
         self.response_started = True
         self._write(head + b"\r\n")
+
+    def run(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serve it from now on in a task, until its answer is complete."""
+        # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
+        self.task = self._protocol.loop.create_task(serving)
+        self._protocol.tasks.add(self.task)
 
     @property
     def is_ready(self) -> bool:
@@ -220,6 +234,9 @@ class ClientRequest:
         self.response_complete = True
         self.on_leave = None
         self.body = b""  # an idle connection keeps its last request
+        if self.task is not None:
+            self._protocol.tasks.discard(self.task)
+            self.task = None
         if not self.keep_alive:
             self._protocol.hang_up(self)
         self._protocol.on_response_complete()
@@ -330,7 +347,7 @@ class RouterProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         version = self.parser.get_http_version()
-        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        keep_alive = version != "1.0" and not self._data_plane.is_leaving and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
         request = ClientRequest(self, method, self.url, path, self.headers, version, keep_alive)
         if self._cors is not None:
@@ -515,9 +532,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._served = cycle
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
-            task = self.loop.create_task(self._data_plane.serve(cycle))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self._data_plane.serve(cycle)
 
     def _answer_preflight(self, request: ClientRequest) -> bool:
         """Answer a request that only asks for a page's script whether it may send another one; False for others."""

@@ -1,4 +1,4 @@
-"""An engine's token figures, read from its response, or set in it, without parsing it.
+"""An engine's token figures, read from its response, or set in it, without parsing all of it.
 
 In OpenAI's names for chat and completions and for responses, and in Anthropic's for messages, whose ``input_tokens``
 are those that were neither read from a cache nor written to it.
@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import orjson
+
 __all__ = ["Usage", "read_cached_figures", "read_usage", "set_figures"]
 
 _MARK = b'"usage"'
-_FIGURE = re.compile(
-    rb'"((?:prompt|completion|input|output|cached|own_cached|cache_read_input|cache_creation_input)_tokens)"'
-    rb"\s*:\s*(\d{1,15})\b"
-)
+# A longer one than any engine's is not read.
+_USAGE_BYTES = 2048
 # Figures of how much of the prompt was cached where it was computed, by all engines and APIs.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
@@ -35,26 +35,43 @@ class Usage(NamedTuple):
     """Of the cached ones, those that the instance had itself; our engine says so."""
 
 
+_NO_FIGURES = Usage()
+
+
 def read_usage(data: bytes) -> Usage | None:
     """The usage that stands last in ``data``, an answer or the end of an event stream; None where there is none.
 
     The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
     """
-    start = data.rfind(_MARK)
-    if start < 0:
+    mark = data.rfind(_MARK)
+    start = data.find(b"{", mark)
+    if mark < 0 or start < 0 or data[mark + len(_MARK) : start].strip() != b":":
         return None
-    found: dict[bytes, int] = {}
-    for name, figure in _FIGURE.findall(data, start):
-        found[name] = int(figure)
-    if not found:
+    end, limit = data.find(b"}", start) + 1, start + _USAGE_BYTES
+    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
+        end = data.find(b"}", end, limit) + 1
+    try:
+        members = orjson.loads(data[start:end])
+    except orjson.JSONDecodeError:
         return None
-    prompt, cached = found.get(b"prompt_tokens"), found.get(b"cached_tokens")
-    if prompt is None and b"input_tokens" in found:
-        read, written = found.get(b"cache_read_input_tokens"), found.get(b"cache_creation_input_tokens")
-        prompt = found[b"input_tokens"] + (read or 0) + (written or 0)
-        cached = read if cached is None else cached
-    completion = found.get(b"completion_tokens", found.get(b"output_tokens"))
-    return Usage(prompt, completion, cached, found.get(b"own_cached_tokens"))
+    found = members
+    for details in members.values():
+        if type(details) is dict:
+            found = {**found, **details}
+    prompt, cached = found.get("prompt_tokens"), found.get("cached_tokens")
+    completion = found.get("completion_tokens")
+    if prompt is None and "input_tokens" in found:
+        read, written = found.get("cache_read_input_tokens"), found.get("cache_creation_input_tokens")
+        completion, cached = found.get("output_tokens"), read if cached is None else cached
+        try:
+            prompt = found["input_tokens"] + (read or 0) + (written or 0)
+        except TypeError:
+            return None
+    usage = Usage(prompt, completion, cached, found.get("own_cached_tokens"))
+    for figure in usage:
+        if figure is not None and (type(figure) is not int or figure < 0):
+            return None
+    return None if usage == _NO_FIGURES else usage
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:

@@ -193,6 +193,34 @@ class Attempt:
         self._begun = False
         self._grace: asyncio.TimerHandle | None = None
 
+    def send(self, on_begin: Callable[[], None]) -> bool:
+        """Send the legs now, and call ``on_begin`` once the answering one has a response, or has failed.
+
+        Then ``take_whole`` gives a response that is there already, and for any other ``begin`` goes on.
+
+        Returns:
+            False if that cannot be, because decode is asked after prefill; then nothing is sent.
+        """
+        if self._ask_decode is not None:
+            return False
+        self.sent_at = time.perf_counter()
+        if self.prefill is not None:
+            self.prefill.exchange.consume(self._on_prefill_end)
+        self.answering.exchange.begin(on_begin)
+        return True
+
+    def take_whole(self) -> bytes | None:
+        """The response, if it has come whole and is neither a refusal nor an event stream; else None."""
+        answering, exchange = self.answering, self.answering.exchange
+        if not exchange.complete or not 200 <= exchange.status < 300 or _is_event_stream(exchange.headers):
+            return None
+        self._begun = True
+        if answering.instance.breaker.failures:
+            answering.instance.record_success(time.monotonic())
+        if self.prefill is None:
+            answering.end_prefill()
+        return exchange.take_whole()
+
     async def begin(self) -> bytes:
         """Send the legs and wait for the first bytes of the response, or for as many as are to be held.
 
@@ -201,12 +229,12 @@ class Attempt:
             NoRoom: a leg could not be sent, to any instance.
             Exception: the one that ``fail`` was called with.
         """
-        self.sent_at = time.perf_counter()
+        was_sent, self.sent_at = self.sent_at, self.sent_at or time.perf_counter()
         if self._ask_decode is not None:
             answer = await self._await_prefill()
             if not self.answering.is_finished:  # else it was given up as prefill's answer came: see ``fail``
                 self._ask_decode(answer)
-        elif self.prefill is not None:
+        elif self.prefill is not None and not was_sent:
             self.prefill.exchange.consume(self._on_prefill_end)
         exchange = self.answering.exchange
         try:
@@ -214,8 +242,12 @@ class Attempt:
             if not 200 <= status < 300:
                 raise await self._read_answer_refusal()  # no variable: its traceback will lead here
             self.is_event_stream = _is_event_stream(exchange.headers)
-            is_held = self._hold_bytes and not self.is_event_stream
-            first = await (exchange.read(self._hold_bytes) if is_held else exchange.chunk())
+            if exchange.complete:
+                first = exchange.take_whole()
+            elif self._hold_bytes and not self.is_event_stream:
+                first = await exchange.read(self._hold_bytes)
+            else:
+                first = await exchange.chunk()
             if self._may_err_late and self.is_event_stream:
                 first = await self._read_preamble(first)
         except NoRoom:

@@ -17,16 +17,16 @@ __all__ = ["KeepAlive"]
 class KeepAlive:
     """Sends a comment each ``seconds``, from its making until ``stop``."""
 
-    __slots__ = ("_headers", "_response", "_seconds", "_timer")
+    __slots__ = ("_own_head", "_response", "_seconds", "_timer")
 
-    def __init__(self, response: ClientResponse, seconds: float, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, response: ClientResponse, seconds: float, own_head: bytes) -> None:
         """
         Args:
-            headers: the router's own, for the head of the response.
+            own_head: the router's own lines, for the head of the response.
         """
         self._response = response
         self._seconds = seconds
-        self._headers = headers
+        self._own_head = own_head
         self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
 
     def stop(self) -> None:
@@ -34,5 +34,5 @@ class KeepAlive:
         self._timer.cancel()
 
     def _on_timer(self) -> None:
-        self._response.send_comment(self._headers)
+        self._response.send_comment(self._own_head)
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._on_timer)

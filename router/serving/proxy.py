@@ -32,6 +32,8 @@ class Proxy:
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
+        self.is_leaving = False
+        """Whether clients are to close their connections, as this process is to end soon."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
         self._silence = services.settings.health_check_interval_secs
@@ -61,14 +63,9 @@ class Proxy:
             return refused
         return None
 
-    async def serve(self, request: ClientRequest) -> None:
+    def serve(self, request: ClientRequest) -> None:
         """Answer one request."""
-        serving = ServingRequest(request, self._services)
-        self._live.add(serving)
-        try:
-            await serving.serve()
-        finally:
-            self._live.discard(serving)
+        ServingRequest(request, self._services, self._live).start()
 
     def on_refused(self, method: str, path: str, error: ApiError, request_id: str = "") -> None:
         """Note a request that was answered with ``error`` without being read."""

@@ -88,8 +88,12 @@ class ServingRequest:
     __slots__ = (
         "_charged",
         "_ended",
+        "_failure",
         "_is_aborted",
+        "_is_preempted",
+        "_is_prepared",
         "_keep_alive",
+        "_live",
         "_num_attempts",
         "_parsed",
         "_queueing",
@@ -103,7 +107,12 @@ class ServingRequest:
         "started",
     )
 
-    def __init__(self, request: ClientRequest, services: Services) -> None:
+    def __init__(self, request: ClientRequest, services: Services, live: set[ServingRequest]) -> None:
+        """
+        Args:
+            live: has the requests that are served.
+        """
+        self._live = live
         self._story = story = Story(services)
         self.started = story.started
         """When it arrived, on ``time.perf_counter``."""
@@ -122,21 +131,73 @@ class ServingRequest:
         self._is_aborted = False
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
+        # What ``start`` leaves to ``serve``: an attempt, perhaps sent; an answer that was preempted; an exception.
+        self._is_prepared = self._is_preempted = False
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Answer the request; nothing is raised.
+
+        Where no stream is asked for, the first attempt is sent at once, and an answer that comes whole is relayed as it
+        comes: neither needs a task. All else is for one that runs ``serve``.
+        """
+        services, request = self._services, self._request
+        self._live.add(self)
+        if services.tracer is not None:
+            self._story.join_trace(services.tracer, request)
+        if not services.admission.is_limited and len(request.body) <= UNCHECKED_BYTES:
+            try:
+                client = services.auth.identify_client(request.headers)
+                services.admission.try_enter(client)
+                self._story.client = client
+                self._parsed = parsed = self._read_request(client)
+                if not parsed.wants_stream:
+                    attempt = self._make_attempt(parsed, self._select_instances(parsed))
+                    self._is_prepared = True
+                    if attempt.send(self._on_answer):
+                        return
+            except Exception:
+                pass  # ``serve`` comes to the same, and handles it
+        request.run(self.serve())
+
+    def _on_answer(self) -> None:
+        """The attempt that ``start`` has sent has an answer, or at least the beginning of one, or has failed."""
+        attempt, parsed = self.attempt, self._parsed
+        assert attempt is not None
+        assert parsed is not None
+        is_done = False
+        try:
+            whole = attempt.take_whole()
+            if whole is not None and self._response.holds_whole(attempt):
+                self._is_prepared = False
+                if parsed.api.keeps_answers:
+                    self._services.kept_responses.note_answer(whole, attempt.answering.instance.key)
+                is_done = self._response.relay_whole(attempt, whole, self._story.own_head())
+                self._is_preempted = not is_done
+        except Exception as exc:
+            self._failure = exc
+        if is_done:
+            self._story.end_attempt(attempt, "answered")
+            self._finish()
+        else:
+            self._request.run(self.serve())
 
     async def serve(self) -> None:
-        """Answer the request; nothing is raised."""
+        """Answer the request, or go on with it; nothing is raised."""
         response, services = self._response, self._services
-        if services.tracer is not None:
-            self._story.join_trace(services.tracer, self._request)
         try:
-            client = services.auth.identify_client(self._request.headers)
-            if services.admission.is_limited:
-                await self._pass_limits(client)
-            else:
-                services.admission.try_enter(client)
-            self._story.client = client
+            if self._failure is not None:
+                raise self._failure
+            if self._story.client is None:
+                client = services.auth.identify_client(self._request.headers)
+                if services.admission.is_limited:
+                    await self._pass_limits(client)
+                else:
+                    services.admission.try_enter(client)
+                self._story.client = client
             if self._parsed is None:
-                self._parsed = await self._read_request(client)
+                client = self._story.client
+                self._parsed = await self._read_large(client) if self._is_large else self._read_request(client)
             await self._answer_client(self._parsed)
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -153,16 +214,21 @@ class ServingRequest:
             _log.exception("%s %s failed", self._request.method, self._request.path)
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))
         finally:
-            self._ended = None  # its traceback leads to this request: only the collector could free both
-            if self._keep_alive is not None:
-                self._keep_alive.stop()
-            if self._story.client is not None:
-                uncharged = 0
-                if self._charged is not None:
-                    prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
-                    uncharged = response.count_used_tokens(prompt_tokens) - self._charged
-                services.admission.leave(self._story.client, uncharged)
-            self._story.write_record(self._request, response, self._parsed, self.attempt)
+            self._finish()
+
+    def _finish(self) -> None:
+        """The request has ended."""
+        self._live.discard(self)
+        self._ended = self._failure = None  # their tracebacks lead to this request: only the collector could free both
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+        if self._story.client is not None:
+            uncharged = 0
+            if self._charged is not None:
+                prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
+                uncharged = self._response.count_used_tokens(prompt_tokens) - self._charged
+            self._services.admission.leave(self._story.client, uncharged)
+        self._story.write_record(self._request, self._response, self._parsed, self.attempt)
 
     def fail(self, ended: RequestEnded) -> None:
         """End the request: the task that works on it gets ``ended``."""
@@ -190,11 +256,12 @@ class ServingRequest:
             if not meant:
                 return (), ()
             self._story.request_id = ids.request_id
-        if self.attempt is None or self.attempt.engine_ids is None:  # none runs, or by closing its connections
+        attempt = self.attempt
+        if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
             self.fail(RequestEnded(_ABORTED))
             return meant, ()
         self._is_aborted = True
-        return meant, self.attempt.engine_ids.list_ids()
+        return meant, attempt.engine_ids.list_ids()
 
     async def _pass_limits(self, client: str) -> None:
         """Have the request let in where there are limits.
@@ -207,10 +274,12 @@ class ServingRequest:
         tokens = estimate_tokens(self._request.body)
         priority = services.auth.find_priority(client, self._request.headers)
         if not services.admission.try_enter(client, tokens):
-            self._watch_client()
+            if self._request.disconnected:
+                raise RequestEnded(None)
+            self._request.on_leave = self._on_client_left
             # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
-                self._parsed = await self._read_request(client)
+                self._parsed = await self._read_large(client) if self._is_large else self._read_request(client)
                 if self._ended is not None:
                     raise self._ended
             self._queueing = asyncio.current_task()
@@ -222,27 +291,45 @@ class ServingRequest:
             self._queueing = None
         self._charged = tokens
 
-    def _watch_client(self) -> None:
-        """End the request when the client leaves.
-
-        Raises:
-            RequestEnded: it has left.
-        """
-        if self._request.disconnected:
-            raise RequestEnded(None)
-        self._request.on_leave = self._on_client_left
-
     def _on_client_left(self) -> None:
         self.fail(RequestEnded(None))
 
-    async def _read_request(self, client: str) -> ParsedRequest:
+    @property
+    def _is_large(self) -> bool:
+        """Whether its body takes so long to parse that it is looked through first."""
+        return len(self._request.body) > UNCHECKED_BYTES and self._request.path in GENERATING
+
+    def _read_request(self, client: str, large: LargeBody | None = None) -> ParsedRequest:
         """Read the request, as far as the router needs to.
+
+        Args:
+            large: of a large body that was looked through; then the head has been read, too.
 
         Raises:
             RequestEnded: it cannot be served, or the client left.
         """
         request = self._request
-        self._watch_client()
+        if large is None:
+            self._read_head()
+        salts = self._services.auth.cache_salts
+        derive_salt = partial(salts.derive, client) if salts else None
+        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
+        self._story.request_id = parsed.request_id
+        seconds = self._services.settings.sse_keepalive_secs
+        if seconds and parsed.wants_stream:
+            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
+        return parsed
+
+    def _read_head(self) -> None:
+        """Read the headers that matter to the router, and watch the client from now on.
+
+        Raises:
+            RequestEnded: a header is wrong, or the client has left.
+        """
+        request = self._request
+        if request.disconnected:
+            raise RequestEnded(None)
+        request.on_leave = self._on_client_left
         for name, value in request.headers:
             if name == b"traceparent":
                 self._story.trace_id = value[3:35].decode("latin-1")
@@ -250,19 +337,14 @@ class ServingRequest:
             self._story.sent_id = self._story.request_id = find_request_id(request.headers)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
-        is_large = len(request.body) > UNCHECKED_BYTES and request.path in GENERATING
-        large = await self._look_through() if is_large else None
-        salts = self._services.auth.cache_salts
-        derive_salt = partial(salts.derive, client) if salts else None
-        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
-        self._story.request_id = parsed.request_id
-        seconds = self._services.settings.sse_keepalive_secs
-        if seconds and parsed.wants_stream:
-            self._keep_alive = KeepAlive(self._response, seconds, self._story.own_headers())
-        if is_large:  # parsing has taken its time, and so do hashing the prompt and what follows
-            await asyncio.sleep(0)
-            _ = parsed.features.chunks
-            await asyncio.sleep(0)
+
+    async def _read_large(self, client: str) -> ParsedRequest:
+        """Read a request with a large body, and let other requests go on meanwhile; as ``_read_request``."""
+        self._read_head()
+        parsed = self._read_request(client, await self._look_through())
+        await asyncio.sleep(0)  # parsing has taken its time, and so do hashing the prompt and what follows
+        _ = parsed.features.chunks
+        await asyncio.sleep(0)
         return parsed
 
     async def _look_through(self) -> LargeBody:
@@ -290,29 +372,39 @@ class ServingRequest:
         """
         response = self._response
         try:
-            while True:
-                first = await self._begin_attempt(parsed)
-                attempt = self.attempt
-                assert attempt is not None
-                if parsed.api.keeps_answers:
-                    self._services.kept_responses.note_answer(first, attempt.answering.instance.key)
-                if self._keep_alive is not None:
-                    self._keep_alive.stop()
-                if not attempt.is_event_stream and response.holds_whole(attempt):
-                    is_done = response.relay_whole(attempt, first, self._story.own_headers())
-                    if not is_done:
-                        await self._go_on_after_preemption()
-                else:
-                    is_done = await self._relay_pieces(parsed, attempt, first)
-                if is_done:
-                    break
+            while not await self._relay_segment(parsed):
                 if response.merger is not None and response.merger.complete:
-                    response.finish_from_segments(self._story.own_headers())
+                    response.finish_from_segments(self._story.own_head())
                     break
         except LegFailed as failure:
             self._send_failure(failure)
         else:
             self._story.end_attempt(self.attempt, "answered")
+
+    async def _relay_segment(self, parsed: ParsedRequest) -> bool:
+        """Make attempts until one answers, and relay the answer; False if another segment is to follow.
+
+        Raises:
+            LegFailed: no attempt had an answer; this is the last one's failure.
+            NoRoom: the router cannot send the request, to any instance.
+            RequestEnded: the client cannot have the whole answer.
+        """
+        response = self._response
+        if not self._is_preempted:
+            first = await self._begin_attempt(parsed)
+            attempt = self.attempt
+            assert attempt is not None
+            if parsed.api.keeps_answers:
+                self._services.kept_responses.note_answer(first, attempt.answering.instance.key)
+            if self._keep_alive is not None:
+                self._keep_alive.stop()
+            if attempt.is_event_stream or not response.holds_whole(attempt):
+                return await self._relay_pieces(parsed, attempt, first)
+            if response.relay_whole(attempt, first, self._story.own_head()):
+                return True
+        self._is_preempted = False
+        await self._go_on_after_preemption()
+        return False
 
     async def _relay_pieces(self, parsed: ParsedRequest, attempt: Attempt, first: bytes) -> bool:
         """Relay the response as it comes; False if another segment is to follow.
@@ -321,7 +413,7 @@ class ServingRequest:
             RequestEnded: the answering leg failed or preempted the request, which cannot go on; or it was ended.
         """
         try:
-            if await self._response.relay_pieces(attempt, first, self._story.own_headers()):
+            if await self._response.relay_pieces(attempt, first, self._story.own_head()):
                 return True
         except UpstreamError as exc:
             self._go_on_after_break(parsed, attempt, exc)
@@ -338,7 +430,8 @@ class ServingRequest:
             RequestEnded: no instance could take the request, or the request was ended.
         """
         try:
-            selection = self._select_instances(parsed)
+            selection = self._story.selection if self._is_prepared else None
+            selection = selection or self._select_instances(parsed)
         except NoInstance as none:
             resuming = self._resuming
             if resuming is not None and resuming.is_broken:
@@ -348,6 +441,9 @@ class ServingRequest:
         while True:
             attempts += 1
             try:
+                if self._is_prepared and self.attempt is not None:
+                    self._is_prepared = False
+                    return await self.attempt.begin()
                 while True:
                     if self._ended is not None:
                         raise self._ended
@@ -543,7 +639,7 @@ class ServingRequest:
         is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
         if response is not None and is_own and not self._request.response_started:
             headers = end_to_end(response.headers, NOT_PASSED_BACK)
-            self._response.send(response.status, headers, response.body, self._story.own_headers())
+            self._response.send(response.status, headers, response.body, self._story.own_head())
         elif response is not None and is_own and not self._response.first_byte_at:
             self._response.end_with_refusal(response.status, response.body)
         else:
@@ -556,4 +652,4 @@ class ServingRequest:
             self.attempt.give_up()
         if self._num_attempts > self._story.num_ended:
             self._story.end_attempt(self.attempt, error.message if error else "the client left")
-        self._response.end_with(error, self._story.own_headers())
+        self._response.end_with(error, self._story.own_head())

@@ -60,7 +60,7 @@ class RequestEnded(Exception):
 class ClientResponse:
     """The response to one client. Its public attributes are for reading.
 
-    The router's own headers, which say who served the request, are an argument wherever a head may be sent.
+    The router's own header lines, which say who served the request, are an argument wherever a head may be sent.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class ClientResponse:
             raise RequestEnded(_no_continuation(f"the answer of {key} is larger than {MERGED_BYTES} bytes"))
         return is_whole
 
-    def relay_whole(self, attempt: Attempt, body: bytes, own_headers: Headers) -> bool:
+    def relay_whole(self, attempt: Attempt, body: bytes, own_head: bytes) -> bool:
         """Send the whole response of an attempt; False if the instance preempted the request, so that it goes on."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
@@ -138,12 +138,13 @@ class ClientResponse:
                 return False
             body = merged
         self._last = body
-        body = self._correct_usage(attempt, body)
-        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_headers)
+        if _CACHE_MARK in body:
+            body = self._correct_usage(attempt, body)
+        self.send(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), body, own_head)
         attempt.finish()
         return True
 
-    async def relay_pieces(self, attempt: Attempt, first: bytes, own_headers: Headers) -> bool:
+    async def relay_pieces(self, attempt: Attempt, first: bytes, own_head: bytes) -> bool:
         """Send an attempt's bytes to the client as they come; a slow client slows the instance down.
 
         Of an event stream, only whole events are sent, so that it can always be ended with an error event.
@@ -151,7 +152,7 @@ class ClientResponse:
         Args:
             attempt: it has begun.
             first: its first bytes.
-            own_headers: the router's own.
+            own_head: the router's own header lines.
 
         Returns:
             False if the instance preempted the request half-way, and another segment is to follow.
@@ -167,7 +168,7 @@ class ClientResponse:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
             self.status = exchange.status
-            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK) + own_headers)
+            request.start_response(exchange.status, end_to_end(exchange.headers, NOT_PASSED_BACK), own_head)
         pass_on = partial(self._pass_on, attempt)
         data, held = first, b""
         while True:
@@ -206,7 +207,7 @@ class ClientResponse:
         if self._cached_figures:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
-    def finish_from_segments(self, own_headers: Headers) -> None:
+    def finish_from_segments(self, own_head: bytes) -> None:
         """Give the client the end of a response whose last segment was preempted when nothing was left to generate."""
         assert self.merger is not None
         end = self.merger.make_end()
@@ -216,20 +217,20 @@ class ClientResponse:
         if self._request.response_started:
             self._request.finish_response(end)
         else:
-            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_headers)
+            self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, own_head)
 
-    def send(self, status: int, headers: Headers, body: bytes, own_headers: Headers) -> None:
+    def send(self, status: int, headers: Headers, body: bytes, own_head: bytes) -> None:
         """Send a whole response."""
         self.status, self.first_byte_at = status, time.perf_counter()
         self.bytes_sent = len(body)
-        self._request.send_response(status, headers + own_headers, body)
+        self._request.send_response(status, headers, body, own_head)
 
-    def send_comment(self, own_headers: Headers) -> None:
+    def send_comment(self, own_head: bytes) -> None:
         """Tell the client of an event stream that its answer is still to come; nothing of it has been sent."""
         request = self._request
         if not request.response_started:
             self.status, self.is_event_stream = 200, True
-            request.start_response(200, _UNHELD + own_headers)
+            request.start_response(200, _UNHELD, own_head)
         if request.is_ready:
             request.write_piece(_COMMENT)
 
@@ -247,15 +248,19 @@ class ClientResponse:
             event = ApiError(status, message, self.error_code).error_event()
         self._request.finish_response(event)
 
-    def send_rejection(self, refused: Refused, own_headers: Headers) -> None:
-        """Answer a request that was not let in."""
+    def send_rejection(self, refused: Refused, echo: Headers) -> None:
+        """Answer a request that was not let in.
+
+        Args:
+            echo: the id that the client gave it.
+        """
         if self._request.response_started:
-            self.end_with(refused.error, own_headers)
+            self.end_with(refused.error, b"")
             return
         self.error_code = refused.error.code
-        self.send(refused.error.status, _JSON + refused.headers, refused.error.body(), own_headers)
+        self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(), b"")
 
-    def end_with(self, error: ApiError | None, own_headers: Headers) -> None:
+    def end_with(self, error: ApiError | None, own_head: bytes) -> None:
         """End it, however much of it the client has got; without ``error`` because nobody is there to read one."""
         request = self._request
         self.error_code = error.code if error else "client_left"
@@ -265,7 +270,7 @@ class ClientResponse:
             self.status = CLIENT_LEFT
             request.cut_response()
         elif not request.response_started:
-            self.send(error.status, _JSON, error.body(), own_headers)
+            self.send(error.status, _JSON, error.body(), own_head)
         elif self.is_event_stream:
             request.finish_response(error.sse() if self.first_byte_at else error.error_event())
         else:
@@ -273,7 +278,7 @@ class ClientResponse:
 
     def read_usage(self) -> Usage:
         """The engine's figures of tokens, in the end of its response."""
-        return read_usage(self._last) or read_usage(self._before_last) or _NO_USAGE
+        return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
         """Of a pair's answer in several segments, the prompt's tokens that its first prefill instance had cached."""

@@ -23,11 +23,11 @@ class Retries:
     __slots__ = ("_avoided", "_excluded", "_failures", "_hung", "stale")
 
     def __init__(self) -> None:
-        self.stale: set[str] = set()
+        self.stale = _NONE
         """Instances whose idle connections had been closed: the next attempt uses a connection of its own there."""
-        self._excluded: set[str] = set()  # not to be used again
-        self._avoided: set[str] = set()  # used again only if there is no other
-        self._hung: frozenset[str] | set[str] = _NONE
+        self._excluded = _NONE  # not to be used again
+        self._avoided = _NONE  # used again only if there is no other
+        self._hung = _NONE
         self._failures = 0
 
     def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
@@ -46,7 +46,7 @@ class Retries:
 
     def avoid(self, key: str) -> None:
         """Use this instance again only if there is no other."""
-        self._avoided.add(key)
+        self._avoided |= {key}
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
         """The instance failed half-way: those that failed before may be used again, and it itself as a last resort.
@@ -54,21 +54,22 @@ class Retries:
         Args:
             is_hung: it is not to be used again, as it might hang without end.
         """
-        self._hung |= {key} if is_hung else set()
-        self._excluded = set(self._hung)
-        self._avoided = {key}
+        if is_hung:
+            self._hung |= {key}
+        self._excluded = self._hung
+        self._avoided = frozenset({key})
         self._failures = 0
 
     async def record_failure_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
         """Note which instances the next attempt should not use, and give the others a moment."""
         key = failure.instance.key
         if failure.stale and key not in self.stale:
-            self.stale.add(key)
+            self.stale |= {key}
             return
         if failure.in_hand_over and selection.prefill is not None:
             self._avoided |= {selection.prefill.key, selection.answering.key}
         else:
-            self._excluded.add(key)
+            self._excluded |= {key}
         self._failures += 1
         if self._failures > 1:
             await sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))

@@ -10,8 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from router.fleet import Role
-from router.http import Headers, encode_request_id, read_usage
+from router.http import read_usage
 from router.telemetry import AttemptRecord, LegRecord, RequestRecord, RequestTrace
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Story"]
 
 _log = logging.getLogger("router.serving.story")
-
-_INSTANCE_HEADERS = {role: f"x-router-{role.value}".encode() for role in Role}
 
 
 class Story:
@@ -96,22 +93,21 @@ class Story:
         if self._services.is_debugging:
             _log_attempt_end(self.request_id, len(self._records), attempt, how)
 
-    def own_headers(self) -> Headers:
-        """Who served the request, and why; the whole story is at /admin/explain."""
-        headers = []
+    def own_head(self) -> bytes:
+        """The header lines that say who served the request, and why; the whole story is at /admin/explain."""
+        lines = b""
         if self.request_id:
             # A client's own id may hold any printable character.
-            headers.append((b"x-router-request-id", self.request_id.encode("ascii", "backslashreplace")))
-            headers.append(encode_request_id(self.sent_id or self.request_id))
+            own_id = self.request_id.encode("ascii", "backslashreplace")
+            client_id = (self.sent_id or self.request_id).encode()
+            lines = b"x-router-request-id: %s\r\nx-request-id: %s\r\n" % (own_id, client_id)
         selection = self.selection
         if selection is not None:
             decision = selection.decisions[0]
-            for instance in (selection.prefill, selection.answering):
-                if instance is not None:
-                    headers.append((_INSTANCE_HEADERS[instance.role], instance.key.encode()))
-            reason = f"{decision.reasons.get('policy', '')}; cached={decision.cached_tokens}"
-            headers.append((b"x-router-decision", reason.encode()))
-        return headers
+            prefill = selection.prefill.head_line if selection.prefill is not None else b""
+            reason = f"x-router-decision: {decision.reasons.get('policy', '')}; cached={decision.cached_tokens}\r\n"
+            lines += prefill + selection.answering.head_line + reason.encode()
+        return lines
 
     def write_record(
         self, request: ClientRequest, response: ClientResponse, parsed: ParsedRequest | None, attempt: Attempt | None

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -116,6 +117,7 @@ class Tracer:
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
         self._pending: deque[RequestRecord] = deque()  # whose spans are made in the loop's next turns
         self._late: list[RequestRecord] = []  # whose prefill has not ended
+        self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
 
     def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
         """Join the trace of a request, or begin one; its headers then lack ``traceparent``, as each leg gets its own.
@@ -174,10 +176,10 @@ class Tracer:
     def _make_spans(self, record: RequestRecord) -> None:
         trace = record.trace
         assert trace is not None
+        self._epoch = _measure_epoch()
         end = record.started + record.total_ms / 1e3
         events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
         self._add_span(
-            record,
             f"{record.method} {record.path}",
             trace.context,
             trace.parent,
@@ -198,11 +200,12 @@ class Tracer:
         attributes = {"router.request_id": record.request_id, "router.attempt": number, "router.ended": attempt.ended}
         times = (attempt.began_at, attempt.ended_at)
         trouble = "" if is_good else attempt.ended
-        self._add_span(record, "attempt", context, trace.context, times, attributes, trouble=trouble)
+        self._add_span("attempt", context, trace.context, times, attributes, trouble=trouble)
         for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
+            if not exchange.sent_at and instance not in attempt.ended:
+                continue  # it was not its turn yet
             decision = attempt.decisions[place] if place < len(attempt.decisions) else None
             self._add_span(
-                record,
                 f"{role.value} leg",
                 self._derive_context(trace, span_id),
                 context,
@@ -219,7 +222,6 @@ class Tracer:
 
     def _add_span(
         self,
-        record: RequestRecord,
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
@@ -236,7 +238,7 @@ class Tracer:
             times: its beginning and end on ``time.perf_counter``.
             trouble: why it is an error; "" if it is none.
         """
-        api, epoch = self._api, record.started_unix - record.started
+        api, epoch = self._api, self._epoch
         span = self._span_type(
             name,
             context,
@@ -256,6 +258,16 @@ class Tracer:
 def make_span_id() -> int:
     """A new span's id, which is not 0."""
     return random.getrandbits(64) or 1
+
+
+def _measure_epoch() -> float:
+    """The moment when ``time.perf_counter`` was 0, in seconds since 1970.
+
+    The best of some readings, as a process may be held up between one clock and the other.
+    """
+    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) / 2
 
 
 def _find_context_headers(request: ClientRequest) -> dict[str, list[str]]:

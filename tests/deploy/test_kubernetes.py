@@ -194,7 +194,9 @@ def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manif
             monitored |= selected
         for end in ends:
             assert set(end) - {"honorLabels"} == {"port", "path", "interval", "relabelings"}
-            jobs |= {each["replacement"] for each in end["relabelings"] if each["targetLabel"] == "job"}
+            # As deploy/prometheus/prometheus.yml has it, by which alerts and dashboards go.
+            assert end["relabelings"][0]["targetLabel"] == "job"
+            jobs.add(end["relabelings"][0]["replacement"])
             assert end["port"] in ports
             assert end["path"] == "/metrics"
     assert monitored == {"router", "prefill", "decode", "master"}

@@ -27,6 +27,18 @@ def test_an_answer_without_usage_says_nothing() -> None:
     assert read_usage(b"") is None
 
 
+def test_a_usage_that_is_none_says_nothing() -> None:
+    for usage in (
+        *({"prompt_tokens": "9"}, {"prompt_tokens": -1}, {"prompt_tokens": 9.5}, {"input_tokens": None}, {}, [], 9),
+        {"input_tokens": None, "cache_read_input_tokens": 4},
+        {"input_tokens": "9", "cache_read_input_tokens": 4},
+    ):
+        assert read_usage(json.dumps({"usage": usage}).encode()) is None
+    cut = (b'"usage"', b'"usage": {', b'{"usage": {"prompt_tokens": 9', b'{"usage":' + b"{" * 100_000, b'"usage"{}')
+    for text in cut:
+        assert read_usage(text) is None
+
+
 def test_of_a_streams_end_the_last_usage_counts() -> None:
     early = b'data: {"usage": {"prompt_tokens": 1}}\n\n'
     assert read_usage(early + b'data: {"usage": {"prompt_tokens": 2}}\n\ndata: [DONE]\n\n') == Usage(2)
