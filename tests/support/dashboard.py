@@ -1,4 +1,4 @@
-"""A dashboard of its own process, looked at in Debian's Chromium: it shows whichever router and master a test gives it."""
+"""A dashboard of its own process, looked at in Debian's Chromium: it shows the router and master that a test names."""
 
 from __future__ import annotations
 
