@@ -191,5 +191,6 @@ def guess_ids(request: ClientRequest, asked: Collection[str]) -> EngineIds:
 
 
 def _make_request_id() -> str:
-    """A random name; no UUID, whose dashes take four times as long to set."""
-    return random.getrandbits(128).to_bytes(16, "big").hex("-", 4)
+    """A random UUID of version 4; not from ``uuid``, which asks the kernel for each."""
+    text = f"{random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
