@@ -38,6 +38,7 @@ from tests.support.ports import free_ports
 from tests.support.processes import Child
 
 READY_S = 240.0
+PROBE_S = 60.0
 SERVING = 2  # instances that serve when one is killed
 MAX_SEQUENCES = 128  # that an instance runs at once
 PROMPT = "Tell me a story about the sea, the sun and the stars."
@@ -62,6 +63,8 @@ class Fleet:
         self.url = f"http://127.0.0.1:{router}"
         self._router = router
         flags = ["--host", "127.0.0.1", "--port", str(router), "--workers", "1", *["--splitwise"] * splitwise]
+        # On a busy machine an instance that computes on a CPU may take its time to answer a probe.
+        flags += ["--health-check-timeout-secs", str(PROBE_S)]
         self._running[router] = Child([sys.executable, "-m", "router.launch", *flags], folder / "router.log")
         self._needed = {"mixed": 0, "prefill": 0, "decode": 0, self.role: SERVING}
         if splitwise:
@@ -89,7 +92,8 @@ class Fleet:
         """The ports of the instances that serve: the router may not have noticed yet that one was killed."""
         with contextlib.suppress(httpx.HTTPError, KeyError):
             told = CLIENT.get(f"{self.url}/registered").json()[role]
-            return [each["port"] for each in told if each["state"] == "healthy" and self._answers(each["port"])]
+            ports = [int(each["port"]) for each in told if each["state"] == "healthy"]
+            return [port for port in ports if self._answers(port)]
         return []
 
     def wait_until_whole(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import signal
@@ -85,6 +86,8 @@ log = logging.getLogger(__name__)
 # Linux takes clients' ends from 32768 to 60999; one keeps its port for 60 s after it was closed.
 CLOSED_CONNECTION_SECONDS = 70.0
 _GRACE_SECONDS = 3
+# So long after its last heartbeat a router has forgotten an instance.
+_FORGOTTEN_SECONDS = 30.0
 # Stopping that takes longer is explained, and explained again after each further so long.
 _QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
 
@@ -118,6 +121,7 @@ class Instance:
         self.start_id = secrets.token_hex(8)
         """By which the router tells this process from one that had its address before."""
         self._connector = connector
+        self._registered_at = -math.inf
         self.router = router_url(args.router) if args.router else None
         self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
         pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
@@ -219,7 +223,8 @@ class Instance:
         await self.receiver.start_listening(self._connector)
         heartbeat = None
         if self.router:
-            sending = send_heartbeats(self.router, self.registration_payload(), self._router_token)
+            payload = self.registration_payload()
+            sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
             heartbeat = asyncio.create_task(sending)
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
@@ -233,6 +238,18 @@ class Instance:
             if self.tracer is not None:
                 await asyncio.to_thread(self.tracer.close)
 
+    def note_registration(self) -> None:
+        """The router has taken this instance's registration."""
+        self._registered_at = time.monotonic()
+
+    def find_obstacle(self) -> str:
+        """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
+        if not self.core.is_alive:
+            return "the engine has failed; its log says why"
+        if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
+            return f"it is not registered at the router {self.router}; the log says why"
+        return ""
+
     def registration_payload(self) -> dict[str, Any]:
         """This instance as the router is to know it (FastDeploy's registration)."""
         args = self.args
@@ -240,6 +257,7 @@ class Instance:
         return {
             "role": args.splitwise_role,
             "start_id": self.start_id,
+            "max_num_seqs": args.max_num_seqs,
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,
@@ -371,6 +389,12 @@ def _add_state(app: FastAPI, instance: Instance) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if instance.core.is_alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if obstacle := instance.find_obstacle():
+            return JSONResponse({"status": "not ready", "reason": obstacle}, 503)
+        return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,16 @@ def read_token(path: Path) -> str:
     return words[0]
 
 
-async def send_heartbeats(router: str, instance: dict[str, Any], token: str = "") -> None:
+async def send_heartbeats(
+    router: str, instance: dict[str, Any], token: str = "", on_registered: Callable[[], None] = lambda: None
+) -> None:
     """Register ``instance`` at ``router`` again and again, until cancelled.
 
     Args:
         router: ``router_url(...)``.
         instance: FastDeploy's fields but ``host_ip``, which is found out anew each time.
         token: the token that the router wants of those who register, where it wants one.
+        on_registered: called each time that the router has taken it.
     """
     reported: str | None = None
     headers = {b"Authorization": f"Bearer {token}".encode()} if token else {}
@@ -97,6 +101,8 @@ async def send_heartbeats(router: str, instance: dict[str, Any], token: str = ""
                 problem = "" if response.status_code == 200 else _explain_refusal(response, has_token=bool(token))
             except (httpx.HTTPError, OSError) as exc:
                 problem = f"{type(exc).__name__}: {exc}"
+            if not problem:
+                on_registered()
             if problem != reported:
                 if problem:
                     log.warning("Cannot register at router %s, and trying again: %s", router, problem)

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.access import Admission, Auth, Limits, SharedAdmission
 from router.fleet import (
     ORDERS,
+    Discovery,
     EngineKind,
     HealthMonitor,
     Instance,
@@ -62,7 +63,7 @@ from router.serving import (
 )
 from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, RouterMetrics, open_tracer
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -78,8 +79,8 @@ LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
 
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three of them
-# also for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
+# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three also
+# for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
 # plane is for probes and figures, or, under /v1, for clients.
 _GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
 _FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
@@ -123,6 +124,11 @@ class RouterApp:
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
+        self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
+        self.metrics.watch_need(self.need)
+        self.discovery = self._make_discovery() if settings.finds_pods and link.is_first else None
+        if self.discovery is not None:
+            self.metrics.watch_discovery(self.discovery)
         if settings.shared_state:
             self.metrics.watch_shared_state(lambda: not link.trouble)
         receiver = find_trace_receiver()
@@ -164,6 +170,28 @@ class RouterApp:
             await self.control(scope, receive, send)
         except ClientDisconnect:
             _log.info("a client left while it sent %s", scope["path"])
+
+    def _make_discovery(self) -> Discovery:
+        """
+        Raises:
+            SettingsError: the credentials for the cluster's API server cannot be used.
+        """
+        return Discovery(
+            self.settings,
+            self.registry,
+            self.health,
+            self.upstream,
+            announce=self.fleet_sync.announce_instance,
+            announce_removal=self.fleet_sync.announce_removal,
+        )
+
+    def prepare_to_leave(self) -> None:
+        """Be ready no more, and let clients close their connections: the process is to end soon."""
+        self.proxy.is_leaving = True
+
+    def find_obstacle(self) -> str:
+        """Why requests should be sent to other routers, in one sentence; ``""`` if they may be sent here."""
+        return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
 
     def _gather_services(self) -> Services:
         """The parts that a request on its way needs."""
@@ -213,12 +241,14 @@ def _control_plane(router: RouterApp) -> FastAPI:
             _log.warning("%s", router.auth.danger)
         work = [
             *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
-            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling()),
+            *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
         ]
         if router.link.is_late:
             await router.prefix_sync.take_over()
         elif router.snapshot:
             router.snapshot.restore(time.monotonic())
+        if router.discovery is not None:
+            work.append(router.discovery.keep_discovering())
         if router.snapshot and router.link.is_first:
             work.append(router.snapshot.keep_writing(router.settings.snapshot_interval_secs))
         running = [asyncio.ensure_future(each) for each in work]
@@ -309,6 +339,12 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
         if router.link.trouble:
             return json_reply(200, {"status": "ok", "shared_state": router.link.trouble})
         return Response(status_code=200)
+
+    @app.get("/ready")
+    async def answer_readiness_probe() -> Response:
+        if obstacle := router.find_obstacle():
+            return json_reply(503, {"status": "not ready", "reason": obstacle})
+        return json_reply(200, {"status": "ready"})
 
     @app.get("/health_generate")
     async def probe_instances() -> Response:

@@ -36,13 +36,18 @@ FOREIGN = {
 HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
 # server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
 # themselves, and an operator's programs are none of the router's own process.
-SPEAKERS = {"router.http.connection", "router.http.server", "router.register", "router.console.client"}
+SPEAKERS = {
+    *("router.http.connection", "router.http.server", "router.register"),
+    *("router.console.client", "router.console.dashboard.scraper"),
+}
 # 45 before there were workers: launch/, which was one file, has eight more, sharing/ and its use by app.py six, and the
 # simulator, whose routers tell each other of loads and prompts by the real parts, three. Reading a request,
 # once a part of serving/request.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads
 # what its instances registered and writes members of a body; the ways to resume a stream and to tell a request's story,
 # once parts of it too, eight. An operator's programs have one each to the flags, and one to the settings.
-MAX_ARROWS = 86
+# Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
+# the figure for autoscalers one, and the end of a router that says so first another.
+MAX_ARROWS = 91
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

@@ -31,7 +31,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source]
+    command: list[str | Path] = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folder
@@ -65,7 +65,7 @@ def test_the_wheel_has_licence_and_programs(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_metadata_is_what_an_index_shows(metadata: email.message.Message, dist: Path) -> None:
-    checked = [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()]
+    checked: list[str | Path] = [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()]
     done = subprocess.run(checked, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier", ())))

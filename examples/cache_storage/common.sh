@@ -11,6 +11,8 @@ FASTDEPLOY_INDEX=https://www.paddlepaddle.org.cn/packages/stable/cu126/
 MASTER_PORT=15001
 METADATA_PORT=15002
 METRICS_PORT=15003
+DASHBOARD_PORT=52790
+BESIDE_PORT=52780 # of the router that the dashboard of an example without one has
 # Where Mooncake's clients listen, at random; without these it is 15000 to 17000, and one may have the master's port.
 export MC_MIN_RPC_PORT=${MC_MIN_RPC_PORT:-17200} MC_MAX_RPC_PORT=${MC_MAX_RPC_PORT:-19999}
 
@@ -27,23 +29,25 @@ die() {
     exit 1
 }
 
-# Sets KEEP and DRY_RUN from the command line.
+# Sets KEEP, DASHBOARD and DRY_RUN from the command line.
 parse_arguments() {
-    KEEP=no
+    KEEP=no DASHBOARD=no
     while [ $# -gt 0 ]; do
         case $1 in
             --keep) KEEP=yes ;;
+            --dashboard) DASHBOARD=yes ;;
             --dry-run) DRY_RUN=yes ;;
             -h | --help)
-                say "usage: $(basename "$0") [--keep] [--dry-run]"
-                say "  --keep      leave everything running until Ctrl-C"
-                say "  --dry-run   print the commands with their environment, and start nothing"
+                say "usage: $(basename "$0") [--keep] [--dashboard] [--dry-run]"
+                say "  --keep        leave everything running until Ctrl-C"
+                say "  --dashboard   show in a browser what happens; with --keep the page stays"
+                say "  --dry-run     print the commands with their environment, and start nothing"
                 say "environment: MODEL_NAME=/path/to/model|ORGANISATION/NAME MAX_MODEL_LEN=tokens"
                 say "             ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
                 say "             MOONCAKE_PROTOCOL=tcp|rdma FD_DEBUG=1"
                 exit 0
                 ;;
-            *) die "unknown argument '$1'; there are --keep and --dry-run" ;;
+            *) die "unknown argument '$1'; there are --keep, --dashboard and --dry-run" ;;
         esac
         shift
     done
@@ -57,6 +61,10 @@ prepare() {
     cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
     choose_engine
     choose_model
+    if [ "$DASHBOARD" = yes ]; then
+        [ "$ROUTER" = kvstore ] || die "ROUTER=$ROUTER --dashboard: the dashboard shows our own router; leave one of both out"
+        set -- "$@" "dashboard=$DASHBOARD_PORT" "the dashboard's router=$BESIDE_PORT"
+    fi
     if [ "$DRY_RUN" = no ]; then
         "$ROOT/scripts/setup"
         "$PYTHON" check_ports.py "$@" || exit
@@ -337,6 +345,34 @@ start_instance() {
         --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 32 "$@"
 }
 
+# start_dashboard ROUTER_PORT METRICS_PORTS...: with --dashboard, the page that shows what that router, its instances and
+# the pool's masters do.
+start_dashboard() {
+    local port pools=()
+    [ "$DASHBOARD" = yes ] || return 0
+    for port in "${@:2}"; do
+        pools+=(--pool "127.0.0.1:$port")
+    done
+    say "starting the dashboard (port $DASHBOARD_PORT)"
+    start dashboard "$ROOT/.venv/bin/kvrouter" dashboard --router "127.0.0.1:$1" --port "$DASHBOARD_PORT" "${pools[@]}"
+    wait_for dashboard "http://127.0.0.1:$DASHBOARD_PORT/"
+    say ""
+    say "    See it in a browser:  http://127.0.0.1:$DASHBOARD_PORT"
+    say ""
+}
+
+# start_dashboard_beside METRICS_PORTS...: the same for an example that needs no router: its instances join one with the
+# flags in REGISTER, so that the page can show them and talk to them.
+start_dashboard_beside() {
+    REGISTER=()
+    [ "$DASHBOARD" = yes ] || return 0
+    say "starting a router for the dashboard (port $BESIDE_PORT)"
+    start router "${ROUTER_COMMAND[@]}" --port "$BESIDE_PORT"
+    wait_for router "http://127.0.0.1:$BESIDE_PORT/registered_number"
+    REGISTER=(--router "0.0.0.0:$BESIDE_PORT")
+    start_dashboard "$BESIDE_PORT" "$@"
+}
+
 # keep PORT OTHER INSTANCES_PORTS...: shows how to go on by hand, and waits for Ctrl-C. What is asked at PORT is read from
 # the pool when it is asked at OTHER afterwards.
 keep() {
@@ -359,6 +395,7 @@ keep() {
     say "  kvstore doctor"
     say "  kvstore stats --instances ${instances[*]}"
     say "  kvstore bench"
+    [ "$DASHBOARD" = no ] || say "To see it in a browser: http://127.0.0.1:$DASHBOARD_PORT"
     say "Processes:$(for name in "${!pids[@]}"; do printf ' %s=%s' "$name" "${pids[$name]}"; done)"
     say "Ctrl-C stops everything."
     while [ ${#pids[@]} -gt 0 ]; do

@@ -19,8 +19,9 @@ say "=== Two instances, one pool ==="
 export MOONCAKE_CONFIG_PATH=$HERE/mooncake_config.json
 
 start_master
-start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake
-start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake
+start_dashboard_beside "$METRICS_PORT"
+start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake "${REGISTER[@]}"
+start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 wait_for instance_0 "http://127.0.0.1:$PORT_0/health"
 wait_for instance_1 "http://127.0.0.1:$PORT_1/health"
 

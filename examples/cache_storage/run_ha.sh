@@ -75,8 +75,9 @@ export MC_STORE_CLUSTER_ID=$CLUSTER_ID
 
 start_etcd
 start_masters
-start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake
-start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake
+start_dashboard_beside "${METRICS_PORTS[@]}"
+start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake "${REGISTER[@]}"
+start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 wait_for instance_0 "http://127.0.0.1:$PORT_0/health"
 wait_for instance_1 "http://127.0.0.1:$PORT_1/health"
 

@@ -35,6 +35,7 @@ start_master
 say "starting the router (port $ROUTER_PORT)"
 start router "${ROUTER_COMMAND[@]}" --port "$ROUTER_PORT" --splitwise
 wait_for router "http://127.0.0.1:$ROUTER_PORT/registered_number"
+start_dashboard "$ROUTER_PORT" "$METRICS_PORT"
 start_instance prefill 0 "$P_PORT" --splitwise-role prefill --cache-transfer-protocol "$TRANSFER" \
     --router "0.0.0.0:$ROUTER_PORT" --kvcache-storage-backend mooncake
 start_instance decode 1 "$D_PORT" --splitwise-role decode --cache-transfer-protocol "$TRANSFER" \

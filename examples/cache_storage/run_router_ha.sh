@@ -83,6 +83,7 @@ for i in 1 2; do
 done
 KILLED=${pids[router_2]-PID}
 [ "$DRY_RUN" = yes ] || disown "$KILLED" # it will be killed, and bash would announce that
+start_dashboard "${ROUTER_PORTS[0]}" "$METRICS_PORT"
 for i in 1 2; do
     start_pair "$i" "${ROUTER_PORTS[i - 1]}"
 done

@@ -160,7 +160,7 @@ async def _wait_until_empty(
         try:
             outcome = await _ask(lambda: router.read_drain(instance), AWAY_SECONDS)
             if not outcome["draining"] and give_again is not None:
-                outcome = await _ask(give_again, AWAY_SECONDS)
+                outcome = {**await _ask(give_again, AWAY_SECONDS), "draining": True}
             known_at = time.monotonic()
         except UnknownInstance:
             if give_again is None or time.monotonic() - known_at > AWAY_SECONDS:

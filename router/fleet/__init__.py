@@ -8,6 +8,7 @@ registry.py       Registry: all instances by host:port
 models.py         which models instances serve, and which of them a request means
 pairing.py        which prefill and decode instance may work together
 health.py         HealthMonitor: probes instances
+discovery/        Discovery: instances that are found as pods of a Kubernetes cluster
 scrape.py         Scraper: asks instances for their own account of their load
 admin.py          the operator's orders: drain, pause, resume, weigh, empty caches
 register_file.py  instances that are listed in a file instead of registering themselves
@@ -16,6 +17,7 @@ tasks.py          Tasks: background work that nobody awaits
 """
 
 from router.fleet.admin import ORDERS, clear_prefix_caches, tell_progress
+from router.fleet.discovery import Discovery
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
 from router.fleet.kept_responses import KeptResponses
@@ -32,6 +34,7 @@ __all__ = [
     "ORDERS",
     "STATES",
     "UNLISTED",
+    "Discovery",
     "EngineKind",
     "HealthMonitor",
     "Instance",

@@ -36,7 +36,7 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
     instance = _find_instance(registry, key)
     instance.set_draining(not undrain, until_restart=until_restart)
-    return _describe_drain(instance)
+    return _describe_outcome(instance)
 
 
 def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def tell_progress(registry: Registry, key: str) -> dict[str, Any]:
     Raises:
         Refused: there is no such instance.
     """
-    return _describe_drain(_find_instance(registry, key))
+    instance = _find_instance(registry, key)
+    return {**_describe_outcome(instance), "draining": instance.draining}
 
 
 def pause_instance(registry: Registry, body: bytes) -> dict[str, Any]:
@@ -157,7 +158,3 @@ def _refuse_body(message: str, param: str | None = None) -> Refused:
 
 def _describe_outcome(instance: Instance) -> dict[str, Any]:
     return {"instance": instance.key, "state": instance.state, "running_requests": instance.load.requests}
-
-
-def _describe_drain(instance: Instance) -> dict[str, Any]:
-    return {**_describe_outcome(instance), "draining": instance.draining}

@@ -43,6 +43,7 @@ class DataPlane(Protocol):
     """Takes the requests that are not the control plane's."""
 
     max_body_bytes: int
+    is_leaving: bool
 
     def takes(self, path: str) -> bool:
         """Whether a request for this path belongs to the data plane."""
@@ -346,7 +347,7 @@ class RouterProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         version = self.parser.get_http_version()
-        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        keep_alive = version != "1.0" and not self._data_plane.is_leaving and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
         request = ClientRequest(self, method, self.url, path, self.headers, version, keep_alive)
         if self._cors is not None:

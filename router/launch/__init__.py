@@ -9,6 +9,6 @@ __main__.py   python -m router.launch
 """
 
 from router.launch.program import main
-from router.launch.server import GRACE_SECONDS
+from router.launch.server import INTERRUPT_GRACE_SECONDS
 
-__all__ = ["GRACE_SECONDS", "main"]
+__all__ = ["INTERRUPT_GRACE_SECONDS", "main"]

@@ -17,7 +17,7 @@ import uvloop
 from router.access import Admission, Auth
 from router.app import RouterApp
 from router.launch.logs import open_log
-from router.launch.server import GRACE_SECONDS, RouterServer, prepare_process
+from router.launch.server import RouterServer, list_graces, prepare_process
 from router.launch.worker import run_worker
 from router.settings import RouterSettings, SettingsError, load_settings
 from router.sharing import Supervisor, start_nursery
@@ -81,7 +81,7 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
     start_nursery("router.launch.nursery")
 
     async def run_supervisor() -> str:
-        supervisor = Supervisor(settings, listener, run_worker, GRACE_SECONDS, admission)
+        supervisor = Supervisor(settings, listener, run_worker, list_graces(settings), admission)
         return await supervisor.run_until_signal(lambda: _log.info("%s", _format_startup_line(settings)))
 
     if refusal := uvloop.run(run_supervisor()):

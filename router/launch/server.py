@@ -16,14 +16,15 @@ import uvicorn
 
 from router.app import RouterApp
 from router.http import ListenerContext, RouterProtocol
-from router.settings import ServedCertificate
+from router.settings import RouterSettings, ServedCertificate
+from router.sharing import LEAVING
 
-__all__ = ["GRACE_SECONDS", "RouterServer", "prepare_process"]
+__all__ = ["INTERRUPT_GRACE_SECONDS", "RouterServer", "list_graces", "prepare_process"]
 
 _log = logging.getLogger("router.launch")
 
-# Requests that still run get so long; then they are ended with an error. Kubernetes kills 30 s after its SIGTERM.
-GRACE_SECONDS = {signal.SIGTERM: 25.0, signal.SIGINT: 1.0}
+# After Ctrl-C, requests that still run get so long; then they are ended with an error.
+INTERRUPT_GRACE_SECONDS = 1.0
 # Stopping that takes longer is explained, and explained again after each further so long.
 QUIET_SECONDS, PROGRESS_SECONDS = 2.0, 5.0
 # A client that has not taken its response's end by then is cut off.
@@ -42,6 +43,8 @@ class RouterServer(uvicorn.Server):
         Raises:
             SettingsError: the certificate or its key cannot be used.
         """
+        settings = router.settings
+        self._graces = list_graces(settings)
         config = uvicorn.Config(
             router,
             http=RouterProtocol,
@@ -52,24 +55,40 @@ class RouterServer(uvicorn.Server):
             date_header=False,
             proxy_headers=False,
             timeout_keep_alive=CLIENT_IDLE_SECONDS,
-            timeout_graceful_shutdown=int(max(GRACE_SECONDS.values()) + 2 * FLUSH_SECONDS),
+            timeout_graceful_shutdown=int(max(self._graces.values()) + 2 * FLUSH_SECONDS) + 1,
         )
         config.load()
-        settings, self._certificate = router.settings, None
+        self._certificate = None
         if settings.ssl_certfile:
             config.ssl = ListenerContext()
             self._certificate = ServedCertificate(config.ssl, settings.ssl_certfile, settings.ssl_keyfile)
         super().__init__(config)
         self._router = router
+        self._stops_at: float | None = None  # once it is told to end, if it goes on until then
         self._ends_requests_at = 0.0
         self._renewal: asyncio.Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, and let running requests end in their time; told so again, at once."""
-        self.stop_serving(0.0 if self.should_exit else GRACE_SECONDS[signal.Signals(sig)])
+        """Stop, perhaps after a delay, and let running requests end in their time; told so again, at once."""
+        delay = self._router.settings.shutdown_delay_secs
+        if self.should_exit or self._stops_at is not None:
+            self.stop_serving(0.0)
+        elif delay and sig == signal.SIGTERM:
+            _log.info(LEAVING, delay)
+            self._router.prepare_to_leave()
+            self._stops_at = time.monotonic() + delay
+        else:
+            self.stop_serving(self._graces[signal.Signals(sig)])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second: whether to stop now."""
+        if self._stops_at is not None and time.monotonic() >= self._stops_at and not self.should_exit:
+            self.stop_serving(self._graces[signal.SIGTERM])
+        return await super().on_tick(counter)
 
     def stop_serving(self, grace: float) -> None:
         """Stop, and let running requests end within ``grace`` seconds."""
+        self._router.prepare_to_leave()
         self._ends_requests_at = time.monotonic() + grace
         self.should_exit = True
 
@@ -112,6 +131,11 @@ class RouterServer(uvicorn.Server):
         await asyncio.sleep(FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def list_graces(settings: RouterSettings) -> dict[signal.Signals, float]:
+    """The seconds that running requests get at each signal that ends the router."""
+    return {signal.SIGTERM: settings.shutdown_grace_secs, signal.SIGINT: INTERRUPT_GRACE_SECONDS}
 
 
 def prepare_process() -> None:

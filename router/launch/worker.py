@@ -42,12 +42,14 @@ async def _serve(task: WorkerTask) -> None:
     if not task.is_first:  # a warning about the settings is the same in all of them: one says it
         handler.setLevel(logging.ERROR)
     try:
-        server = RouterServer(RouterApp(task.settings, link))
+        router = RouterApp(task.settings, link)
+        server = RouterServer(router)
     except SettingsError as exc:
         link.report_refusal(str(exc))
         return
     finally:
         handler.setLevel(logging.NOTSET)
+    link.subscribe_to_leave(router.prepare_to_leave)
     link.subscribe_to_stop(server.stop_serving)
     taking = asyncio.ensure_future(_take_connections(task.connections, server, link))
     # uvicorn takes SIGTERM for the time that it serves: a worker that is told to end alone does, and is replaced.

@@ -137,6 +137,9 @@ class PolicyOptions(NamedTuple):
 class Policy(Protocol):
     """Chooses one of the candidates; it may keep state of its own, and is called from one thread."""
 
+    token_seconds: float
+    """What a token of work takes an instance, as it has learned; 0 where it has not."""
+
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """One of ``candidates``, of which there is at least one."""
 
@@ -163,6 +166,9 @@ _AnyPolicy = TypeVar("_AnyPolicy", bound="PolicyBase")
 
 class PolicyBase:
     """A policy that learns nothing and remembers no instance."""
+
+    token_seconds = 0.0
+    """See ``Policy.token_seconds``."""
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         """

@@ -120,6 +120,7 @@ class PoolAware(PrefixPolicy):
 
     def _update_costs(self) -> None:
         """Compute ``alpha`` and ``fetch_cost`` after the means, the pool's record or the fit have changed."""
+        self.token_seconds = self._cost.token_seconds * self._cost.queue_cost
         waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
         self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
         found = self._pool_found / self._pool_expected

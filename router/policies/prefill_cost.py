@@ -31,6 +31,8 @@ class PrefillCost:
         """Fetching a token, as a part of computing it; 0.02 to 1."""
         self.queue_cost = 1.0
         """A token of the queue, as a part of computing one; 0.5 to 2."""
+        self.token_seconds = 0.0
+        """What computing a token takes; 0 until it is learned."""
         self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._until_fit = _FIT_EVERY
 
@@ -61,5 +63,6 @@ class PrefillCost:
             normal = rows.T @ (rows * weights[:, None]) + prior
             found = np.linalg.solve(normal, rows.T @ (targets * weights) + prior @ assumed)
         computing = max(float(found[1]), 0.1 * scale)
+        self.token_seconds = computing
         self.fetch_cost = min(1.0, max(0.02, float(found[2]) / computing))
         self.queue_cost = min(2.0, max(0.5, float(found[0]) / computing))

@@ -32,6 +32,8 @@ class Proxy:
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
+        self.is_leaving = False
+        """Whether clients are to close their connections, as this process is to end soon."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
         self._silence = services.settings.health_check_interval_secs

@@ -155,6 +155,17 @@ class Selector:
         instance, decision = self._apply_policy(policy, features, _Group([keeper]), self._clock())
         return Selection(instance, None, (decision,))
 
+    def find_obstacle(self) -> str:
+        """Why no request can be served at present, in one sentence; ``""`` if some can."""
+        now = self._clock()
+        if self._generation != self._registry.generation or now >= self._good_until:
+            self._prepare_choice(now)
+        return self._explain_none((), "").message if self._choice.empty else ""
+
+    def token_seconds(self, role: Role) -> float:
+        """What a token of work takes an instance of this role, as policies have learned; 0 if none has."""
+        return max(self.policies_of(model)[role].token_seconds for model in ("", *self._siblings))
+
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
         """The policies that choose for a model, and learn from how its requests went; for ``""``, ``policies``."""
         if not model:

@@ -36,6 +36,7 @@ _MINIMUMS = {
     "max_body_bytes": 1,
     "log_max_total_size_mb": 1,
     "prefix_index_entries": 2,
+    "requests_per_instance": 1,
 }
 
 
@@ -69,6 +70,15 @@ class RouterSettings:
     )
     request_timeout_secs: float = _declare(
         1800.0, "server.request-timeout-secs", "seconds after which a request is given up"
+    )
+    shutdown_delay_secs: float = _declare(
+        0.0,
+        "server.shutdown-delay-secs",
+        "seconds for which a router that is told to end (SIGTERM) still takes requests, while /ready says 503, so that "
+        "load balancers leave it first",
+    )
+    shutdown_grace_secs: float = _declare(
+        25.0, "server.shutdown-grace-secs", "seconds that running requests then get to end (1 after Ctrl-C)"
     )
     max_body_bytes: int = _declare(64 * 1024 * 1024, "server.max-body-bytes", "bytes that a request's body may have")
     preempt_retry_count: int = _declare(
@@ -112,6 +122,17 @@ class RouterSettings:
     )
     waiting_weight: float = _declare(
         10.0, "scheduler.waiting-weight", "what a waiting request counts in fd_metrics_score; a running one counts 1"
+    )
+    target_utilization: float = _declare(
+        0.7,
+        "scheduler.target-utilization",
+        "part of its time that an instance should be busy, by which router_instances_needed is computed",
+    )
+    requests_per_instance: int = _declare(
+        32,
+        "scheduler.requests-per-instance",
+        "requests that a decode or mixed instance runs at once, for the same; one that registers max_num_seqs says it "
+        "itself",
     )
     register_path: str = _declare("", "manager.register-path", "YAML file of instances that do not register themselves")
     snapshot_path: str = _declare(
@@ -218,6 +239,34 @@ class RouterSettings:
         "server.model-alias",
         "names by which clients may ask for models, as NAME=MODEL; in YAML a map of names to models",
     )
+    service_discovery: str = _declare(
+        "none",
+        "manager.service-discovery",
+        "where instances that do not register themselves are found: as pods of the Kubernetes cluster that the router "
+        "runs in",
+        ("none", "kubernetes", "k8s"),
+    )
+    selector: tuple[str, ...] = _declare(
+        (), "manager.selector", "labels of the pods that are instances, such as app=kv,tier=gpu; in YAML also a map"
+    )
+    service_discovery_namespace: str = _declare(
+        "", "manager.service-discovery-namespace", "namespace of those pods, or all; none is the router's own"
+    )
+    service_discovery_port: int = _declare(
+        0,
+        "manager.service-discovery-port",
+        "port of the instances in those pods; 0 is the one that a pod calls http, or its only one",
+    )
+    kubernetes_api: str = _declare(
+        "https://kubernetes.default.svc",
+        "manager.kubernetes-api",
+        "URL of the cluster's API server; in a pod, Kubernetes itself says it in the environment",
+    )
+    kubernetes_account: str = _declare(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        "manager.kubernetes-account",
+        "folder with the files token, ca.crt and namespace of a service account that may list and watch pods",
+    )
     instance_ca_file: str = _declare(
         "",
         "manager.instance-ca-file",
@@ -243,12 +292,27 @@ class RouterSettings:
                 f"server.ssl-keyfile is {self.ssl_keyfile!r}, but there is no certificate; name its file with "
                 "server.ssl-certfile"
             )
+        if self.finds_pods and not self.selector:
+            raise SettingsError(
+                f"manager.service-discovery is {self.service_discovery!r}, but no pods are named; say which are "
+                "instances with manager.selector, such as app=kv"
+            )
+        if self.selector and not self.finds_pods:
+            raise SettingsError(
+                f"manager.selector is {','.join(self.selector)!r}, but nobody looks for pods; it needs "
+                "manager.service-discovery kubernetes"
+            )
         # Heartbeats come to one router: the others must notice that it is gone before they miss them.
         if self.shared_state and self.heartbeat_expiry_secs <= ROUTER_GONE_SECONDS:
             raise SettingsError(
                 f"manager.heartbeat-expiry-secs is {self.heartbeat_expiry_secs:g}; with server.shared-state it must be "
                 f"more than {ROUTER_GONE_SECONDS:g}, after which a router that died is noticed"
             )
+
+    @property
+    def finds_pods(self) -> bool:
+        """Whether instances are found as pods."""
+        return self.service_discovery != "none"
 
     @property
     def num_workers(self) -> int:
@@ -282,12 +346,16 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
     if field.name == "port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
+    if field.name == "service_discovery_port" and not 0 <= value <= 65535:
+        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for the one that a pod names")
     is_time = field.name.endswith(("_secs", "_mins")) and not (value == 0 == field.default)
     if is_time and not 0 < value < float("inf"):
         unit = "seconds" if field.name.endswith("_secs") else "minutes"
         raise SettingsError(f"{name} is {value:g}; it must be a number of {unit} above 0")
     if isinstance(value, float) and not 0 <= value < float("inf"):
         raise SettingsError(f"{name} is {value:g}; it must be a number from 0 on")
+    if field.name == "target_utilization" and not 0 < value <= 1:
+        raise SettingsError(f"{name} is {value:g}; it must be a part, above 0 and up to 1, such as 0.7")
     minimum = _MINIMUMS.get(field.name, 0)
     if type(value) is int and value < minimum:
         raise SettingsError(f"{name} is {value}; it must be at least {minimum}")

@@ -105,6 +105,9 @@ def _normalize_flag(arg: str) -> str:
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     # FastDeploy's own switch: shows what a person debugging wants, in whatever process it is set.
     values: dict[str, Any] = {"log_level": "debug"} if environ.get("FD_DEBUG") in ("1", "true", "True") else {}
+    if host := environ.get("KUBERNETES_SERVICE_HOST"):  # set by Kubernetes in every pod
+        port = environ.get("KUBERNETES_SERVICE_PORT", "443")
+        values["kubernetes_api"] = f"https://{f'[{host}]' if ':' in host else host}:{port}"
     names = {_ENV_PREFIX + field.name.upper(): field for field in SETTINGS}
     for name in sorted(environ):
         if name.startswith(_ENV_PREFIX):
@@ -161,8 +164,12 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
         if all(isinstance(text, str) for pair in value.items() for text in pair):
             return tuple(f"{alias}={model}" for alias, model in value.items())
         raise SettingsError(f"{where} is {value!r}; it must be a map of names to models, all of them text")
+    if field.name == "selector" and isinstance(value, dict):
+        value = [f"{label}={text}" for label, text in value.items()]
     if kind is tuple and isinstance(value, (str, list)):
         texts = [value] if isinstance(value, str) else value
+        if field.name == "selector" and all(isinstance(text, str) for text in texts):
+            return tuple(text.strip().strip(",") for text in texts)  # "app in (a, b)" stays as it is
         if all(isinstance(text, str) for text in texts):
             return tuple(part for text in texts for part in text.replace(",", " ").split())
     if isinstance(value, str):

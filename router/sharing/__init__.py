@@ -18,9 +18,10 @@ from router.sharing.hand_over import receive_connections
 from router.sharing.link import NO_LINK, Link, WorkerLink
 from router.sharing.load_sync import LoadSync
 from router.sharing.prefix_sync import PrefixSync
-from router.sharing.supervisor import Supervisor, WorkerTask, start_nursery
+from router.sharing.supervisor import LEAVING, Supervisor, WorkerTask, start_nursery
 
 __all__ = [
+    "LEAVING",
     "NO_LINK",
     "FleetSync",
     "Link",

@@ -68,6 +68,10 @@ class Hub:
             if name in question.waiting_for:
                 self._note_answer(key, name, [])
 
+    def announce_leave(self) -> None:
+        """Tell all workers that the router is to end soon, and that load balancers should leave it."""
+        self._send_to_workers("leave")
+
     def stop_workers(self, grace: float) -> None:
         """Tell all workers to end within ``grace`` seconds."""
         self._send_to_workers("stop", grace)

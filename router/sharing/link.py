@@ -94,7 +94,10 @@ class WorkerLink(Link):
         self.name = name
         self.is_first, self.is_late, self.num_replaced = is_first, is_late, num_replaced
         self._has_records = asyncio.Event()
+        self.is_leaving = False
+        """Whether the router is to end soon."""
         self._grace: float | None = None  # once the supervisor has said to stop
+        self._leave_callback: Callable[[], None] | None = None
         self._stop_callback: Callable[[float], None] | None = None
         self._wire: Wire | None = None
         self._topics: dict[str, Callable[[str, Any], None]] = {}
@@ -129,6 +132,12 @@ class WorkerLink(Link):
     def send_log_line(self, level: int, logger: str, text: str) -> None:
         """Let the supervisor log this."""
         self.tell_supervisor("log", level, logger, text)
+
+    def subscribe_to_leave(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the router is to end soon, or is already to."""
+        self._leave_callback = callback
+        if self.is_leaving:
+            callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
         """Call ``callback`` with seconds of grace when this process is to end, or is already."""
@@ -261,6 +270,11 @@ class WorkerLink(Link):
         self.trouble = trouble
         self._has_records.set()  # the first message of this kind follows them
 
+    def _on_leave(self) -> None:
+        self.is_leaving = True
+        if self._leave_callback is not None:
+            self._leave_callback()
+
     def _on_stop(self, grace: float) -> None:
         self._grace = grace
         if self._stop_callback is not None:
@@ -282,5 +296,6 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "answers": WorkerLink._on_answers,
     "entered": WorkerLink._on_entered,
     "state": WorkerLink._on_state,
+    "leave": WorkerLink._on_leave,
     "stop": WorkerLink._on_stop,
 }

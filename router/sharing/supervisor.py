@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.access import Admission
     from router.settings import RouterSettings
 
-__all__ = ["Supervisor", "WorkerTask", "start_nursery"]
+__all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_nursery"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
@@ -45,6 +45,9 @@ CHECK_SECONDS = 0.5
 MAX_ACCEPTED_AT_ONCE = 64
 # Where no descriptor is left for a connection, none is accepted for so long.
 ACCEPT_PAUSE_SECONDS = 0.5
+
+
+LEAVING = "stopping: /ready says 503; requests are taken for %g s more, so that load balancers find out first"
 
 
 class WorkerTask(NamedTuple):
@@ -102,6 +105,7 @@ class Supervisor:
         self._num_started = 0
         self._was_ready = asyncio.Event()
         self._is_stopping = False
+        self._stop: asyncio.TimerHandle | None = None  # once it is told to end, if it goes on for a while
         self._kills_at = 0.0
         self._refusal = ""
         self._starts: set[asyncio.Task[None]] = set()
@@ -174,6 +178,8 @@ class Supervisor:
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.wire)
+        if self._stop is not None:
+            self._hub.announce_leave()
 
     def _on_message(self, worker: _Worker, message: list[Any]) -> None:
         match message:
@@ -250,10 +256,20 @@ class Supervisor:
                 worker.process.kill()
 
     def _on_signal(self, sent: signal.Signals) -> None:
-        self._stop_workers(0.0 if self._is_stopping else self._graces[sent])
+        delay, grace = self._settings.shutdown_delay_secs, self._graces[sent]
+        if self._is_stopping or self._stop is not None:
+            self._stop_workers(0.0)
+        elif delay and sent is signal.SIGTERM:
+            _log.info(LEAVING, delay)
+            self._hub.announce_leave()
+            self._stop = asyncio.get_running_loop().call_later(delay, self._stop_workers, grace)
+        else:
+            self._stop_workers(grace)
 
     def _stop_workers(self, grace: float) -> None:
         """Accept nothing new; let workers end their requests within ``grace`` seconds."""
+        if self._stop is not None:
+            self._stop.cancel()
         if not self._is_stopping:
             self._is_stopping = True
             asyncio.get_running_loop().remove_reader(self._listener)

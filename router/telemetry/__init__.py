@@ -4,24 +4,26 @@ audit.py     Audit: one record a request, its line in the access log, and its ex
 metrics.py   RouterMetrics: figures for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     the figures of several processes as one
+need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 
 from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, LegRecord, RequestRecord
 from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
-from router.telemetry.tracing import RequestTrace, Tracer, make_span_id, open_tracer
+from router.telemetry.need import InstancesNeeded
+from router.telemetry.tracing import RequestTrace, Tracer, open_tracer
 
 __all__ = [
     "CONTENT_TYPE",
     "MAX_RECORDS",
     "AttemptRecord",
     "Audit",
+    "InstancesNeeded",
     "LegRecord",
     "RequestRecord",
     "RequestTrace",
     "RouterMetrics",
     "Tracer",
     "add_counts",
-    "make_span_id",
     "open_tracer",
 ]

@@ -27,8 +27,9 @@ from router.telemetry.merge import dump_families, merge_families
 
 if TYPE_CHECKING:
     from router.access import Limits
-    from router.fleet import Registry
+    from router.fleet import Discovery, Registry
     from router.telemetry.audit import Audit, RequestRecord
+    from router.telemetry.need import InstancesNeeded
 
 __all__ = ["CONTENT_TYPE", "RouterMetrics"]
 
@@ -76,6 +77,8 @@ class RouterMetrics:
         self._audit = audit
         self._num_replaced = num_replaced
         self._is_shared_state_up: Callable[[], bool] | None = None
+        self._discovery: Discovery | None = None
+        self._need: InstancesNeeded | None = None
         self._responses: dict[tuple[str, str, int], int] = {}
         self._durations: dict[tuple[str, str], _Durations] = {}
         self._inference: dict[tuple[str, str, str, int], int] = {}
@@ -208,6 +211,8 @@ class RouterMetrics:
         known = {"", *(instance.key for instance in self._registry)}
         for family in families:  # of instances that are gone, processes that have ended too
             family.samples = [sample for sample in family.samples if _names_only(known, sample.labels)]
+        if self._need is not None:
+            families.append(_build_need(self._need, families))
         collector = CollectorRegistry()
         collector.register(_Families(families))
         return generate_latest(collector)
@@ -215,6 +220,14 @@ class RouterMetrics:
     def watch_shared_state(self, is_up: Callable[[], bool]) -> None:
         """Show, from now on, whether the other routers are heard of, which ``is_up`` tells."""
         self._is_shared_state_up = is_up
+
+    def watch_need(self, need: InstancesNeeded) -> None:
+        """Show, from now on, how many instances are needed."""
+        self._need = need
+
+    def watch_discovery(self, discovery: Discovery) -> None:
+        """Show, from now on, which pods were found."""
+        self._discovery = discovery
 
     def collect(self) -> Iterator[Metric]:
         """The figures of this process."""
@@ -228,6 +241,13 @@ class RouterMetrics:
         if self._is_shared_state_up is not None:
             text = "Whether other routers are heard of over Redis (1), or this one goes on alone (0)"
             yield GaugeMetricFamily("router_shared_state_up", text, float(self._is_shared_state_up()))
+        if self._discovery is not None:
+            text = "Whether the cluster's API server tells which pods there are (1), or those known last are kept (0)"
+            yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
+            pods = GaugeMetricFamily("router_discovered_pods", "Pods of the selector by their state", labels=["state"])
+            for state, count in self._discovery.count_pods().items():
+                pods.add_metric([state], count)
+            yield pods
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines of the access log that its reader did not take",
             self._audit.lost_lines,
@@ -391,6 +411,17 @@ class RouterMetrics:
         for labels_of_count, count in counts.items():
             states.add_metric(labels_of_count, count)
         yield from (states, requests, tokens, queued, running, waiting, breakers)
+
+
+def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
+    """Of the whole fleet; ``families`` are of all processes."""
+    waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
+    family = GaugeMetricFamily(
+        "router_instances_needed", "Instances that the present traffic needs, of the whole fleet", labels=["role"]
+    )
+    for role, count in need.compute(sum(waiting)).items():
+        family.add_metric([role.value], count)
+    return family
 
 
 def _names_only(known: Container[str], labels: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from router.policies import Decision
     from router.telemetry.audit import AttemptRecord, LegRecord, RequestRecord
 
-__all__ = ["RequestTrace", "Tracer", "make_span_id", "open_tracer"]
+__all__ = ["RequestTrace", "Tracer", "open_tracer"]
 
 _log = logging.getLogger("router.telemetry.tracing")
 
@@ -79,6 +80,11 @@ class RequestTrace:
         """The trace's id as headers and logs have it."""
         return f"{self.context.trace_id:032x}"
 
+    @staticmethod
+    def make_span_id() -> int:
+        """A new span's id, which is not 0."""
+        return random.getrandbits(64) or 1
+
     def make_head_line(self, span_id: int) -> bytes:
         """The header by which an instance hears of its leg's span."""
         context = self.context
@@ -116,6 +122,7 @@ class Tracer:
         self._processor = BatchSpanProcessor(cast("SpanExporter", self._exporter))
         self._pending: deque[RequestRecord] = deque()  # whose spans are made in the loop's next turns
         self._late: list[RequestRecord] = []  # whose prefill has not ended
+        self._epoch = 0.0  # the moment when ``time.perf_counter`` was 0, in seconds since 1970
 
     def begin_trace(self, request: ClientRequest) -> RequestTrace | None:
         """Join the trace of a request, or begin one; its headers then lack ``traceparent``, as each leg gets its own.
@@ -136,7 +143,7 @@ class Tracer:
             dropped = _CONTEXT_HEADERS[:1] if has_parent else _CONTEXT_HEADERS
             request.headers = [header for header in request.headers if header[0] not in dropped]
         flags = api.TraceFlags(api.TraceFlags.SAMPLED if is_sampled else api.TraceFlags.DEFAULT)
-        context = api.SpanContext(trace_id, make_span_id(), False, flags, parent.trace_state)
+        context = api.SpanContext(trace_id, RequestTrace.make_span_id(), False, flags, parent.trace_state)
         return RequestTrace(context, parent if has_parent else None, result.attributes or {})
 
     def on_batch(self, batch: Sequence[RequestRecord]) -> None:
@@ -174,10 +181,10 @@ class Tracer:
     def _make_spans(self, record: RequestRecord) -> None:
         trace = record.trace
         assert trace is not None
+        self._epoch = _measure_epoch()
         end = record.started + record.total_ms / 1e3
         events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
         self._add_span(
-            record,
             f"{record.method} {record.path}",
             trace.context,
             trace.parent,
@@ -193,16 +200,17 @@ class Tracer:
     def _make_attempt_spans(
         self, record: RequestRecord, trace: RequestTrace, number: int, attempt: AttemptRecord
     ) -> None:
-        context = self._derive_context(trace, make_span_id())
+        context = self._derive_context(trace, trace.make_span_id())
         is_good = attempt.ended == "answered"
         attributes = {"router.request_id": record.request_id, "router.attempt": number, "router.ended": attempt.ended}
         times = (attempt.began_at, attempt.ended_at)
         trouble = "" if is_good else attempt.ended
-        self._add_span(record, "attempt", context, trace.context, times, attributes, trouble=trouble)
+        self._add_span("attempt", context, trace.context, times, attributes, trouble=trouble)
         for place, (instance, role, exchange, span_id) in enumerate(attempt.legs):
+            if not exchange.sent_at and instance not in attempt.ended:
+                continue  # it was not its turn yet
             decision = attempt.decisions[place] if place < len(attempt.decisions) else None
             self._add_span(
-                record,
                 f"{role.value} leg",
                 self._derive_context(trace, span_id),
                 context,
@@ -219,7 +227,6 @@ class Tracer:
 
     def _add_span(
         self,
-        record: RequestRecord,
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
@@ -236,7 +243,7 @@ class Tracer:
             times: its beginning and end on ``time.perf_counter``.
             trouble: why it is an error; "" if it is none.
         """
-        api, epoch = self._api, record.started_unix - record.started
+        api, epoch = self._api, self._epoch
         span = self._span_type(
             name,
             context,
@@ -253,9 +260,14 @@ class Tracer:
         self._processor.on_end(span)
 
 
-def make_span_id() -> int:
-    """A new span's id, which is not 0."""
-    return random.getrandbits(64) or 1
+def _measure_epoch() -> float:
+    """The moment when ``time.perf_counter`` was 0, in seconds since 1970.
+
+    The best of some readings, as a process may be held up between one clock and the other.
+    """
+    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) / 2
 
 
 def _find_context_headers(request: ClientRequest) -> dict[str, list[str]]:

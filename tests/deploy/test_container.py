@@ -1,4 +1,4 @@
-"""``deploy/container/Containerfile``, read; ``scripts/container`` builds and runs it, which takes a base and minutes."""
+"""``deploy/container/Containerfile``, read. ``scripts/container`` builds and runs it, which takes minutes."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/deploy.md").read_text()
 # What the commands act on is not in this repository: their first words, with what is checked of the others.
-TOOLS = ("scripts/", "python3", "/opt/kvstore/bin/pip", "podman", "docker", "kind", "kubectl", "curl", "cp", "mkdir")
-TOOLS += ("systemctl", "systemd-sysusers")
+TOOLS = (
+    *("scripts/", "python3", "/opt/kvstore/bin/pip", "podman", "docker", "kind", "kubectl", "curl", "cp", "mkdir"),
+    *("systemctl", "systemd-sysusers"),
+)
 
 
 def list_commands() -> list[list[str]]:

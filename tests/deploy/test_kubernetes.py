@@ -191,7 +191,10 @@ def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manif
             ends, ports = monitor["spec"]["podMetricsEndpoints"], set.union(*(_port_names(pods[n]) for n in selected))
             monitored |= selected
         for end in ends:
-            assert set(end) == {"port", "path", "interval"}
+            assert set(end) - {"honorLabels"} == {"port", "path", "interval", "relabelings"}
+            # As deploy/prometheus/prometheus.yml has it, by which alerts and dashboards go.
+            assert end["relabelings"][0]["targetLabel"] == "job"
+            assert end["relabelings"][0]["replacement"] in ("router", "instance", "mooncake_master")
             assert end["port"] in ports
             assert end["path"] == "/metrics"
     assert monitored == {"router", "prefill", "decode", "master"}

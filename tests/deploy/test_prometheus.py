@@ -6,7 +6,6 @@ decode instance. The rules are the ones that are shipped, but for their patience
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -16,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from engine.make_model import make_model
-from kvstore_backend import StorageBackend
+from kvstore_backend import Status
 from kvstore_backend.pool import open_store
 from tests.end_to_end.cluster import Instance, Router, instance, router
 from tests.router.sharing.test_supervisor import children
@@ -55,25 +55,31 @@ QUIET = {
 }
 # Made to fire by series of their own (alerts_test.yml) and not here, as their causes would take long to make.
 BY_SERIES_ONLY = {
-    "AccessLogLosesLines",
     "InstanceBreakerOpen",
     "InstanceFlaps",
     "InstanceQueueDoesNotEmpty",
-    "PoolFindsNoRoom",
     "PromptsComputedTwice",
-    "WrongBytesCaught",
 }
 
-pytestmark = [needs_prometheus, needs_redis]
+# Eight processes start for the first of these tests.
+pytestmark = [needs_prometheus, needs_redis, pytest.mark.timeout(600)]
 
 
 class System:
     """All that runs, and what asks it."""
 
     def __init__(
-        self, master: MooncakeMaster, redis: RedisServer, router: Router, prefill: Instance, decode: Instance
+        self,
+        master: MooncakeMaster,
+        redis: RedisServer,
+        router: Router,
+        prefill: Instance,
+        decode: Instance,
+        access_log: int,
     ) -> None:
         self.master, self.redis, self.router, self.prefill, self.decode = master, redis, router, prefill, decode
+        self.access_log = access_log
+        """Whose reader this is; it is open, and that is all that it does."""
         self.prometheus: Prometheus
         self._num_asked = 0
 
@@ -91,14 +97,15 @@ class System:
         except httpx.TransportError:
             return 0
 
-    @contextlib.contextmanager
-    def asking(self, ask: Callable[[], object]) -> Iterator[None]:
-        """Call ``ask`` again and again while the block runs."""
+    @contextmanager
+    def asking(self, *asks: Callable[[], object]) -> Iterator[None]:
+        """Call these again and again, in turn, while the block runs."""
         is_over = threading.Event()
 
         def go_on() -> None:
             while not is_over.wait(0.25):
-                ask()
+                for ask in asks:
+                    ask()
 
         thread = threading.Thread(target=go_on)
         thread.start()
@@ -123,7 +130,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     redis = RedisServer(folder)
     redis.start()
     flags = ["--shared-state", redis.url, "--workers", "2", "--max-concurrent-requests", "2"]
-    flags += ["--max-queued-requests", "1", "--queue-timeout-secs", "60"]
+    flags += ["--max-queued-requests", "1", "--queue-timeout-secs", "60", "--access-log", str(folder / "access.log")]
+    os.mkfifo(folder / "access.log")
+    reader = os.open(folder / "access.log", os.O_RDONLY | os.O_NONBLOCK)
     with (
         mooncake_master(folder / "master.log", "--default_kv_lease_ttl=200") as master,
         router(folder, *flags) as running_router,
@@ -135,11 +144,11 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             instance(folder, folder / "model", "--splitwise-role", "decode", *towards, **pooled) as decode,
         ):
             running_router.wait_for(prefill=1, decode=1)
-            running = System(master, redis, running_router, prefill, decode)
+            running = System(master, redis, running_router, prefill, decode, reader)
             with prometheus(folder, write_config(folder, running)) as running.prometheus:
                 wait_until(lambda: len(running.prometheus.ask("up == 1")) == 4, "the first figures of all")
                 yield running
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         redis.kill()
 
 
@@ -206,7 +215,7 @@ def test_every_panel_and_every_alert_finds_its_series(system: System) -> None:
             system.ask("the same")
         plain_http.post(f"{system.prefill.url}/clear_prefix_cache")
 
-    with system.asking(ask_on), contextlib.suppress(AssertionError):
+    with system.asking(ask_on), suppress(AssertionError):
         wait_until(ask_pending, "all queries to have data", 40, 0.5)
     loud = [f"{name}: {query}" for name, query in pending.items() if not any(metric in query for metric in QUIET)]
     assert not loud, "\n".join(["no data for", *loud])
@@ -245,25 +254,27 @@ def test_alerts_fire_when_what_they_are_for_happens(system: System) -> None:
     waited = system.prometheus.ask("router_queue_time_seconds_sum / router_queue_time_seconds_count > 0")
     assert len(waited) == 1
 
-    # Somebody fills the pool, so that it has lost what is asked for again.
-    with filling(system.master) as fill:
+    # Somebody writes under our keys; and fills the pool, so that it has lost what is asked for again.
+    with closing(Stranger(system.master)) as stranger:
 
         def ask_again() -> None:
-            fill()
             plain_http.post(f"{system.prefill.url}/clear_prefix_cache")
             system.ask("the same")
             system.ask()
 
-        with system.asking(ask_again):
-            expect("PoolThrashes", "HitRateDropped")
+        with system.asking(stranger.spoil_blocks, ask_again):
+            expect("WrongBytesCaught")
+        with system.asking(stranger.fill_pool, ask_again):
+            expect("PoolThrashes", "PoolFindsNoRoom", "HitRateDropped")
 
-    # A worker of the router is killed, then decode.
+    # A worker of the router is killed, the reader of the access log leaves, decode is killed.
     (nursery,) = (pid for pid in children(system.router.process.pid) if len(children(pid)) == 2)
     os.kill(children(nursery)[0], signal.SIGKILL)
     expect("RouterWorkerRestarts")
+    os.close(system.access_log)
     system.decode.process.kill()
     with system.asking(system.ask):
-        expect("InstanceUnhealthy", "NoHealthyInstance", "RequestsFail")
+        expect("InstanceUnhealthy", "NoHealthyInstance", "RequestsFail", "AccessLogLosesLines")
 
     # Redis, the master, and at last the router.
     system.redis.kill()
@@ -271,27 +282,40 @@ def test_alerts_fire_when_what_they_are_for_happens(system: System) -> None:
     with system.asking(lambda: system.ask(url=system.prefill.url)):
         expect("SharedStateDown", "MasterDown", "NoMasterServes", "PoolAway", "PoolDegraded", "PoolDropsWrites")
     check_annotations(system.prometheus.list_alerts())
+    # Nothing that the worker had counted went with it: a sum that falls would be added up once more.
+    for counted in ("http_requests_total", "router_time_to_first_token_seconds_bucket"):
+        (resets,) = system.prometheus.ask(f"sum(resets({counted}[10m]))")
+        assert resets.value == 0, counted
     system.router.process.kill()
     expect("RouterDown")
     assert fired == ALERTS.keys() - BY_SERIES_ONLY
 
 
-@contextlib.contextmanager
-def filling(master: MooncakeMaster) -> Iterator[Callable[[], None]]:
-    """A client of the pool that gives no memory; calling what it yields puts more than the pool holds."""
-    store: StorageBackend = open_store(master.config(global_segment_size="0"))
-    value = Memory(bytes(VALUE_BYTES))
-    store.register(value.address, VALUE_BYTES)
-    numbers = itertools.count()
+class Stranger:
+    """A client of the pool that gives no memory, and does what it should not."""
 
-    def fill() -> None:
+    def __init__(self, master: MooncakeMaster) -> None:
+        self._store: Any = open_store(master.config(global_segment_size="0"))
+        self._keys_url = master.metrics_url.replace("/metrics", "/get_all_keys")
+        self._value = Memory(bytes(VALUE_BYTES))
+        self._store.register(self._value.address, VALUE_BYTES)
+        self._numbers = itertools.count()
+
+    def fill_pool(self) -> None:
+        """Put more than the pool holds."""
         for _ in range(FILL_BYTES // VALUE_BYTES):
-            store.put([f"fill {next(numbers)}"], [value.value])
+            self._store.put([f"fill {next(self._numbers)}"], [self._value.value])
 
-    try:
-        yield fill
-    finally:
-        store.close()
+    def spoil_blocks(self) -> None:
+        """Put zeros in the place of every block."""
+        for key in plain_http.get(self._keys_url).text.split():
+            size = self._store._native.get_size(key)
+            if self._store.remove([key], force=True) == [Status.OK]:
+                self._store.put([key], [self._value.spans(size)])
+
+    def close(self) -> None:
+        """Leave the pool."""
+        self._store.close()
 
 
 def check_annotations(alerts: list[dict[str, Any]]) -> None:

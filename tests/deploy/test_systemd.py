@@ -65,7 +65,14 @@ def test_systemd_has_nothing_to_complain_of(unit: str, tmp_path: Path) -> None:
     own.write_text((SYSTEMD / unit).read_text().replace("/opt/kvstore/bin", str(Path(sys.executable).parent)))
     done = subprocess.run([analyze, "verify", "--man=no", own], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    command = [analyze, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}", "--no-pager", own]
+    command: list[str | Path] = [
+        analyze,
+        "security",
+        "--offline=true",
+        f"--threshold={MAX_EXPOSURE * 10:.0f}",
+        "--no-pager",
+        own,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze is older than 250 and measures no unit that is not installed")

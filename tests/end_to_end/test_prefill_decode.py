@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 PREFILL = ("--splitwise-role", "prefill")
 DECODE = ("--splitwise-role", "decode", "--enable-output-caching")
 BLOCK = 64
-TOKENS = 200
+TOKENS = 300
 
 
 @dataclass
@@ -110,8 +110,8 @@ def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target:
     assert chunks[-1].usage.completion_tokens == 30
 
 
-def read_stream(url: str, path: str, body: dict[str, Any], on_event: Callable[[], None] = lambda: None) -> Any:
-    """Text, usage, request id and decode instance of a stream; ``on_event`` is called when an event has come."""
+def read_stream(url: str, path: str, body: dict[str, Any], on_line: Callable[[], None] = lambda: None) -> Any:
+    """Text, usage, request id and decode instance of a stream; ``on_line`` is called when a line has come."""
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     text, events = "", []
     with plain_http.stream("POST", f"{url}{path}", json={**body, **options, "stream": True}) as response:
@@ -119,7 +119,7 @@ def read_stream(url: str, path: str, body: dict[str, Any], on_event: Callable[[]
         headers = response.headers
         for line in response.iter_lines():
             events += [line.removeprefix("data: ")] if line else []
-            on_event()
+            on_line()
     *chunks, done = events
     assert done == "[DONE]"
     for chunk in map(json.loads, chunks):
@@ -130,44 +130,31 @@ def read_stream(url: str, path: str, body: dict[str, Any], on_event: Callable[[]
     return text, usage, headers.get("x-router-request-id"), headers.get("x-router-decode")
 
 
-def test_streams_whose_decode_instance_is_killed_go_on_as_if_nothing_had_happened(
+def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, model: Path, shared: System, cold: Instance
 ) -> None:
-    asked: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": conversation("killed")},
-        "/v1/completions": {"prompt": f"killed: {QUESTION}"},
-    }
+    path, body = "/v1/chat/completions", {"messages": conversation("killed")}
     url, towards = shared.router.url, ("--router", f"127.0.0.1:{shared.router.port}")
     with instance(tmp_path, model, *DECODE, *towards, master=shared.master) as victim:
         shared.router.wait_for(decode=2)
+        lines = itertools.count(1)
+
+        def on_line() -> None:
+            if next(lines) == 3:
+                victim.process.kill()
+
         order = {"instance": f"127.0.0.1:{shared.decode.port}"}
-        assert plain_http.post(f"{url}/admin/pause", json=order).status_code == 200  # so all goes to the other one
-        begun: Counter[str] = Counter()
-
-        def read_and_kill(path: str) -> Any:
-            def on_event() -> None:
-                begun[path] += 1
-                if len(begun) == len(asked) and min(begun.values()) >= 3:
-                    victim.process.kill()
-
-            return read_stream(url, path, asked[path], on_event)
-
-        with ThreadPoolExecutor(len(asked)) as threads:
-            reading = {path: threads.submit(read_and_kill, path) for path in asked}
-            wait_until(lambda: len(begun) == len(asked), "both streams to begin")
-            assert plain_http.post(f"{url}/admin/resume", json=order).status_code == 200
-            told = {path: each.result() for path, each in reading.items()}
-        metrics = plain_http.get(f"{url}/metrics").text
-        assert f'router_resumptions_total{{instance="127.0.0.1:{victim.port}"}} 2.0' in metrics
-    ids = {request_id for _, _, request_id, _ in told.values()}
-    wait_until(lambda: ids <= find_logged([shared.prefill.log]).keys(), "prefill to have written its log")
-    logged = find_logged([shared.prefill.log])
-    for path, (text, usage, request_id, decode) in told.items():
-        right, right_usage, _, _ = read_stream(cold.url, path, asked[path])
-        assert (text, decode) == (right, f"127.0.0.1:{victim.port}"), path
-        details = usage.pop("prompt_tokens_details")
-        assert details["cached_tokens"] == logged[request_id], path
-        assert usage.items() <= right_usage.items(), path
+        for weight in (0, 1):  # at first it takes only the requests that no other instance can take
+            assert plain_http.post(f"{url}/admin/weight", json={**order, "weight": weight}).status_code == 200
+            if not weight:
+                text, usage, request_id, decode = read_stream(url, path, body, on_line)
+    attempts = plain_http.get(f"{url}/admin/explain/{request_id}").json()["attempts"]
+    assert [attempt["ended"].partition(":")[0] for attempt in attempts] == ["broke off", "answered"]
+    wait_until(lambda: request_id in find_logged([shared.prefill.log]), "prefill to have written its log")
+    right, right_usage, _, _ = read_stream(cold.url, path, body)
+    assert (text, decode) == (right, f"127.0.0.1:{victim.port}")
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] == find_logged([shared.prefill.log])[request_id]
+    assert usage.items() <= right_usage.items()
 
 
 def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:

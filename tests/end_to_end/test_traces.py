@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from xml.etree import ElementTree
 
 import httpx
 import pytest
 
-from tests.end_to_end.cluster import QUESTION, Instance, Router, instance, router
-from tests.support import plain_http
-from tests.support.mooncake import mooncake_master
-from tests.support.otlp import OtlpReceiver, ReceivedSpan
+from tests.end_to_end.cluster import QUESTION
+from tests.end_to_end.traced import CLIENT, TRACE, TracedSystem, ask_for_trace, draw_trace, traced_system
+from tests.support.otlp import ReceivedSpan
 
-TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-UNSAMPLED = {"traceparent": f"00-{TRACE[::-1]}-{CLIENT}-00"}
 # Clocks are read one after the other, and in different processes.
-SLACK = 0.005
-
-
-class System(NamedTuple):
-    """One of each."""
-
-    receiver: OtlpReceiver
-    router: Router
-    prefill: Instance
-    decode: Instance
+SLACK = 0.02
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[System]:
-    folder, receiver = tmp_path_factory.mktemp("traced"), OtlpReceiver()
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", "NO_PROXY": "127.0.0.1"}
-    with (
-        mooncake_master(folder / "master.log") as master,
-        router(folder, "--workers", "2", environ=env) as running_router,
-    ):
-        flags = ("--router", f"127.0.0.1:{running_router.port}", "--splitwise-role")
-        decoding = ("decode", "--enable-output-caching")
-        with (
-            instance(folder, model, *flags, "prefill", master=master, environ=env) as prefill,
-            instance(folder, model, *flags, *decoding, master=master, environ=env) as decode,
-        ):
-            running_router.wait_for(prefill=1, decode=1)
-            yield System(receiver, running_router, prefill, decode)
-    receiver.close()
+def traced(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[TracedSystem]:
+    with traced_system(tmp_path_factory.mktemp("traced"), model) as running:
+        yield running
 
 
-def stream(system: System, question: str, headers: dict[str, str], **fields: object) -> float:
-    """One streamed answer; the time of its end."""
-    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True, **fields}
-    url = f"{system.router.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=60, trust_env=False) as response:
-        assert response.status_code == 200
-        assert response.read().endswith(b"data: [DONE]\n\n")
-    return time.time()
-
-
-def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(traced: System) -> None:
+def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(traced: TracedSystem) -> None:
     receiver = traced.receiver
-    stream(traced, QUESTION, UNSAMPLED, max_tokens=2)  # brings the prompt's beginning into the pool
-    traced.prefill.wait_for_saves()
-    plain_http.post(f"{traced.prefill.url}/clear_prefix_cache")
-    began = time.time()
-    ended = stream(traced, QUESTION + QUESTION, {"traceparent": f"00-{TRACE}-{CLIENT}-01"}, max_tokens=80)
+    began, ended = ask_for_trace(traced, 80, 2)
 
     (request,) = receiver.wait_for(1, service="kvrouter", kind="server")
-    receiver.wait_for(2, name="save")
     assert {span.trace_id for span in receiver.spans} == {TRACE}
     assert {span.trouble for span in receiver.spans} == {None}
     assert request.parent_id == CLIENT
@@ -101,8 +60,13 @@ def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(tra
     saves = receiver.find(name="save")
     assert {save.parent_id for save in saves} == {prefill.span_id, decode.span_id}
 
+    drawn = ElementTree.fromstring(draw_trace(receiver.spans))
+    titles = [title.text or "" for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert [title.partition(":")[0] for title in titles[1:3]] == [request.name, "attempt"]
+    assert len(titles) == 1 + len(receiver.spans)
 
-def test_a_request_that_is_aborted_says_so_at_both_ends(traced: System) -> None:
+
+def test_a_request_that_is_aborted_says_so_at_both_ends(traced: TracedSystem) -> None:
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 3000, "stream": True, "ignore_eos": True}
     url = f"{traced.router.url}/v1/chat/completions"
     headers = {"traceparent": f"00-{TRACE[::-1]}-{CLIENT}-01"}

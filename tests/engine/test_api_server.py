@@ -269,6 +269,11 @@ class TestEndpoints:
         with instance.http as client:
             assert client.get("/health").status_code == 200
 
+    def test_an_instance_that_no_router_should_know_is_ready(self, instance: Served) -> None:
+        with instance.http as client:
+            answer = client.get("/ready")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+
     def test_metrics_are_prometheus_text_on_both_ports(self, instance: Served) -> None:
         for port in (instance.port, instance.metrics_port):
             answer = plain_http.get(f"http://127.0.0.1:{port}/metrics")
@@ -637,6 +642,28 @@ def test_another_block_size_than_the_one_that_suits_retrieval_is_told_once(
     instance_of(word_model, "--enable-retrieval", "--retrieval-dense-boundary", "1K", "--block-size", block_size)
     said = [message for message in caplog.messages if "128 is recommended with retrieval" in message]
     assert len(said) == times
+
+
+def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = instance_of(word_model, "--router", "127.0.0.1:9")
+    monkeypatch.setattr(type(instance.core), "is_alive", True)
+    assert instance.find_obstacle() == "it is not registered at the router http://127.0.0.1:9; the log says why"
+    instance.note_registration()
+    assert instance.find_obstacle() == ""
+    monkeypatch.setattr(api_server, "_FORGOTTEN_SECONDS", -1.0)
+    assert "it is not registered" in instance.find_obstacle()
+    monkeypatch.setattr(type(instance.core), "is_alive", False)
+    assert instance.find_obstacle() == "the engine has failed; its log says why"
+
+
+def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (instance_of(word_model) for _ in range(2))
+    monkeypatch.setattr(type(first.receiver), "port", 7000)  # it does not listen here
+    told = [each.registration_payload() for each in (first, second)]
+    assert told[0]["start_id"] != told[1]["start_id"]
+    assert told[0]["max_num_seqs"] == 8
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -53,6 +53,20 @@ async def test_the_payload_is_posted_with_the_own_address_again_and_again(router
 
 
 @in_event_loop
+async def test_who_asks_hears_of_each_registration_that_the_router_took(router: Router) -> None:
+    heard: list[bool] = []
+    router.refuses = True
+    url = f"http://127.0.0.1:{router.port}"
+    task = asyncio.create_task(send_heartbeats(url, PAYLOAD, on_registered=lambda: heard.append(router.refuses)))
+    await eventually(lambda: len(router.registered) >= 2, "two refusals")
+    assert not heard
+    router.refuses = False
+    await eventually(lambda: bool(heard), "a registration that was taken")
+    assert not any(heard)
+    task.cancel()
+
+
+@in_event_loop
 async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "engine.registration")
     port = free_port()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.ports import is_bindable
 from tests.support.waiting import wait_until
 
-PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52800)
+PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52780, 52790, 52800)
 
 
 @pytest.fixture(scope="session")

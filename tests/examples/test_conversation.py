@@ -30,8 +30,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def kept(free_ports: None) -> Iterator[Script]:
-    """run_pd_storage.sh --keep, verified and waiting for Ctrl-C."""
-    with running("run_pd_storage.sh", "--keep") as script:
+    """run_pd_storage.sh --keep --dashboard, verified and waiting for Ctrl-C."""
+    with running("run_pd_storage.sh", "--keep", "--dashboard") as script:
         script.wait_for("Ctrl-C stops everything", deadline=400)
         yield script
 
@@ -44,6 +44,13 @@ def test_the_conversation_is_verified_and_ends_with_a_table(kept: Script) -> Non
     assert "verified: prefill read from the pool what decode had generated" in kept.output
     assert re.search(r"^request +prompt tokens +own cache +pool +computed +first token", kept.output, re.MULTILINE)
     assert re.search(r"All \d+ keys in the pool are our backend's \(kv1-", kept.output)
+
+
+def test_the_dashboard_is_where_the_script_says(kept: Script) -> None:
+    found = re.search(r"See it in a browser:  (\S+)$", kept.output, re.MULTILINE)
+    assert found is not None
+    page = plain_http.get(found[1])
+    assert (page.status_code, "Where prompts come from" in page.text) == (200, True)
 
 
 def test_the_last_turn_read_at_least_a_block_from_the_pool(kept: Script) -> None:

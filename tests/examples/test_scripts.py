@@ -96,7 +96,10 @@ def test_what_costs_nothing_to_check_is_checked_before_the_ports() -> None:
 
 
 def test_a_wrong_argument_is_said_in_one_sentence() -> None:
-    assert complaint("run.sh", "--kep") == "run.sh: unknown argument '--kep'; there are --keep and --dry-run\n"
+    assert (
+        complaint("run.sh", "--kep")
+        == "run.sh: unknown argument '--kep'; there are --keep, --dashboard and --dry-run\n"
+    )
 
 
 # What would be started.
@@ -121,9 +124,9 @@ class Line:
         return self.words[self.words.index("-m") + 2 :]
 
 
-def dry_run(script: str | Path, **environment: str) -> list[Line]:
+def dry_run(script: str | Path, *arguments: str, **environment: str) -> list[Line]:
     ended = subprocess.run(
-        ["bash", EXAMPLES / script, "--dry-run"],
+        ["bash", EXAMPLES / script, "--dry-run", *arguments],
         env=script_environment(**environment),
         capture_output=True,
         text=True,
@@ -151,6 +154,23 @@ def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> N
         assert str(args.log_dir).startswith("log_")
     assert any("mooncake_master" in line.words[0] for line in lines)
     assert any("FD_PLUGINS" in line.environment for line in lines) is False
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_dashboard_is_told_the_router_and_every_master(script: str) -> None:
+    lines = dry_run(script, "--dashboard", ENGINE="kvstore")
+    (dashboard,) = (line.words[1:] for line in lines if "dashboard" in line.words)
+    (first_router, *_) = instances(lines, "router.launch")
+    assert dashboard[: dashboard.index("--port")] == ["dashboard", "--router", f"127.0.0.1:{port_of(first_router)}"]
+    pools = [dashboard[number + 1] for number, word in enumerate(dashboard) if word == "--pool"]
+    metrics = [word for line in lines for word in line.words if word.startswith("--metrics_port=")]
+    assert pools == [f"127.0.0.1:{word.partition('=')[2]}" for word in metrics]
+    for line in instances(lines, "engine.api_server"):
+        assert "--router" in line.words or "--no-enable-prefix-caching" in line.words
+
+
+def port_of(line: Line) -> str:
+    return line.words[line.words.index("--port") + 1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.examples.script import ROOT
 
 
-def test_a_vllm_that_is_not_there_is_said_in_one_sentence() -> None:
+@pytest.mark.parametrize("script", ["run.py", "run_pd.py", "run_kills.py"])
+def test_a_vllm_that_is_not_there_is_said_in_one_sentence(script: str) -> None:
     ended = subprocess.run(
-        [sys.executable, ROOT / "examples" / "vllm" / "run.py"],
+        [sys.executable, ROOT / "examples" / "vllm" / script],
         env={**os.environ, "VLLM": "/nonexistent"},
         capture_output=True,
         text=True,

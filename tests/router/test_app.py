@@ -501,3 +501,47 @@ def test_a_request_that_fails_because_it_was_aborted_is_not_asked_of_another_ins
         router.client.post("/v1/abort_requests", json=body)
         assert (answer.result(10).status_code, answer.result().json()["error"]["code"]) == (409, "aborted")
     assert other.received == []
+
+
+class TestReadiness:
+    """``GET /ready``, by which load balancers choose a router; ``/health`` says no more than that it lives."""
+
+    def test_a_router_is_ready_while_it_has_an_instance_that_takes_requests(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
+        instance = stand_in()
+        router = make_router(instance)
+        assert (router.client.get("/ready").status_code, router.client.get("/ready").json()) == (
+            200,
+            {"status": "ready"},
+        )
+        router.client.post("/admin/drain", json={"instance": instance.key})
+        answer = router.client.get("/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "not ready")
+        assert answer.json()["reason"] == f"no mixed instance can take the request ({instance.key} is draining)"
+        assert router.client.get("/health").status_code == 200
+
+    def test_a_pair_needs_both(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+        router = make_router(stand_in("prefill"), splitwise=True)
+        assert "no decode instance is registered" in router.client.get("/ready").json()["reason"]
+        decode = stand_in("decode")
+        decode.register(router.url)
+        assert router.client.get("/ready").status_code == 200
+        known = router.app.registry.get(decode.key)
+        assert known is not None
+        known.mark_unhealthy("it refused a connection")
+        assert "it refused a connection" in router.client.get("/ready").json()["reason"]
+
+    def test_it_needs_no_token(self, make_router: MakeRouter, tmp_path: Path) -> None:
+        (tmp_path / "token").write_text("secret")
+        assert make_router(admin_token_file=str(tmp_path / "token")).client.get("/ready").status_code == 503
+
+    def test_a_router_that_is_about_to_end_says_so_and_lets_clients_close(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
+        router = make_router(stand_in())
+        assert "connection" not in router.chat().headers
+        router.app.prepare_to_leave()
+        assert router.client.get("/ready").json()["reason"] == "the router is about to end"
+        answer = router.chat()
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")

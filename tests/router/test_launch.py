@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.launch import GRACE_SECONDS
+from router.launch import INTERRUPT_GRACE_SECONDS
 from tests.router.stand_in import Received, Responder, StandIn, stalls
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
@@ -166,7 +166,7 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
         await respond.start_stream()
         await respond.event("1")
         await must_go_on.wait()
-        await asyncio.sleep(GRACE_SECONDS[signal.SIGINT] + 0.5)  # longer than it would have at Ctrl-C
+        await asyncio.sleep(INTERRUPT_GRACE_SECONDS + 0.5)  # longer than it would have at Ctrl-C
         await respond.event("[DONE]")
         await respond.end_stream()
 
@@ -180,6 +180,39 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
         instance.thread.loop.call_soon_threadsafe(must_go_on.set)
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
+
+
+def readiness(process: Child) -> int:
+    try:
+        return plain_http.get(f"{url_of(process)}/ready").status_code
+    except httpx.TransportError:
+        return 0
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_left_it(
+    tmp_path: Path, stand_in: MakeStandIn, workers: str
+) -> None:
+    flags = ["--port", "0", "--workers", workers, "--shutdown-delay-secs", "300", "--shutdown-grace-secs", "20"]
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        stand_in().register(url_of(process))
+        wait_until(lambda: readiness(process) == 200, "the router to be ready")
+        process.signal(signal.SIGTERM)
+        wait_until(lambda: readiness(process) == 503, "the router to be ready no more")
+        chat = plain_http.post(f"{url_of(process)}/v1/chat/completions", json={"messages": []})
+        assert (chat.status_code, chat.headers["connection"]) == (200, "close")
+        assert "requests are taken for 300 s more" in process.output
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
+    flags = ["--port", "0", "--shutdown-delay-secs", "0.1"]
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
 
 
 def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_in: MakeStandIn) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.processes import child
 
-__all__ = ["Page", "open_page"]
+__all__ = ["Page", "find_chromium", "open_page"]
 
 PROGRAMS = ("chromium-headless-shell", "chromium")
 HTML = """<!doctype html><meta charset="utf-8"><script type="module">
@@ -25,7 +25,7 @@ await fetch("/found", {method: "POST", body: JSON.stringify(found)});
 </script>"""
 
 
-def _find_chromium() -> str:
+def find_chromium() -> str:
     """Chromium's program; without it the test that asks is skipped."""
     for program in PROGRAMS:
         if path := shutil.which(program):
@@ -71,7 +71,7 @@ class Page:
     def run(self, script: str, folder: Path, *flags: str) -> Any:
         """Open the page in Chromium with the body of an asynchronous function; return what that function returns."""
         self.script = script
-        command = [_find_chromium(), "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command = [find_chromium(), "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--no-proxy-server", "--disable-background-networking", "--disable-component-update"]
         # Without a port for debugging, it would end with its start.
         command += ["--headless", "--remote-debugging-port=0", f"--user-data-dir={folder / 'profile'}", *flags]

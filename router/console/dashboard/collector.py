@@ -33,6 +33,7 @@ class Collector:
         self.seconds = seconds
         self.history = History()
         self._scraper = scraper
+        self._listed: list[Listed] = []
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def keep_looking(self) -> None:
@@ -50,20 +51,20 @@ class Collector:
         masters = asyncio.gather(*(self._ask_master(address) for address in self.pools))
         figures: RouterFigures | None = None
         trouble = listing_trouble = ""
-        listed: list[Listed] = []
         try:
             samples = await self.router.read_metrics()
             figures = read_router_figures(samples)
             try:
-                listed = [read_listed(each) for each in await self.router.list_instances()]
+                self._listed = [read_listed(each) for each in await self.router.list_instances()]
             except TokenWanted as exc:
                 listing_trouble = str(exc)
-                listed = read_loads(samples)
+                self._listed = read_loads(samples)
         except (RouterError, ValueError, KeyError, TypeError) as exc:
             trouble = (
                 str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a router of ours: {exc!r}"
             )
-        reports = await asyncio.gather(*(self._ask_instance(each) for each in listed))
+        # Instances go on without the router.
+        reports = await asyncio.gather(*(self._ask_instance(each) for each in self._listed))
         moment = Moment(
             time=time.time(),
             router=figures,

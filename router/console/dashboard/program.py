@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import socket
 import sys
@@ -48,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
         listener = socket.create_server((flags.host, flags.port), family=family)
     except OSError as exc:
         where = f"{flags.host}:{flags.port}"
-        print(f"kvrouter dashboard: cannot listen on {where}: {exc.strerror}; choose another --port", file=sys.stderr)
+        why = os.strerror(exc.errno) if exc.errno else str(exc)
+        print(f"kvrouter dashboard: cannot listen on {where}: {why}; choose another --port", file=sys.stderr)
         return 1
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     port = listener.getsockname()[1]

@@ -15,7 +15,7 @@ __all__ = [
     "format_rate",
     "format_seconds",
     "format_share",
-    "join_words",
+    "make_sentence",
 ]
 
 ORIGIN_NAMES: Mapping[str, str] = {
@@ -77,6 +77,6 @@ def format_bytes(value: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
-def join_words(words: list[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+def make_sentence(said: object) -> str:
+    """What an error says, with one full stop at its end."""
+    return f"{str(said).rstrip('. ')}."

@@ -93,7 +93,7 @@ class StreamMerger:
         self._texts: list[str] = []  # with the prompt's ids, the text shown
         self._shape: EventShape | None = None
         self._shapes_left = 0 if self._client_wants_ids else _SHAPES_TRIED
-        self._usual: list[tuple[bytes, bytes, bytes]] = []  # text, and last ids, of events that came after those kept
+        self._usual: list[tuple[bytes | Any, ...]] = []  # text and ids of events that came after those kept
         self._cached: Mapping[str, int] = {}  # figures of how much of the client's prompt was cached, if they are told
         self._expected: Sequence[int] | None = None  # the prompt that the segment should have, until it was told
 
@@ -150,7 +150,7 @@ class StreamMerger:
         found = shape.rest.fullmatch(event, len(shape.beginning))
         if found is None:
             return None
-        self._usual.append(found.groups())
+        self._usual.append(found.group(1, 3))
         if len(self._usual) > _KEPT_USUAL:
             self._fold_events()
         start, end = found.span(2)
@@ -271,7 +271,7 @@ class StreamMerger:
 
     def _fold_usual(self) -> None:
         """Note the ids and the text of the usual events."""
-        texts, _, ids = zip(*self._usual, strict=True)
+        texts, ids = zip(*self._usual, strict=True)
         try:
             text = orjson.loads(b'"%s"' % b"".join(texts))
         except orjson.JSONDecodeError:

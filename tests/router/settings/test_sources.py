@@ -52,6 +52,36 @@ def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: 
 ALIASES = ["chat=Qwen/Qwen3-8B", "small=a=b"]
 
 
+@pytest.mark.parametrize(
+    "flags", [["app=kv,tier=gpu"], ["app=kv", "tier=gpu"], ["app=kv,", "tier=gpu"]], ids=["one", "words", "both"]
+)
+def test_a_selector_is_one_text_or_several(flags: list[str]) -> None:
+    settings = load_settings(["--service-discovery", "kubernetes", "--selector", *flags], {})
+    assert ",".join(settings.selector) == "app=kv,tier=gpu"
+
+
+def test_a_selector_by_sets_stays_as_it_is(tmp_path: Path) -> None:
+    settings = load_settings(["--service-discovery", "k8s", "--selector", "app in (a, b),tier=gpu"], {})
+    assert settings.selector == ("app in (a, b),tier=gpu",)
+    path = write(tmp_path / "a.yaml", "manager: {service-discovery: kubernetes, selector: {app: kv, tier: gpu}}")
+    assert load_settings(["--config-path", path], {}).selector == ("app=kv", "tier=gpu")
+
+
+@pytest.mark.parametrize(
+    ("environ", "url"),
+    [
+        ({}, "https://kubernetes.default.svc"),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "6443"}, "https://10.96.0.1:6443"),
+        ({"KUBERNETES_SERVICE_HOST": "fd00::1"}, "https://[fd00::1]:443"),
+    ],
+)
+def test_the_clusters_api_server_is_where_kubernetes_says(environ: dict[str, str], url: str) -> None:
+    assert load_settings([], environ).kubernetes_api == url
+    assert load_settings(["--kubernetes-api", "http://127.0.0.1:8001"], environ).kubernetes_api == (
+        "http://127.0.0.1:8001"
+    )
+
+
 def test_aliases_of_models_are_words_or_a_map(tmp_path: Path) -> None:
     expected = {"chat": "Qwen/Qwen3-8B", "small": "a=b"}
     repeated = [part for alias in ALIASES for part in ("--model-alias", alias)]

@@ -228,7 +228,7 @@ def test_a_prompt_that_one_placed_is_known_to_the_other(make_router: MakeRouter,
 
 def drain_until_restart(worker: RouterUnderTest, instance: StandIn) -> None:
     order = {"instance": instance.key, "until_restart": True}
-    assert worker.client.post("/admin/drain", json=order).json()["draining"]
+    assert worker.client.post("/admin/drain", json=order).json()["state"] == "draining"
 
 
 def states(*workers: RouterUnderTest) -> list[str]:

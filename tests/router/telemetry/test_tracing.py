@@ -118,6 +118,24 @@ def test_a_retried_request_has_two_attempts_and_the_failed_one_says_why(
     assert len({span.span_id for span in receiver.spans}) == len(receiver.spans)
 
 
+def test_decode_that_is_asked_after_prefill_hears_of_its_leg_or_has_none(
+    receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    prefill.told = decode.told = {"engine": "openai"}
+    router = make_router(prefill, decode, splitwise=True)
+    assert chat(router, TRACED).status_code == 200
+    first, second = receiver.wait_for(2, kind="client")
+    assert (first.name, second.name) == ("prefill leg", "decode leg")
+    assert first.end <= second.start
+    assert decode.received[0].header("traceparent") == f"00-{TRACE}-{second.span_id}-01"
+    receiver.spans.clear()
+    prefill.behave = answers(400, b"{}")
+    assert chat(router, TRACED).status_code == 400
+    (alone,) = receiver.wait_for(1, kind="client")
+    assert (alone.name, alone.trouble) == ("prefill leg", f"{prefill.key} answered with 400")
+
+
 def test_a_request_that_fails_is_an_error_with_a_sentence(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:

@@ -102,7 +102,7 @@ class Chart:
                 "splitNumber": 4,
                 "minInterval": int(self._is_whole),
                 "axisLabel": {"show": not is_empty, "fontSize": 12, ":formatter": _FORMAT_AXIS},
-                "splitLine": axis_line,
+                "splitLine": {**axis_line, "show": not is_empty},
             },
             "series": [self._make_series(each) for each in series],
         }
@@ -115,11 +115,11 @@ class Chart:
         around = [None, *values, None]
         # A value without neighbours makes no line: it is shown as a point.
         points = [
-            {"value": value, "symbol": "circle" if around[number] is None and around[number + 2] is None else "none"}
+            {"value": value, "symbolSize": 6 if around[number] is None and around[number + 2] is None else 0}
             for number, value in enumerate(values)
         ]
         line = {"color": series.colour, "width": 2, "type": "dashed" if series.is_dashed else "solid"}
-        return {**common, "data": points, "type": "line", "lineStyle": line, "symbolSize": 6}
+        return {**common, "data": points, "type": "line", "lineStyle": line, "symbol": "circle"}
 
 
 def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_whole: bool = False) -> Chart:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from html import escape
 from typing import Any
-from urllib.parse import quote
 
 from nicegui import ui
 
-from router.console.client import RouterError
 from router.console.dashboard.figures import COMPUTED, ORIGINS, OWN_CACHE, POOL
-from router.console.dashboard.views.frame import Context, View
+from router.console.dashboard.views.frame import Context, View, link_request
 from router.console.dashboard.views.parts import Banner, draw_blocks, put_button, put_html, put_text
-from router.console.dashboard.words import ORIGIN_NAMES, format_count, format_seconds
+from router.console.dashboard.words import ORIGIN_NAMES, format_count, format_seconds, make_sentence
 
 __all__ = ["CHAT", "split_usage"]
 
 MAX_TOKENS = 120
+# A longer question scrolls.
+LONG_CHARACTERS = 600
 SAMPLE = (
     "Here are the house rules of a library. Please keep them in mind for all that follows. "
     + " ".join(
@@ -32,12 +33,10 @@ SAMPLE = (
 
 def _build(context: Context) -> None:
     messages: list[dict[str, str]] = []
-    running: dict[str, bool] = {}
+    running: list[asyncio.Future[None]] = []
     with ui.element("div").classes("head"), ui.element("div"):
         put_text("h1", "Try it")
-        said = (
-            "Ask through the router, and see where each prompt came from. Go on: what was said is in a cache by then."
-        )
+        said = "Ask through the router, and see where each prompt came from. Go on: what was said is cached by then."
         put_text("p", said, "lead")
     banner = Banner()
     with ui.element("section").classes("card").props('aria-label="Conversation"'):
@@ -60,7 +59,7 @@ def _build(context: Context) -> None:
                 "keydown.enter", lambda: ask(), js_handler="(e) => { if (!e.shiftKey) { e.preventDefault(); emit(); } }"
             )
             send = put_button("Send", None, "strong").props('type="submit"')
-            stop = put_button("Stop", lambda: running.clear())
+            stop = put_button("Stop", lambda: stop_answer())
             stop.set_visibility(False)
         with ui.element("div").classes("ask"):
             put_button("Take a long question", lambda: field.set_value(SAMPLE))
@@ -69,8 +68,12 @@ def _build(context: Context) -> None:
                 "span", f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens.", "note"
             )
 
+    def stop_answer() -> None:
+        for task in running:
+            task.cancel()
+
     def begin_anew() -> None:
-        running.clear()
+        stop_answer()
         messages.clear()
         turns.clear()
         banner.hide()
@@ -85,63 +88,73 @@ def _build(context: Context) -> None:
         messages.append({"role": "user", "content": question})
         with turns:
             turn = _Turn(question)
-        running["on"] = True
         send.set_visibility(False)
         stop.set_visibility(True)
-        began = time.monotonic()
-        answer, usage, first = "", None, None
-        request_id = ""
-        try:
-            body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
-            async with context.site.collector.router.open_chat(body, context.site.api_key) as stream:
-                request_id = stream.request_id
-                async for event in stream.read_events():
-                    usage = event.get("usage") or usage
-                    piece = "".join(
-                        (each.get("delta") or {}).get("content") or "" for each in event.get("choices") or ()
-                    )
-                    if piece:
-                        first = first or time.monotonic() - began
-                        answer += piece
-                        turn.show_answer(answer)
-                    if not running:
-                        break
-        except RouterError as exc:
-            banner.show("bad", f"{exc}.")
-        finally:
-            running.clear()
-            send.set_visibility(True)
-            stop.set_visibility(False)
-        if answer:
-            messages.append({"role": "assistant", "content": answer})
-        else:
+        # A task of its own, so that it can be given up while the next token is waited for.
+        reading = asyncio.ensure_future(_read_answer(context, messages, turn))
+        running.append(reading)
+        await asyncio.wait([reading])
+        running.remove(reading)
+        send.set_visibility(True)
+        stop.set_visibility(False)
+        if not reading.cancelled() and (trouble := reading.exception()):
+            banner.show("bad", make_sentence(trouble))
+        if turn.answer:
+            messages.append({"role": "assistant", "content": turn.answer})
+        elif messages:
             messages.pop()
             field.set_value(question)
-        turn.show_end(answer, usage, first, time.monotonic() - began, request_id)
+        turn.show_end()
+
+    context.on_leave(stop_answer)
+
+
+async def _read_answer(context: Context, messages: list[dict[str, str]], turn: _Turn) -> None:
+    """Ask, and show the answer as it comes.
+
+    Raises:
+        RouterError: there is none, or not all of it.
+    """
+    body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
+    async with context.site.collector.router.open_chat(body, context.site.api_key) as stream:
+        turn.request_id = stream.request_id
+        async for event in stream.read_events():
+            turn.take_event(event)
 
 
 class _Turn:
     """A question, its answer as it comes, and where its prompt came from."""
 
     def __init__(self, question: str) -> None:
+        self.answer = ""
+        self.request_id = ""
+        self._usage: Mapping[str, Any] | None = None
+        self._began = time.monotonic()
+        self._first: float | None = None
+        is_long = len(question) > LONG_CHARACTERS
         with ui.element("div").classes("turn"):
-            put_text("span", "You", "said-by unseen")
-            put_text("div", question, "bubble mine long" if len(question) > 600 else "bubble mine").props(
-                "tabindex=0" if len(question) > 600 else ""
-            )
-            put_text("span", "Answer", "said-by unseen")
-            self._answer = put_text("div", "…", "bubble theirs")
+            put_text("span", "You", "unseen")
+            bubble = put_text("div", question, "bubble mine long" if is_long else "bubble mine")
+            if is_long:
+                bubble.props('tabindex="0"')  # it scrolls
+            put_text("span", "Answer", "unseen")
+            self._answer = put_text("div", "\u2026", "bubble theirs")
             self._origin = put_html("")
 
-    def show_answer(self, text: str) -> None:
-        self._answer.set_text(text)
+    def take_event(self, event: Mapping[str, Any]) -> None:
+        """Show what an event of the stream brings."""
+        self._usage = event.get("usage") or self._usage
+        piece = "".join((each.get("delta") or {}).get("content") or "" for each in event.get("choices") or ())
+        if piece:
+            self._first = self._first or time.monotonic() - self._began
+            self.answer += piece
+            self._answer.set_text(self.answer)
 
-    def show_end(
-        self, answer: str, usage: Mapping[str, Any] | None, first: float | None, seconds: float, request_id: str
-    ) -> None:
-        if not answer:
+    def show_end(self) -> None:
+        """Show where the prompt came from, and how long it took."""
+        if not self.answer:
             self._answer.set_text("No answer.")
-        self._origin.show(_draw_end(usage, first, seconds, request_id))
+        self._origin.show(_draw_end(self._usage, self._first, time.monotonic() - self._began, self.request_id))
 
 
 def split_usage(usage: Mapping[str, Any]) -> dict[str, float]:
@@ -172,7 +185,7 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
         parts.append(f'{squares}<ul class="from-words">{words}<li class="note">of {many}</li></ul>')
     else:
         parts.append('<p class="note">The engine did not say where the prompt came from.</p>')
-    link = f' · <a href="/request?id={quote(request_id, safe="")}">see its way</a>' if request_id else ""
+    link = f' · <a href="{escape(link_request(request_id))}">see its way</a>' if request_id else ""
     generated = (
         f" for {format_count(usage['completion_tokens'])} tokens" if usage and usage.get("completion_tokens") else ""
     )

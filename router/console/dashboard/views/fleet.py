@@ -13,7 +13,7 @@ from router.console.client import ROLES, RouterError
 from router.console.dashboard.history import InstanceReport, Moment
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.parts import Banner, put_button, put_html, put_text, put_tiles
-from router.console.dashboard.words import NOTHING, format_count, format_share
+from router.console.dashboard.words import NOTHING, format_count, format_share, make_sentence
 
 __all__ = ["FLEET"]
 
@@ -50,7 +50,8 @@ def _build(context: Context) -> None:
             return
         reports = list(last.instances.values())
         if last.listing_trouble:
-            banner.show("warn", f"{last.listing_trouble}. Until then only loads are known, and no orders are taken.")
+            said = make_sentence(last.listing_trouble)
+            banner.show("warn", f"{said} Until then only loads are known, and no orders are taken.")
         else:
             banner.hide()
         for role, group in groups.items():
@@ -65,7 +66,7 @@ def _build(context: Context) -> None:
             )
         ready = sum(_is_ready(report) for report in reports)
         tiles["Instances"].show(format_count(len(reports)))
-        tiles["Ready for requests"].show(format_count(ready) if not last.listing_trouble else NOTHING)
+        tiles["Ready for requests"].show(NOTHING if last.listing_trouble or last.trouble else format_count(ready))
         tiles["Requests running"].show(
             format_count(sum(report.listed.running for report in reports if report.listed.role != "prefill"))
         )
@@ -202,7 +203,7 @@ class _Row:
             try:
                 await act()
             except RouterError as exc:
-                trouble.show("bad", f"{exc}.")
+                trouble.show("bad", make_sentence(exc))
             else:
                 dialog.close()
 

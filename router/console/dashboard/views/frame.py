@@ -9,13 +9,15 @@ from html import escape
 
 from fastapi import Request
 from nicegui import ui
+from starlette.datastructures import URL
 
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.history import Span
 from router.console.dashboard.views.look import ICON, STYLE
 from router.console.dashboard.views.parts import Banner, put_html, put_text
+from router.console.dashboard.words import make_sentence
 
-__all__ = ["SPANS", "Context", "Site", "View", "open_frame"]
+__all__ = ["SPANS", "Context", "Site", "View", "link_request", "open_frame"]
 
 SPANS = (Span("5 min", 300, 60), Span("15 min", 900, 60), Span("1 hour", 3600, 60))
 REFRESH_SECONDS = 0.5
@@ -43,6 +45,10 @@ class Context:
     span: Span
     refreshers: list[Callable[[], None]] = field(default_factory=list)
     """Called when there are new figures."""
+
+    def on_leave(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the browser has left the view."""
+        ui.context.client.on_delete(callback)
 
     def refresh_now(self) -> None:
         """Show the figures of now."""
@@ -77,6 +83,11 @@ class View:
     build: Callable[[Context], None]
 
 
+def link_request(request_id: str) -> str:
+    """Where the page shows this request."""
+    return str(URL("/request").include_query_params(id=request_id))
+
+
 def open_frame(site: Site, view: View, request: Request) -> None:
     """Show ``view`` to the browser that asks."""
     ui.add_head_html(f"<style>{STYLE}</style>")
@@ -103,7 +114,8 @@ def open_frame(site: Site, view: View, request: Request) -> None:
             if last is None:
                 banner.show("plain", f"Asking the router at {site.collector.router.url} for its figures …")
             elif last.trouble:
-                banner.show("bad", f"No new figures: {last.trouble}. Shown is how things stood before.")
+                said = make_sentence(f"No news of the router: {last.trouble}")
+                banner.show("bad", f"{said} Instances and pool are asked all the same.")
             else:
                 banner.hide()
             context.refresh_now()

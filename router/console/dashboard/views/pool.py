@@ -13,7 +13,7 @@ from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
 from router.console.dashboard.views.parts import Banner, draw_table, put_html, put_text, put_tiles
-from router.console.dashboard.words import format_bytes, format_count, format_share
+from router.console.dashboard.words import format_bytes, format_count, format_share, make_sentence
 
 __all__ = ["POOL"]
 
@@ -111,12 +111,13 @@ def _show_trouble(banner: Banner, last: Moment | None, number: int) -> None:
         said = "No master of the pool was named: start the dashboard with --pool HOST:PORT"
         banner.show("plain", f"{said}, the metrics port of a mooncake_master.")
     elif last is not None and not any(each.figures for each in last.masters):
-        said = "; ".join(each.trouble for each in last.masters)
-        banner.show("bad", f"The pool is away: {said}. Instances go on without it, and compute what they do not have.")
+        said = make_sentence("The pool is away: " + "; ".join(each.trouble for each in last.masters))
+        banner.show("bad", f"{said} Instances go on without it, and compute what they do not have.")
     elif last is not None and _find_serving(last) is None:
         banner.show("warn", "No master of the pool serves at the moment: one is being elected.")
     elif last is not None and any(each.trouble for each in last.masters):
-        banner.show("warn", f"A master is away: {'; '.join(each.trouble for each in last.masters if each.trouble)}.")
+        troubles = "; ".join(each.trouble for each in last.masters if each.trouble)
+        banner.show("warn", make_sentence(f"A master is away: {troubles}"))
     else:
         banner.hide()
 

@@ -103,14 +103,12 @@ def _draw_legend(tokens: Mapping[str, float]) -> str:
     entries = []
     for origin in (OWN_CACHE, POOL, COMPUTED, HANDED_OVER):
         count = f"{format_count(tokens.get(origin, 0.0))} tokens"
-        figure = (
-            f"<b>{format_share(shares[origin])}</b> <small>{count}</small>"
-            if origin in shares
-            else f"<small>{count}, beside these</small>"
-        )
+        share = f"<b>{format_share(shares[origin])}</b> " if origin in shares else ""
+        beside = ", beside these" if origin == HANDED_OVER else ""
         entries.append(
             f'<li><span class="swatch {origin}"></span><span class="name">{ORIGIN_NAMES[origin]}</span>'
-            f'<span class="figure">{figure}</span><span class="note">{ORIGIN_TEXTS[origin]}</span></li>'
+            f'<span class="figure">{share}<small>{count}{beside}</small></span>'
+            f'<span class="note">{ORIGIN_TEXTS[origin]}</span></li>'
         )
     return "".join(entries)
 

@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
-from urllib.parse import quote
 
 from nicegui import ui
 
 from router.console.client import RouterError
 from router.console.dashboard.figures import COMPUTED, OWN_CACHE, POOL
-from router.console.dashboard.views.frame import Context, View
+from router.console.dashboard.views.frame import Context, View, link_request
 from router.console.dashboard.views.parts import (
     Banner,
     draw_blocks,
@@ -22,12 +21,11 @@ from router.console.dashboard.views.parts import (
     put_html,
     put_text,
 )
-from router.console.dashboard.words import NOTHING, format_count, format_seconds
+from router.console.dashboard.words import NOTHING, format_count, format_seconds, make_sentence
 
 __all__ = ["REQUEST", "draw_request"]
 
 LISTED = 30
-PATH = "/request"
 
 
 def _build(context: Context) -> None:
@@ -56,16 +54,16 @@ def _build(context: Context) -> None:
         try:
             explanation = await router.explain_request(wanted)
         except RouterError as exc:
-            banner.show("bad", f"{exc}.")
+            banner.show("bad", make_sentence(exc))
             return
         found.show(draw_request(explanation))
-        ui.run_javascript(f"history.replaceState(null, '', '{PATH}?id={quote(wanted, safe='')}')")
+        ui.run_javascript(f"history.replaceState(null, '', '{link_request(wanted)}')")
 
     async def list_last() -> None:
         try:
             last.show(_draw_list(await router.list_requests(LISTED)))
         except RouterError as exc:
-            last.show(f'<div class="empty">{escape(str(exc))}.</div>')
+            last.show(f'<div class="empty">{escape(make_sentence(exc))}</div>')
 
     async def begin() -> None:
         await look_up()
@@ -82,7 +80,7 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
         prompt, cached = each.get("prompt_tokens"), each.get("cached_tokens")
         rows.append(
             [
-                f'<a class="code" href="{PATH}?id={quote(name, safe="")}">{escape(name)}</a>' if name else NOTHING,
+                f'<a class="code" href="{escape(link_request(name))}">{escape(name)}</a>' if name else NOTHING,
                 _draw_age(float(each["time"])),
                 escape(str(each.get("status", ""))),
                 served or NOTHING,
@@ -246,4 +244,4 @@ def _format_tokens(count: int | None) -> str:
     return "" if count is None else f"{format_count(count)} tokens"
 
 
-REQUEST = View(PATH, "One request", "One request", _build)
+REQUEST = View("/request", "One request", "One request", _build)

@@ -21,6 +21,7 @@ HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "
 def event(form: str, text: str, ids: list[int], *, spaces: bool = False, **choice: Any) -> bytes:
     """As these engines write one."""
     said: dict[str, Any]
+    delta: dict[str, Any]
     if form == "ours":
         said = {"index": 0, "delta": {"content": text, "completion_token_ids": ids}, "finish_reason": None}
     elif form == "fastdeploy":

@@ -1,0 +1,11 @@
+"""Service discovery: the fleet is what pods of a Kubernetes cluster there are.
+
+pods.py       Pod: what a pod tells of the instance in it, by its labels, its annotations and its state
+pod_watch.py  PodWatch: the pods that a selector names, kept current through the cluster's API server
+identity.py   which engine answers at an address
+discovery.py  Discovery: registers the instances of pods that are ready, and removes those of pods that are not
+"""
+
+from router.fleet.discovery.discovery import Discovery
+
+__all__ = ["Discovery"]

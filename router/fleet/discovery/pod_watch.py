@@ -1,0 +1,260 @@
+"""PodWatch: the pods that a selector names, kept current through the cluster's API server.
+
+It lists them, then watches what changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/).
+A watch that ends is begun again where it was; one that is too far behind (410 Gone), or any failure, leads to a new
+list. While the API server does not answer, the pods are those that were known last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import orjson
+
+from router.fleet.discovery.pods import Pod, read_pod
+from router.http import Address, ConnectionPool, TimedOut, UpstreamError
+from router.settings import RouterSettings, SettingsError, read_authorities, read_token
+
+__all__ = ["PodWatch"]
+
+_log = logging.getLogger("router.fleet.discovery")
+
+# A watch ends after so long, so that a connection that died without a word is noticed.
+WATCH_SECONDS = 120
+LATE_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 30.0
+PAGE_PODS = 250
+ERROR_BYTES = 64 * 1024
+# Of one event; a pod has some KB.
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+ALL_NAMESPACES = "all"
+
+
+class ApiFailure(Exception):
+    """The API server does not answer as it should: one sentence."""
+
+
+class Gone(Exception):
+    """What the watch was to begin with is forgotten: list again."""
+
+
+class PodWatch:
+    """The pods that a selector names."""
+
+    def __init__(self, settings: RouterSettings, on_change: Callable[[], None]) -> None:
+        """
+        Args:
+            on_change: called when the pods are others than before.
+
+        Raises:
+            SettingsError: the credentials cannot be read, or the API server's address is none.
+        """
+        self.pods: dict[str, Pod] = {}
+        """By namespace and name."""
+        self.trouble = "the API server has not been asked yet"
+        """Why the pods may be others than those known; ``""`` if they are not."""
+        self.was_listed = False
+        """Whether they have been listed once."""
+        self._on_change = on_change
+        self._port = settings.service_discovery_port
+        self._selector = ",".join(settings.selector)
+        self._address = _parse_address(settings.kubernetes_api)
+        self._account = Path(settings.kubernetes_account)
+        self._read_credentials()
+        namespace = settings.service_discovery_namespace or self._read_own_namespace()
+        self._path = "/api/v1/pods"
+        if namespace != ALL_NAMESPACES:
+            self._path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"
+        self._pool = ConnectionPool()
+        self._version = ""  # from which on to watch
+        self._was_heard = False  # since the last failure
+
+    async def keep_current(self) -> None:
+        """List and watch, until cancelled."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            self._was_heard = False
+            try:
+                await self._list_pods()
+                while True:
+                    await self._watch_pods()
+            except Gone:
+                _log.debug("the watch is too far behind; the pods are listed again")
+                if self._was_heard:
+                    continue
+            except (ApiFailure, UpstreamError, SettingsError) as exc:
+                self._note_trouble(str(exc))
+            finally:
+                self._pool.close()
+            if self._was_heard:
+                pause = FIRST_PAUSE_SECONDS
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # several routers need not come at once
+            pause = min(LAST_PAUSE_SECONDS, 2 * pause)
+
+    async def _list_pods(self) -> None:
+        """Take the pods that there are for those that are known."""
+        tls = self._read_credentials()[1]
+        self._pool = ConnectionPool(tls)
+        documents: list[dict[str, Any]] = []
+        token, version = "", ""
+        while True:
+            query = {"labelSelector": self._selector, "limit": str(PAGE_PODS)}
+            if token:
+                query["continue"] = token
+            target = f"{self._path}?{urlencode(query)}"
+            answer = await self._pool.fetch(
+                self._address, "GET", target, headers=self._headers(), timeout=ANSWER_SECONDS
+            )
+            if answer.status == 410:
+                raise Gone
+            if answer.status != 200:
+                raise self._explain_status(answer.status, answer.body)
+            page = _parse_object(answer.body)
+            metadata = page.get("metadata") or {}
+            documents += page.get("items") or ()
+            token, version = metadata.get("continue") or "", str(metadata.get("resourceVersion") or "")
+            if not token:
+                break
+        pods = {pod.name: pod for pod in (read_pod(document, self._port) for document in documents)}
+        self._version = version
+        if self.trouble and self.was_listed:
+            _log.info("service discovery: the API server %s answers again", self._address.url)
+        is_changed = pods != self.pods or not self.was_listed
+        self.pods, self.trouble, self.was_listed = pods, "", True
+        if is_changed:
+            self._on_change()
+
+    async def _watch_pods(self) -> None:
+        """Note what changes, until the API server ends the watch.
+
+        Raises:
+            Gone: it is too far behind.
+        """
+        query = {
+            "labelSelector": self._selector,
+            "watch": "true",
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        target = f"{self._path}?{urlencode(query)}".encode()
+        exchange = self._pool.exchange(self._address, "GET", target, self._headers(), b"", fresh=True)
+        loop = asyncio.get_running_loop()
+        late = TimedOut(f"{self._address.url} did not answer a watch within {ANSWER_SECONDS:g} s")
+        timer = loop.call_later(ANSWER_SECONDS, exchange.fail, late)
+        try:
+            status = await exchange.head()
+            timer.cancel()
+            seconds = WATCH_SECONDS + LATE_SECONDS
+            late = TimedOut(f"{self._address.url} did not end a watch within {seconds:g} s")
+            timer = loop.call_later(seconds, exchange.fail, late)
+            if status == 410:
+                raise Gone
+            if status != 200:
+                raise self._explain_status(status, await exchange.read(ERROR_BYTES))
+            unread = b""
+            while data := await exchange.chunk():
+                *lines, unread = (unread + data).split(b"\n")
+                for line in filter(None, lines):
+                    self._on_event(_parse_object(line))
+                if len(unread) > MAX_EVENT_BYTES:
+                    raise ApiFailure(f"the API server sent an event of more than {MAX_EVENT_BYTES} bytes")
+            self._was_heard = True
+        finally:
+            timer.cancel()
+            exchange.close()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """
+        Raises:
+            Gone: it says that the watch is too far behind.
+            ApiFailure: it is another failure, or makes no sense.
+        """
+        kind, document = event.get("type"), event.get("object")
+        if not isinstance(document, dict):
+            raise ApiFailure(f"the API server sent an event without an object: {str(event)[:200]}")
+        if kind == "ERROR":
+            if document.get("code") == 410:
+                raise Gone
+            raise ApiFailure(f"the API server ended the watch: {document.get('message') or document.get('code')}")
+        self._was_heard = True
+        self._version = str((document.get("metadata") or {}).get("resourceVersion") or self._version)
+        if kind == "BOOKMARK":
+            return
+        pod = read_pod(document, self._port)
+        if kind == "DELETED":
+            is_changed = self.pods.pop(pod.name, None) is not None
+        else:
+            is_changed = self.pods.get(pod.name) != pod
+            self.pods[pod.name] = pod
+        if is_changed:
+            self._on_change()
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        token = self._read_credentials()[0]  # it is renewed every hour or so
+        accept = [(b"accept", b"application/json")]
+        return [*accept, (b"authorization", f"Bearer {token}".encode())] if token else accept
+
+    def _read_credentials(self) -> tuple[str, Any]:
+        """The token, and the context that decides whose certificates are believed; neither without TLS.
+
+        Raises:
+            SettingsError: a file cannot be used.
+        """
+        if not self._address.tls:  # kubectl proxy
+            return "", None
+        token = read_token(self._account / "token", "manager.kubernetes-account")
+        return token, read_authorities(str(self._account / "ca.crt"), "manager.kubernetes-account")
+
+    def _read_own_namespace(self) -> str:
+        return read_token(self._account / "namespace", "manager.kubernetes-account")
+
+    def _note_trouble(self, sentence: str) -> None:
+        """Say what is wrong, once."""
+        if self.trouble != sentence and (not self.trouble or not self.was_listed):
+            known = f"; the {len(self.pods)} pods that are known are kept" if self.was_listed else ""
+            _log.error("service discovery: %s%s; trying again", sentence, known)
+        self.trouble = sentence
+
+    def _explain_status(self, status: int, body: bytes) -> ApiFailure:
+        try:
+            said = str(_parse_object(body).get("message") or "")
+        except ApiFailure:
+            said = ""
+        remedy = ""
+        if status == 403:
+            remedy = "; the router's service account must be allowed to list and watch pods"
+        return ApiFailure(f"the API server {self._address.url} answered with {status}{said and f': {said}'}{remedy}")
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ApiFailure(f"the API server sent something that is no JSON object: {data[:100]!r}")
+    return found
+
+
+def _parse_address(url: str) -> Address:
+    """
+    Raises:
+        SettingsError: it is none.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.path.strip("/"):
+        raise SettingsError(f"manager.kubernetes-api is {url!r}; it must be https://HOST:PORT, with no path")
+    is_tls = parts.scheme == "https"
+    return Address(parts.hostname, port or (443 if is_tls else 80), tls=is_tls)

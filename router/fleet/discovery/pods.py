@@ -1,0 +1,125 @@
+"""Pod: what a pod tells of the instance in it, by its labels, its annotations and its state.
+
+=============================== ======================================================================================
+label ``kvrouter/role``         mixed, prefill or decode; else llm-d's ``llm-d.ai/role``, or one of ``role``,
+                                ``component`` (SGLang's guides) and ``model`` (vLLM production-stack's), if it says one
+label ``kvrouter/engine``       fastdeploy, vllm, sglang or openai; else llm-d's ``llm-d.ai/engine-type``
+annotation                      a JSON object with further fields of a registration, such as ``port``,
+``kvrouter/registration``       ``connector_port`` or ``kv_connector``
+annotation                      of prefill instances of SGLang's
+``sglang.ai/bootstrap-port``
+=============================== ======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+__all__ = ["READY", "TERMINATING", "UNREADY", "Pod", "read_pod"]
+
+READY, UNREADY, TERMINATING = "ready", "not_ready", "terminating"
+
+_ROLES = {
+    "mixed": "mixed",
+    "both": "mixed",
+    "prefill-decode": "mixed",
+    "prefill": "prefill",
+    "decode": "decode",
+}
+_OWN_ROLE_LABEL = "kvrouter/role"
+_ROLE_LABELS = ("llm-d.ai/role", "role", "component", "model")
+_OWN_ENGINE_LABEL = "kvrouter/engine"
+_ENGINE_LABEL = "llm-d.ai/engine-type"
+_ENGINES = {"vllm": "vllm", "sglang": "sglang"}
+_REGISTRATION = "kvrouter/registration"
+_BOOTSTRAP_PORT = "sglang.ai/bootstrap-port"
+_PORT_NAME = "http"
+
+
+class Pod(NamedTuple):
+    """A pod, as its instance is to be registered."""
+
+    name: str
+    """Its namespace and its name."""
+    state: str
+    """``READY``, ``UNREADY`` or ``TERMINATING``."""
+    fields: Mapping[str, Any]
+    """Of the registration; without ``role`` and ``engine`` where it does not tell them."""
+    trouble: str = ""
+    """Why its instance cannot be registered, in one sentence."""
+
+
+def read_pod(document: Mapping[str, Any], port: int) -> Pod:
+    """A pod as the API server has it.
+
+    Args:
+        port: where its instance listens; 0 where the pod itself says so.
+    """
+    metadata, status = _get_object(document, "metadata"), _get_object(document, "status")
+    name = f"{metadata.get('namespace')}/{metadata.get('name')}"
+    labels, annotations = _get_object(metadata, "labels"), _get_object(metadata, "annotations")
+    fields: dict[str, Any] = {"pod": name, "host_ip": status.get("podIP"), "start_id": _name_process(metadata, status)}
+    trouble = ""
+    if found := port or _find_port(_get_object(document, "spec")):
+        fields["port"] = found
+    if role := _find_role(labels):
+        fields["role"] = role
+    if engine := labels.get(_OWN_ENGINE_LABEL) or _ENGINES.get(str(labels.get(_ENGINE_LABEL))):
+        fields["engine"] = engine
+    if bootstrap_port := annotations.get(_BOOTSTRAP_PORT):
+        fields["bootstrap_port"] = bootstrap_port
+    if text := annotations.get(_REGISTRATION):
+        try:
+            told = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            told = None
+        if isinstance(told, dict):
+            fields.update(told)
+        else:
+            trouble = f"its annotation {_REGISTRATION} is {text!r}; it must be a JSON object"
+    if not trouble and "port" not in fields:
+        trouble = (
+            f"it names no port: call one {_PORT_NAME!r}, annotate it with {_REGISTRATION}: '{{\"port\": 8000}}', or "
+            "use --service-discovery-port"
+        )
+    return Pod(name, _find_state(metadata, status), fields, trouble)
+
+
+def _find_state(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if metadata.get("deletionTimestamp"):
+        return TERMINATING
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in _list(status, "conditions"))
+    return READY if ready and status.get("podIP") else UNREADY
+
+
+def _name_process(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Another name for each start of its containers."""
+    restarts = sum(int(each.get("restartCount") or 0) for each in _list(status, "containerStatuses"))
+    return f"{metadata.get('uid')}-{restarts}"
+
+
+def _find_role(labels: Mapping[str, Any]) -> str:
+    """Its role, or what stands where it should; ``""`` if no label tells one."""
+    if own := labels.get(_OWN_ROLE_LABEL):
+        return _ROLES.get(str(own), str(own))
+    return next((_ROLES[value] for label in _ROLE_LABELS if (value := labels.get(label)) in _ROLES), "")
+
+
+def _find_port(spec: Mapping[str, Any]) -> int:
+    """The port called ``http``, or the only one; 0 if there is neither."""
+    ports = [port for container in _list(spec, "containers") for port in _list(container, "ports")]
+    named = [port for port in ports if port.get("name") == _PORT_NAME]
+    chosen = named or (ports if len(ports) == 1 else [])
+    return int(chosen[0].get("containerPort") or 0) if chosen else 0
+
+
+def _get_object(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(document: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+    return (each for each in document.get(name) or () if isinstance(each, dict))

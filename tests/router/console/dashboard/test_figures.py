@@ -1,0 +1,114 @@
+"""Figures are read from the accounts of routers, of every kind of instance, and of masters."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.console.client import parse_samples
+from router.console.dashboard.figures import (
+    parse_plain_figures,
+    read_instance_figures,
+    read_listed,
+    read_loads,
+    read_master_figures,
+    read_router_figures,
+    read_segments,
+)
+
+ROUTER = """
+http_requests_total{method="POST",endpoint="/v1/chat/completions",status_code="200"} 7
+http_requests_total{method="GET",endpoint="other",status_code="200"} 1
+http_requests_total{method="POST",endpoint="/v1/chat/completions",status_code="503"} 2
+router_time_to_first_token_seconds_bucket{le="0.1"} 3
+router_time_to_first_token_seconds_bucket{le="+Inf"} 4
+router_tokens_total{kind="prompt"} 100
+router_retries_total{instance="10.0.0.1:1"} 2
+router_running_requests 3
+router_queued_requests 1
+router_instance_requests{role="prefill",instance="10.0.0.1:1"} 2
+router_instance_breaker_open{role="prefill",instance="10.0.0.1:1"} 0.5
+"""
+
+
+def test_of_a_router_answers_are_counted_by_status_and_streams_by_time() -> None:
+    figures = read_router_figures(parse_samples(ROUTER))
+    assert figures.answers == {"200": 8, "503": 2}
+    assert figures.first_token == {0.1: 3, float("inf"): 4}
+    assert (figures.output_token, figures.retries) == ({}, {"10.0.0.1:1": 2})
+    assert (figures.running, figures.queued) == (3, 1)
+
+
+def test_a_router_that_lists_nothing_still_tells_loads() -> None:
+    (load,) = read_loads(parse_samples(ROUTER))
+    assert load[:3] == ("10.0.0.1:1", "prefill", "http://10.0.0.1:1/metrics")
+    assert (load.state, load.breaker, load.running) == ("", "half_open", 2)
+
+
+def test_an_instances_figures_are_where_its_registration_says() -> None:
+    listed = read_listed({"url": "https://[::1]:8000", "role": "decode", "metrics_port": "9000", "weight": 0.5})
+    assert (listed.key, listed.metrics_url, listed.weight) == ("[::1]:8000", "https://[::1]:9000/metrics", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("page", "origins"),
+    [
+        (
+            'kvstore_prompt_tokens_total{origin="pool"} 64\nkvstore_prompt_tokens_total{origin="computed"} 6\n'
+            "fastdeploy:prompt_tokens_total 1000\n",
+            {"own_cache": 0, "pool": 64, "handed_over": 0, "computed": 6},
+        ),
+        (
+            "fastdeploy:prompt_tokens_total 100\nfastdeploy:prefix_gpu_cache_token_num_total 32\n"
+            "kvstore_pool_cached_tokens_total 8\n",
+            {"own_cache": 32, "pool": 8, "handed_over": 0, "computed": 60},
+        ),
+        (
+            'vllm:prompt_tokens_total{engine="0"} 40\nvllm:prompt_tokens_total{engine="1"} 60\n'
+            'vllm:prefix_cache_hits_total{engine="0"} 16\nvllm:external_prefix_cache_hits_total{engine="1"} 32\n',
+            {"own_cache": 16, "pool": 32, "handed_over": 0, "computed": 52},
+        ),
+        (
+            "sglang:prompt_tokens_total 100\nsglang:cached_tokens_total 70\n",
+            {"own_cache": 70, "pool": 0, "handed_over": 0, "computed": 30},
+        ),
+        ("something_else 1\n", None),
+    ],
+    ids=["ours", "FastDeploy", "vLLM", "SGLang", "another"],
+)
+def test_each_engine_tells_where_its_prompts_came_from(page: str, origins: dict[str, float] | None) -> None:
+    assert read_instance_figures(parse_samples(page)).origins == origins
+
+
+def test_of_an_instance_the_use_of_the_pool_is_told() -> None:
+    page = """
+kvstore_pool_open 1
+kvstore_breaker_open 1
+kvstore_blocks_total{operation="exists",status="ok"} 5
+kvstore_blocks_total{operation="get",status="ok"} 4
+kvstore_bytes_total{operation="get"} 100
+kvstore_rejected_blocks_total{reason="checksum"} 1
+"""
+    figures = read_instance_figures(parse_samples(page))
+    assert (figures.pool_open, figures.pool_paused, figures.rejected) == (True, True, 1)
+    assert (figures.looked_up, figures.moved_bytes) == ({"ok": 5}, {"get": 100})
+    assert (figures.running, figures.memory_used) == (None, None)
+
+
+def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
+    page = '# TYPE master_key_count gauge\nmaster_key_count 3\ntotal_get_nums_ 7\nwith_labels{a="b"} 1\n'
+    segments = read_segments(
+        {
+            "segments": [
+                {"segment_name": "a:1", "allocator_used_bytes": "5", "allocator_capacity_bytes": 10},
+                {"segment_name": "odd"},
+            ]
+        }
+    )
+    figures = read_master_figures({"role": "leader", "service_ready": False}, parse_plain_figures(page), segments)
+    assert (figures.role, figures.serves, figures.keys, figures.counters["reads"]) == ("leader", False, 3, 7)
+    assert figures.segments == (("a:1", 5, 10),)
+
+
+def test_a_page_of_something_else_is_no_figures() -> None:
+    with pytest.raises(ValueError, match="could not convert"):
+        parse_plain_figures("<html> hello</html>\n")

@@ -1,0 +1,384 @@
+"""The page in Debian's Chromium: real clicks on a real dashboard before a real router, whose instances are stand-ins.
+
+One browser and one dashboard serve all tests; each has a router of its own, to which the dashboard's way then leads.
+Pictures of what each test saw last stay in ``.cache/pictures``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn
+from tests.support import plain_http
+from tests.support.dashboard import PICTURES, Dashboard, note_requests, open_browser, running_dashboard
+from tests.support.mooncake import MooncakeMaster
+from tests.support.waiting import wait_until
+
+pytest.importorskip("playwright.sync_api")
+if importlib.util.find_spec("nicegui") is None:
+    pytest.skip("NiceGUI is not installed", allow_module_level=True)
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+PATIENCE_MS = 60_000.0
+TOKEN = "the-admin-token"
+VIEWS = {
+    "/": "Where prompts come from",
+    "/traffic": "Traffic",
+    "/fleet": "Fleet",
+    "/pool": "Pool",
+    "/request": "One request",
+    "/try": "Try it",
+}
+NARROW = 320
+
+
+class Engine:
+    """How a stand-in behaves as an instance of ours: it counts its prompts, and tells where they came from."""
+
+    def __init__(self) -> None:
+        self.origins = {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": 0}
+        self.usage = {"own_cached_tokens": 128, "pool_cached_tokens": 64, "cached_tokens": 192}
+        self.pieces = ["It ", "was ", "night."]
+        self.may_go_on = asyncio.Event()
+        self.fails = False
+
+    async def __call__(self, request: Received, respond: Responder) -> None:
+        if request.target == "/metrics":
+            lines = [f'kvstore_prompt_tokens_total{{origin="{name}"}} {n}' for name, n in self.origins.items()]
+            lines += [
+                "kvstore_pool_open 1",
+                "fastdeploy:num_requests_waiting 3",
+                "fastdeploy:gpu_cache_usage_perc 0.25",
+            ]
+            lines.append('kvstore_blocks_total{operation="exists",status="ok"} ' + str(self.origins["pool"] // 64))
+            await respond.answer(200, ("\n".join(lines) + "\n").encode(), ("content-type", "text/plain"))
+        elif self.fails:
+            await respond.answer(500, b'{"error": {"message": "out of order"}}')
+        else:
+            await self._stream(respond)
+
+    async def _stream(self, respond: Responder) -> None:
+        await respond.start_stream()
+        for number, piece in enumerate(self.pieces):
+            if number == len(self.pieces) - 1:
+                await self.may_go_on.wait()
+            choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
+            await respond.event(json.dumps({"id": "chatcmpl-1", "choices": [choice]}))
+        usage = {"prompt_tokens": 200, "completion_tokens": 3, "prompt_tokens_details": self.usage}
+        await respond.event(json.dumps({"id": "chatcmpl-1", "choices": [], "usage": usage}))
+        await respond.event("[DONE]")
+        await respond.end_stream()
+        self.count(own_cache=128, pool=64, computed=8)
+
+    def count(self, **tokens: int) -> None:
+        """Count a prompt."""
+        for name, number in tokens.items():
+            self.origins[name] += number
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def dashboard(browser: Browser, thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    folder = tmp_path_factory.mktemp("dashboard")
+    (folder / "token").write_text(f"{TOKEN}\n")
+    with running_dashboard(thread, folder, "--token-file", str(folder / "token")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, dashboard: Dashboard, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """An empty page, of which a picture is taken at the end of the test; nothing may be asked of anybody else."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=dashboard.url)
+    context.set_default_timeout(PATIENCE_MS)
+    elsewhere: list[str] = []
+    errors: list[str] = []
+    note_requests(context, dashboard.url, elsewhere)
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    yield opened
+    take_picture(opened, request.node.name.removeprefix("test_"))
+    context.close()
+    dashboard.router.lead_to(0)
+    dashboard.master.lead_to(0)
+    assert (elsewhere, errors) == ([], [])
+    assert "Traceback" not in dashboard.process.output
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def instance(stand_in: MakeStandIn, engine: Engine) -> StandIn:
+    return stand_in(behave=engine)
+
+
+@pytest.fixture
+def router(make_router: MakeRouter, instance: StandIn, dashboard: Dashboard) -> RouterUnderTest:
+    """A router with an instance, which the dashboard looks at."""
+    made = make_router(instance)
+    dashboard.router.lead_to(made.port)
+    return made
+
+
+def take_picture(page: Page, name: str) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.evaluate("window.scrollTo(0, 0)")
+    page.screenshot(path=PICTURES / f"{re.sub(r'[^a-z0-9_]', '_', name)}.png", full_page=True)
+
+
+def open_view(page: Page, path: str, said: str) -> None:
+    """Open a view, and wait until it says this: its figures come with the dashboard's next look."""
+    page.goto(path)
+    page.get_by_text(said).first.wait_for()
+
+
+def count_origins(page: Page, kind: str) -> int:
+    return page.locator(f".turn .blocks .{kind}").count()
+
+
+def test_prompts_show_the_share_that_nobody_had_to_compute(
+    router: RouterUnderTest, instance: StandIn, engine: Engine, dashboard: Dashboard, page: Page
+) -> None:
+    open_view(page, "/", instance.key)
+    engine.count(own_cache=1000, pool=2000, computed=1000)
+    page.get_by_text("3,000 of 4,000 were in a cache").wait_for()
+    assert page.locator(".headline").inner_text() == "75 %"
+    assert page.get_by_role("img", name="Own cache 25 %, Pool 50 %, Computed 25 %").first.is_visible()
+    row = page.get_by_role("row", name=instance.key)
+    assert row.get_by_role("cell").all_inner_texts()[3:] == ["1,000", "2,000", "0", "1,000"]
+    page.get_by_label("Instance shown").click()
+    page.get_by_role("option", name=instance.key).click()
+    page.locator(".chart").get_by_text("Handed over").wait_for()
+    page.get_by_role("button", name="1 hour").click()
+    page.get_by_text("in the last 1 hour").wait_for()
+    page.reload()
+    page.get_by_text("in the last 1 hour").wait_for()  # as was chosen before
+
+
+def test_traffic_shows_answers_times_and_errors(
+    router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
+) -> None:
+    open_view(page, "/traffic", "Requests at once")
+    engine.may_go_on.set()
+    with router.stream() as stream:
+        stream.read()
+    engine.fails = True
+    assert router.chat().status_code == 502 or router.chat().status_code == 500
+    page.get_by_role("cell", name="status 50").wait_for()
+    page.locator(".tile", has_text="First token, median").get_by_text("ms").wait_for()
+    assert page.locator(".chart").count() == 4
+
+
+def test_an_instance_is_drained_resumed_and_weighed_with_a_confirmation(
+    router: RouterUnderTest, instance: StandIn, page: Page
+) -> None:
+    open_view(page, "/fleet", "Healthy")
+    row = page.get_by_role("listitem").filter(has_text=instance.key)
+    assert [each.strip() for each in row.locator(".figure span:last-child").all_inner_texts()] == [
+        "0",
+        "3",
+        "25 %",
+        "1",
+    ]
+    row.get_by_role("button", name="Drain").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").wait_for(state="hidden")
+    row.get_by_role("button", name="Drain").click()
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    row.get_by_text("Draining").wait_for()
+    assert router.client.get("/registered").json()["mixed"][0]["state"] == "draining"
+    row.get_by_role("button", name="Resume").press("Enter")
+    page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    row.get_by_text("Healthy").wait_for()
+    row.get_by_role("button", name="Weight").click()
+    page.get_by_role("dialog").get_by_label("Weight, 0 to 1").fill("0.25")
+    page.get_by_role("dialog").get_by_role("button", name="Set weight").click()
+    row.get_by_text("0.25").wait_for()
+
+
+def test_an_order_that_the_router_refuses_is_a_sentence(
+    router: RouterUnderTest, instance: StandIn, dashboard: Dashboard, page: Page
+) -> None:
+    open_view(page, "/fleet", "Healthy")
+    page.get_by_role("button", name=f"Drain {instance.key}").click()
+    dashboard.router.lead_to(0)
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    page.get_by_role("dialog").get_by_text("does not answer").wait_for()
+
+
+def test_without_the_admin_token_loads_are_shown_and_no_orders_taken(
+    make_router: MakeRouter, instance: StandIn, dashboard: Dashboard, tmp_path: Path, page: Page
+) -> None:
+    (tmp_path / "token").write_text("another-token\n")
+    router = make_router(admin_token_file=str(tmp_path / "token"))
+    headers = {"authorization": "Bearer another-token"}
+    router.client.post("/register", json=instance.registration(), headers=headers).raise_for_status()
+    dashboard.router.lead_to(router.port)
+    open_view(page, "/fleet", "wants its admin token for /registered: give it with --token-file")
+    assert page.get_by_role("button", name="Drain").is_disabled()
+    page.get_by_text("Not told").wait_for()
+
+
+def test_the_pool_shows_its_master_and_then_that_it_is_away(
+    router: RouterUnderTest, dashboard: Dashboard, mooncake_master: MooncakeMaster, page: Page
+) -> None:
+    dashboard.master.lead_to(int(mooncake_master.metrics_url.split("/")[2].rpartition(":")[2]))
+    open_view(page, "/pool", "leads")
+    assert page.locator(".tile", has_text="Room in all").inner_text() != ""
+    dashboard.master.lead_to(0)
+    page.get_by_text("The pool is away: ").wait_for()
+    page.get_by_text("Instances go on without it").wait_for()
+
+
+def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
+    router: RouterUnderTest, engine: Engine, page: Page
+) -> None:
+    open_view(page, "/try", "Nothing said yet")
+    page.get_by_label("Your question").fill("What time was it?")
+    page.get_by_label("Your question").press("Enter")
+    page.get_by_text("It was", exact=True).wait_for()  # while the engine still holds the rest back
+    assert page.get_by_role("button", name="Stop").is_visible()
+    router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
+    page.get_by_text("It was night.").wait_for()
+    page.get_by_text("of 200 prompt tokens; a square is 4").wait_for()
+    assert [count_origins(page, kind) for kind in ("own_cache", "pool", "computed")] == [32, 16, 2]
+    page.get_by_role("link", name="see its way").click()
+    page.get_by_text("128 came from the instance's own cache, 64 from the pool, and 8 were computed").wait_for()
+
+
+def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
+    router: RouterUnderTest, instance: StandIn, page: Page
+) -> None:
+    open_view(page, "/try", "Nothing said yet")
+    page.get_by_role("button", name="Take a long question").click()
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("It was", exact=True).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Send").wait_for()
+    wait_until(lambda: instance.left, "the instance to see that nobody listens")
+    page.get_by_role("button", name="Begin anew").click()
+    page.locator(".turn").wait_for(state="detached")
+
+
+def test_a_router_that_wants_a_key_is_told_in_a_sentence(
+    make_router: MakeRouter, instance: StandIn, dashboard: Dashboard, tmp_path: Path, page: Page
+) -> None:
+    (tmp_path / "keys").write_text("somebody: key\n")
+    dashboard.router.lead_to(make_router(instance, api_keys_file=str(tmp_path / "keys")).port)
+    open_view(page, "/try", "Nothing said yet")
+    page.get_by_label("Your question").fill("Hello?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("wants a client's API key: give it with --api-key-file").wait_for()
+    assert page.get_by_label("Your question").input_value() == "Hello?"
+
+
+def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
+    router: RouterUnderTest, engine: Engine, instance: StandIn, page: Page
+) -> None:
+    engine.may_go_on.set()
+    router.chat(request_id="r <b>1</b>")
+    open_view(page, "/request", "The last requests")
+    page.get_by_role("link", name="r <b>1</b>").click()
+    page.get_by_text("Its way through time").wait_for()
+    page.get_by_text("1. answered").wait_for()
+    assert page.locator(".attempt").get_by_text(instance.key).is_visible()
+    page.get_by_label("Id of the request").fill("nobody's")
+    page.get_by_role("button", name="Look up").click()
+    page.get_by_text('request "nobody\'s" is none of the last 10000 that have ended').wait_for()
+
+
+def test_a_router_that_goes_and_comes_back(
+    router: RouterUnderTest, instance: StandIn, dashboard: Dashboard, page: Page
+) -> None:
+    open_view(page, "/", instance.key)
+    dashboard.router.lead_to(0)
+    assert page.get_by_role("row", name=instance.key).is_visible()
+    page.get_by_text("No news of the router: ").wait_for()
+    dashboard.router.lead_to(router.port)
+    page.get_by_text("No news of the router").wait_for(state="hidden")
+
+
+def test_a_router_without_instances(make_router: MakeRouter, dashboard: Dashboard, page: Page) -> None:
+    dashboard.router.lead_to(make_router().port)
+    open_view(page, "/fleet", "The router has no instances. Start one with")
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_a_view_has_no_serious_fault_light_dark_or_narrow(
+    path: str, router: RouterUnderTest, instance: StandIn, engine: Engine, dashboard: Dashboard, page: Page
+) -> None:
+    engine.count(pool=64, computed=10)
+    open_view(page, path, VIEWS[path])
+    page.locator(".alive .dot.good").wait_for()
+    assert page.title().startswith(VIEWS[path])
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+        page.locator(f"body.body--{scheme}").wait_for()
+        assert find_faults(page) == []
+        take_picture(page, f"view_{path.strip('/') or 'prompts'}_{scheme}")
+    page.set_viewport_size({"width": NARROW, "height": 800})
+    wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= NARROW, "a page as wide as the screen")
+
+
+def find_faults(page: Page) -> list[tuple[str, Any]]:
+    """The serious and critical faults that axe-core finds, with the elements that have them."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    violations = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [
+        (each["id"], [node["html"][:200] for node in each["nodes"]])
+        for each in violations
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
+def test_the_choice_of_colours_stays_and_the_keyboard_reaches_everything(router: RouterUnderTest, page: Page) -> None:
+    open_view(page, "/", "Instance by instance")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "To the content"
+    names = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        names.append(page.evaluate("document.activeElement.ariaLabel || document.activeElement.textContent"))
+    assert names == [
+        "KV pool",
+        "Prompts",
+        "Traffic",
+        "Fleet",
+        "Pool",
+        "One request",
+        "Try it",
+        "Colours: As the system",
+    ]
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Colours: Light").press("Enter")
+    page.locator("body.body--dark").wait_for()
+    page.goto("/fleet")
+    page.locator("body.body--dark").wait_for()
+
+
+def test_it_answers_only_to_its_own_address(dashboard: Dashboard) -> None:
+    """Else a page elsewhere, whose name points here, could read it in a visitor's browser."""
+    assert plain_http.get(dashboard.url, headers={"host": "elsewhere.example"}).status_code == 421
+    assert plain_http.get(dashboard.url, headers={"host": "localhost:1"}).status_code == 200

@@ -1,0 +1,191 @@
+"""Instances that are found as pods: a router, a mock of the API server, and stand-ins for the engines in the pods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import StandIn
+from tests.support.kubernetes import KubernetesApi, make_pod
+from tests.support.waiting import wait_until
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.discovery.pod_watch.FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("router.fleet.discovery.discovery.RECONCILE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[KubernetesApi]:
+    made = KubernetesApi(tmp_path / "account")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def discovering(make_router: MakeRouter, api: KubernetesApi) -> Callable[..., RouterUnderTest]:
+    """Starts routers that look for pods."""
+
+    def start(**settings: Any) -> RouterUnderTest:
+        return make_router(
+            service_discovery="kubernetes",
+            selector=("app=kv",),
+            kubernetes_api=api.url,
+            kubernetes_account=str(api.account),
+            **settings,
+        )
+
+    return start
+
+
+def pod_of(instance: StandIn, name: str = "a", **changes: Any) -> dict[str, Any]:
+    return make_pod(name, port=instance.port, **changes)
+
+
+def states(router: RouterUnderTest) -> dict[str, str]:
+    listed = router.client.get("/registered").json()
+    return {each["pod"]: each["state"] for role in ("mixed", "prefill", "decode") for each in listed[role]}
+
+
+def wait_for(router: RouterUnderTest, expected: dict[str, str]) -> None:
+    wait_until(lambda: states(router) == expected, f"the instances {expected}")
+
+
+def test_ready_pods_serve_and_others_do_not(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    first, second = stand_in(), stand_in()
+    api.put(pod_of(first))
+    api.put(pod_of(second, "b", ready=False))
+    router = discovering()
+    wait_for(router, {"ns/a": "healthy"})
+    assert router.chat().status_code == 200
+    api.put(pod_of(second, "b"))
+    wait_for(router, {"ns/a": "healthy", "ns/b": "healthy"})
+    api.put(pod_of(first, ready=False))
+    wait_for(router, {"ns/b": "healthy"})
+    api.delete("b")
+    wait_for(router, {})
+    figures = router.client.get("/metrics").text
+    assert "router_discovery_up 1.0" in figures
+    assert 'router_discovered_pods{state="not_ready"} 1.0' in figures
+
+
+def test_roles_and_engines_are_those_of_labels_or_what_the_server_tells(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode")
+    decode.owner = "fastdeploy"
+    api.put(pod_of(prefill, labels={"kvrouter/role": "prefill", "kvrouter/engine": "fastdeploy"}))
+    api.put(pod_of(decode, "b", labels={"llm-d.ai/role": "decode"}))
+    router = discovering(splitwise=True)
+    wait_for(router, {"ns/a": "healthy", "ns/b": "healthy"})
+    assert router.client.get("/ready").status_code == 200
+
+
+def test_a_pod_without_a_role_is_told_of_once(
+    discovering: Callable[..., RouterUnderTest],
+    api: KubernetesApi,
+    stand_in: MakeStandIn,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    instance = stand_in()
+    api.put(pod_of(instance, labels={"kvrouter/engine": "vllm"}))
+    router = discovering(splitwise=True)
+    says = "pod ns/a is not registered: it has no role: label it kvrouter/role=prefill or kvrouter/role=decode"
+    wait_until(lambda: says in caplog.messages, "the sentence")
+    api.put(pod_of(instance, labels={"kvrouter/engine": "vllm", "kvrouter/role": "decode"}))
+    wait_for(router, {"ns/a": "healthy"})
+    assert caplog.messages.count(says) == 1
+
+
+def test_a_pod_that_is_told_to_end_drains_until_it_is_gone(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    api.put(pod_of(instance))
+    router = discovering()
+    wait_for(router, {"ns/a": "healthy"})
+    api.put(pod_of(instance, terminating=True, ready=False))
+    wait_for(router, {"ns/a": "draining"})
+    api.delete("a")
+    wait_for(router, {})
+    api.put(pod_of(instance, "b"))  # at the address of the one before
+    wait_for(router, {"ns/b": "healthy"})
+
+
+def test_a_container_that_was_started_again_is_registered_anew(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    api.put(pod_of(instance))
+    router = discovering()
+    wait_for(router, {"ns/a": "healthy"})
+    router.client.post("/admin/drain", json={"instance": instance.key})
+    api.put(pod_of(instance, restarts=1))
+    wait_for(router, {"ns/a": "healthy"})
+
+
+def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = discovering()
+    for _ in range(2):
+        instance.register(router.url, pod="ns/a")
+    api.put(pod_of(instance))
+    api.put(pod_of(instance, ready=False))
+    other = stand_in()
+    api.put(pod_of(other, "b"))
+    wait_for(router, {"ns/a": "healthy", "ns/b": "healthy"})
+    api.put(pod_of(instance, ready=False, terminating=True))
+    wait_for(router, {"ns/a": "draining", "ns/b": "healthy"})
+
+
+def test_without_the_api_server_what_is_known_is_kept(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    api.put(pod_of(instance))
+    router = discovering()
+    wait_for(router, {"ns/a": "healthy"})
+    wait_until(lambda: api.num_watchers, "a watch")
+    api.stop()
+    wait_until(lambda: "router_discovery_up 0.0" in router.client.get("/metrics").text, "the figure")
+    assert router.chat().status_code == 200
+    assert states(router) == {"ns/a": "healthy"}
+
+
+def test_one_that_does_not_answer_yet_is_tried_again(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    instance.health = 503
+    api.put(pod_of(instance))
+    router = discovering()
+    wait_until(lambda: instance.probes, "a probe")
+    instance.health = 200
+    wait_for(router, {"ns/a": "healthy"})
+
+
+def test_the_first_worker_looks_for_all(
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    api.put(pod_of(instance))
+    first, second = discovering(workers=2).workers
+    for worker in (first, second):
+        wait_for(worker, {"ns/a": "healthy"})
+    assert api.lists == 1
+    api.put(pod_of(instance, ready=False))
+    for worker in (first, second):
+        wait_for(worker, {})
+    assert "router_discovery_up 1.0" in second.client.get("/metrics").text
