@@ -18,7 +18,7 @@ from router.telemetry import audit
 from router.telemetry.audit import AttemptRecord, Audit, RequestRecord
 from tests.router.calls import calls_in_router
 from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_attempt import MakeStandIn, cuts
+from tests.router.serving.test_attempt import cuts
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.router.test_app import MakeRouter
 from tests.support.waiting import wait_until
