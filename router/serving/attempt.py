@@ -406,7 +406,9 @@ class Attempt:
 
     def _make_failure(self, leg: Leg, error: UpstreamError) -> LegFailed:
         self._on_trouble(leg.instance, error)
-        return LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+        failure = LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+        failure.__cause__ = error
+        return failure
 
 
 def _is_event_stream(headers: Headers) -> bool:
