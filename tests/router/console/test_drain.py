@@ -178,9 +178,7 @@ def test_a_hook_in_the_instances_pod_needs_its_port_and_the_token_of_instances(
     for name in ("admin", "register"):
         tokens[name] = tmp_path / name
         tokens[name].write_text(name)
-    router = make_router(
-        **{f"{name}_token_file": str(path) for name, path in tokens.items()}  # type: ignore[arg-type]
-    )
+    router = make_router(**{f"{name}_token_file": str(path) for name, path in tokens.items()})
     instance = stand_in()
     registered = router.client.post(
         "/register", json=instance.registration(start_id="1"), headers={"Authorization": "Bearer register"}
