@@ -45,7 +45,7 @@ PACE_MS = 20
 LONG_PROMPT_BYTES = 32_000
 PREFIX_ENTRIES = 20_000
 PATIENCE_S = 30.0
-READY_S = 20.0
+READY_S = 60.0
 SHRINKS_WITHIN_S = 15.0
 # Clients come one by one over this time.
 RAMP_S = 1.0

@@ -170,7 +170,9 @@ def _write_checkpoint(folder: Path) -> None:
     tokenizer = _build_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(dict(_draw_tensors(vocab_size)), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(dict(_draw_tensors(vocab_size)), weights, metadata={"format": "pt"})
+    weights.chmod((folder / "tokenizer.json").stat().st_mode)  # safetensors lets only its user read what it writes
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", _model_config(tokenizer))
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))

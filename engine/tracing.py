@@ -101,11 +101,14 @@ def open_tracer(receiver: str) -> Tracer | None:
 
 
 class _Arrival(NamedTuple):
-    """A request that has come: the trace that it belongs to, and when, on ``time.monotonic``."""
+    """A request that has come: the trace that it belongs to, and when."""
 
     trace_id: int
     parent: SpanContext | None
     at: float
+    """On ``time.monotonic``."""
+    epoch: float
+    """The moment when that was 0, in seconds since 1970: one for all of its spans, so that they fit."""
 
 
 class RequestTrace:
@@ -144,7 +147,7 @@ class RequestTrace:
             "engine.preemptions": sequence.num_preemptions,
         }
         whole = Phase(f"{role} instance", self._arrival.at, now, attributes, trouble)
-        self._tracer.add_span(whole, self._context, self._arrival.parent, is_server=True)
+        self._tracer.add_span(whole, self._arrival.epoch, self._context, self._arrival.parent, is_server=True)
         for phase in (*list_phases(sequence, now, trouble), *phases):
             self._add_phase(phase)
 
@@ -159,7 +162,7 @@ class RequestTrace:
 
     def _add_phase(self, phase: Phase) -> None:
         context = self._tracer.make_context(self._arrival)
-        self._tracer.add_span(phase, context, self._context, is_server=False)
+        self._tracer.add_span(phase, self._arrival.epoch, context, self._context, is_server=False)
 
 
 class Tracer:
@@ -204,7 +207,8 @@ class Tracer:
         trace_id = parent.trace_id if parent.is_valid else random.getrandbits(128) or 1
         result = self._sampler.should_sample(told, trace_id, "request", self._api.SpanKind.SERVER)
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
-        arrival = _Arrival(trace_id, parent if parent.is_valid else None, time.monotonic())
+        at = time.monotonic()
+        arrival = _Arrival(trace_id, parent if parent.is_valid else None, at, _measure_epoch())
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
@@ -218,9 +222,11 @@ class Tracer:
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(arrival.trace_id, random.getrandbits(64) or 1, False, flags, state)
 
-    def add_span(self, phase: Phase, context: SpanContext, parent: SpanContext | None, *, is_server: bool) -> None:
+    def add_span(
+        self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
+    ) -> None:
         """Hand a span that has ended to the SDK: made whole, as a third of what it costs by way of a started one."""
-        api, epoch = self._api, _measure_epoch()
+        api = self._api
         span = self._span_type(
             phase.name,
             context,

@@ -37,6 +37,13 @@ TESTED_IN = {
     "router/sharing/wire.py": "tests/router/sharing/test_link.py",
     "router/sharing/prefix_sync.py": "tests/router/sharing/test_fleet_sync.py",
     "router/telemetry/merge.py": "tests/router/telemetry/test_metrics.py",
+    # The dashboard's page, in a browser; a look at everything that it shows.
+    "router/console/dashboard/scraper.py": "tests/router/console/dashboard/test_collector.py",
+    "router/console/dashboard/site.py": "tests/router/console/dashboard/test_page.py",
+    **{
+        f"router/console/dashboard/views/{view}.py": "tests/router/console/dashboard/test_page.py"
+        for view in ("charts", "chat", "fleet", "frame", "look", "parts", "pool", "prompts", "request", "traffic")
+    },
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.

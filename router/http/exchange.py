@@ -93,7 +93,7 @@ class Exchange:
         self.error: Exception | None = None
         """Why it ended early, if it did."""
         self.last_heard = 0.0
-        """When the last piece of the body came, on ``time.monotonic``."""
+        """When the last piece of the body came, on ``time.perf_counter``."""
         self.record = record = ExchangeRecord()
         record.sent_at = record.first_byte_at = record.ended_at = 0.0
         record.status, record.is_complete = 0, False
@@ -120,7 +120,7 @@ class Exchange:
         return self.complete and not self._chunks
 
     def is_silent(self, since: float) -> bool:
-        """Whether nothing has come since then, on ``time.monotonic``, though all that had come was taken."""
+        """Whether nothing has come since then, on ``time.perf_counter``, though all that had come was taken."""
         return not self.complete and self.error is None and not self._chunks and self.last_heard < since
 
     @property
@@ -244,10 +244,11 @@ class Exchange:
             Whether more is held than is good: the connection is to stop reading.
         """
         self._may_be_stale = False
+        now = time.perf_counter()
         if data:
-            self.last_heard = time.monotonic()
+            self.last_heard = now
             if not self.record.first_byte_at:
-                self.record.first_byte_at = time.perf_counter()
+                self.record.first_byte_at = now
             if not is_whole and self._sink is not None and not self._chunks and self._sink(data):
                 return False
             self._chunks.append(data)
@@ -258,7 +259,7 @@ class Exchange:
                 self._buffered = 2 * KEPT_BYTES
         if is_whole:
             self.complete = self.record.is_complete = True
-            self.record.ended_at = time.perf_counter()
+            self.record.ended_at = now
             self._connection = None
             if self._on_end is not None:
                 self._wake()

@@ -77,14 +77,13 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
     """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names."""
     kept: Headers = []
-    named: set[bytes] = set()
+    named: set[bytes] | None = None
     for header in headers:
         name, value = header
         if name not in dropped:
             kept.append(header)
         elif name == b"connection":
-            for option in value.split(b","):
-                named.add(option.strip().lower())
-    if named - dropped:
+            named = (named or set()).union(option.strip().lower() for option in value.split(b","))
+    if named is not None and named - dropped:
         kept = [header for header in kept if header[0] not in named]
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from router.fleet import Instance
 from router.http import ApiError, ConnectionPool, PreparedHead, splice_parts
@@ -13,7 +13,9 @@ from router.serving.dialects import LegAsk, NotAsPair, Pair, Pairs, ask_alone
 from router.serving.parsed_request import ParsedRequest
 from router.serving.response import RequestEnded
 from router.serving.selection import Selection
-from router.telemetry import RequestTrace, make_span_id
+
+if TYPE_CHECKING:
+    from router.telemetry import RequestTrace
 
 __all__ = ["Asking", "LegMaker", "ask_instances"]
 
@@ -110,7 +112,7 @@ class LegMaker:
         leg.exchange = self._upstream.prepare_exchange(address, head, data, is_fresh)
 
     def _make_leg(self, instance: Instance, ask: LegAsk, data: _Data, work: float) -> Leg:
-        span_id = 0 if self._trace is None else make_span_id()
+        span_id = 0 if self._trace is None else self._trace.make_span_id()
         head = self._add_to_head(ask.head, span_id) if ask.head or span_id else self._parsed.head
         exchange = self._upstream.prepare_exchange(instance.address, head, data, instance.key in self._fresh)
         return Leg(instance, exchange, self._parsed.features.prompt_tokens, work, span_id)

@@ -276,11 +276,11 @@ class Attempt:
         message = f"{instance.key} stopped answering: {instance.trouble}"
         if not self._begun:
             self._awaited.exchange.fail(LegFailed(instance, message))
-        elif leg is self.answering and time.monotonic() - leg.exchange.last_heard > silence:
+        elif leg is self.answering and time.perf_counter() - leg.exchange.last_heard > silence:
             leg.exchange.fail(TimedOut(message))
 
     def is_stalled(self, since: float) -> bool:
-        """Whether its event stream has begun, and nothing has come since then, on ``time.monotonic``."""
+        """Whether its event stream has begun, and nothing has come since then, on ``time.perf_counter``."""
         leg = self.answering
         return self._begun and self.is_event_stream and not leg.is_finished and leg.exchange.is_silent(since)
 
@@ -406,7 +406,9 @@ class Attempt:
 
     def _make_failure(self, leg: Leg, error: UpstreamError) -> LegFailed:
         self._on_trouble(leg.instance, error)
-        return LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+        failure = LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+        failure.__cause__ = error
+        return failure
 
 
 def _is_event_stream(headers: Headers) -> bool:

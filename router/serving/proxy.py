@@ -83,7 +83,7 @@ class Proxy:
             await asyncio.sleep(min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4))
             self._end_older(late, time.perf_counter() - self._timeout)
             if self._stall:
-                self._end_stalled_streams(time.monotonic() - self._stall)
+                self._end_stalled_streams(time.perf_counter() - self._stall)
 
     def on_instance_failure(self, instance: Instance) -> None:
         """Give up attempts that wait for an instance that answers no probes, and try elsewhere where that may be."""

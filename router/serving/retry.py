@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from asyncio import sleep
 
+from router.http import TimedOut, UpstreamError
 from router.policies import RequestFeatures
 from router.serving.attempt import LegFailed
 from router.serving.selection import NoInstance, Selection, Selector
@@ -14,13 +16,16 @@ __all__ = ["Retries"]
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
 
+# An instance that closed the connection, as one that dies does, and that may be chosen after so long, has come back.
+RETURN_SECONDS = 2.0
+
 _NONE: frozenset[str] = frozenset()
 
 
 class Retries:
     """The instances at which a request has failed, by their keys."""
 
-    __slots__ = ("_avoided", "_excluded", "_failures", "_hung", "stale")
+    __slots__ = ("_avoided", "_excluded", "_failures", "_hung", "_returns", "stale")
 
     def __init__(self) -> None:
         self.stale = _NONE
@@ -28,6 +33,7 @@ class Retries:
         self._excluded = _NONE  # not to be used again
         self._avoided = _NONE  # used again only if there is no other
         self._hung = _NONE
+        self._returns: dict[str, float] | None = None  # of those excluded that may come back: from when on they may
         self._failures = 0
 
     def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
@@ -37,6 +43,9 @@ class Retries:
             NoInstance: none is left.
         """
         choose = selector.choose if is_completion else selector.choose_any
+        if self._returns:
+            now = time.monotonic()
+            self._excluded -= {key for key, at in self._returns.items() if now >= at}
         if self._avoided:
             try:
                 return choose(features, self._excluded | self._avoided)
@@ -56,7 +65,7 @@ class Retries:
         """
         if is_hung:
             self._hung |= {key}
-        self._excluded = self._hung
+        self._excluded, self._returns = self._hung, None
         self._avoided = frozenset({key})
         self._failures = 0
 
@@ -70,6 +79,9 @@ class Retries:
             self._avoided |= {selection.prefill.key, selection.answering.key}
         else:
             self._excluded |= {key}
+            cause = failure.__cause__
+            if isinstance(cause, UpstreamError) and not isinstance(cause, TimedOut) and key not in self._hung:
+                self._returns = {**(self._returns or {}), key: time.monotonic() + RETURN_SECONDS}
         self._failures += 1
         if self._failures > 1:
             await sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))

@@ -170,7 +170,7 @@ def _convert_value(value: Any, field: dataclasses.Field[Any], where: str) -> Any
     if kind is tuple and isinstance(value, (str, list)):
         texts = [value] if isinstance(value, str) else value
         if field.name == "selector" and all(isinstance(text, str) for text in texts):
-            return tuple(text.strip().strip(",") for text in texts)  # "app in (a, b)" stays as it is
+            return tuple(filter(None, (text.strip().strip(",") for text in texts)))  # "app in (a, b)" stays as it is
         if all(isinstance(text, str) for text in texts):
             return tuple(part for text in texts for part in text.replace(",", " ").split())
     if isinstance(value, str):

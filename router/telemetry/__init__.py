@@ -11,7 +11,7 @@ from router.telemetry.audit import MAX_RECORDS, AttemptRecord, Audit, LegRecord,
 from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.need import InstancesNeeded
-from router.telemetry.tracing import RequestTrace, Tracer, make_span_id, open_tracer
+from router.telemetry.tracing import RequestTrace, Tracer, open_tracer
 
 __all__ = [
     "CONTENT_TYPE",
@@ -25,6 +25,5 @@ __all__ = [
     "RouterMetrics",
     "Tracer",
     "add_counts",
-    "make_span_id",
     "open_tracer",
 ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from router.policies import Decision
     from router.telemetry.audit import AttemptRecord, LegRecord, RequestRecord
 
-__all__ = ["RequestTrace", "Tracer", "make_span_id", "open_tracer"]
+__all__ = ["RequestTrace", "Tracer", "open_tracer"]
 
 _log = logging.getLogger("router.telemetry.tracing")
 
@@ -79,6 +79,11 @@ class RequestTrace:
     def trace_id(self) -> str:
         """The trace's id as headers and logs have it."""
         return f"{self.context.trace_id:032x}"
+
+    @staticmethod
+    def make_span_id() -> int:
+        """A new span's id, which is not 0."""
+        return random.getrandbits(64) or 1
 
     def make_head_line(self, span_id: int) -> bytes:
         """The header by which an instance hears of its leg's span."""
@@ -138,7 +143,7 @@ class Tracer:
             dropped = _CONTEXT_HEADERS[:1] if has_parent else _CONTEXT_HEADERS
             request.headers = [header for header in request.headers if header[0] not in dropped]
         flags = api.TraceFlags(api.TraceFlags.SAMPLED if is_sampled else api.TraceFlags.DEFAULT)
-        context = api.SpanContext(trace_id, make_span_id(), False, flags, parent.trace_state)
+        context = api.SpanContext(trace_id, RequestTrace.make_span_id(), False, flags, parent.trace_state)
         return RequestTrace(context, parent if has_parent else None, result.attributes or {})
 
     def on_batch(self, batch: Sequence[RequestRecord]) -> None:
@@ -195,7 +200,7 @@ class Tracer:
     def _make_attempt_spans(
         self, record: RequestRecord, trace: RequestTrace, number: int, attempt: AttemptRecord
     ) -> None:
-        context = self._derive_context(trace, make_span_id())
+        context = self._derive_context(trace, trace.make_span_id())
         is_good = attempt.ended == "answered"
         attributes = {"router.request_id": record.request_id, "router.attempt": number, "router.ended": attempt.ended}
         times = (attempt.began_at, attempt.ended_at)
@@ -253,11 +258,6 @@ class Tracer:
             instrumentation_scope=self._scope,
         )
         self._processor.on_end(span)
-
-
-def make_span_id() -> int:
-    """A new span's id, which is not 0."""
-    return random.getrandbits(64) or 1
 
 
 def _measure_epoch() -> float:

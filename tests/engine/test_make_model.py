@@ -96,6 +96,11 @@ def test_a_second_run_leaves_the_folder_as_it_is(folder: Path) -> None:
     assert (folder / STAMP).stat().st_mtime_ns == before
 
 
+def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
+    """As where one user writes the model, and another one serves it."""
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 def test_a_damaged_model_is_written_anew(folder: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "tiny"
     make_model(damaged)

@@ -1,4 +1,4 @@
-"""A dashboard of its own process, looked at in Debian's Chromium: it shows the router and master that a test names."""
+"""A dashboard, in a process of its own, that a test leads to its router and its master; and Chromium to look at it."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
 
 import orjson
 
@@ -35,6 +35,7 @@ ERROR_BYTES = 64 * 1024
 # Of one event; a pod has some KB.
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 ALL_NAMESPACES = "all"
+_API_URL = re.compile(r"https?://(?P<host>[\w.-]+|\[[\da-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?", re.ASCII)
 
 
 class ApiFailure(Exception):
@@ -71,7 +72,7 @@ class PodWatch:
         namespace = settings.service_discovery_namespace or self._read_own_namespace()
         self._path = "/api/v1/pods"
         if namespace != ALL_NAMESPACES:
-            self._path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"
+            self._path = f"/api/v1/namespaces/{_encode(namespace)}/pods"
         self._pool = ConnectionPool()
         self._version = ""  # from which on to watch
         self._was_heard = False  # since the last failure
@@ -91,6 +92,9 @@ class PodWatch:
                     continue
             except (ApiFailure, UpstreamError, SettingsError) as exc:
                 self._note_trouble(str(exc))
+            except Exception:
+                _log.exception("the API server's answer was not understood; it is asked again")
+                self.trouble = "the API server's answer was not understood"
             finally:
                 self._pool.close()
             if self._was_heard:
@@ -108,7 +112,7 @@ class PodWatch:
             query = {"labelSelector": self._selector, "limit": str(PAGE_PODS)}
             if token:
                 query["continue"] = token
-            target = f"{self._path}?{urlencode(query)}"
+            target = f"{self._path}?{_format_query(query)}"
             answer = await self._pool.fetch(
                 self._address, "GET", target, headers=self._headers(), timeout=ANSWER_SECONDS
             )
@@ -144,7 +148,7 @@ class PodWatch:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS),
         }
-        target = f"{self._path}?{urlencode(query)}".encode()
+        target = f"{self._path}?{_format_query(query)}".encode()
         exchange = self._pool.exchange(self._address, "GET", target, self._headers(), b"", fresh=True)
         loop = asyncio.get_running_loop()
         late = TimedOut(f"{self._address.url} did not answer a watch within {ANSWER_SECONDS:g} s")
@@ -249,12 +253,21 @@ def _parse_address(url: str) -> Address:
     Raises:
         SettingsError: it is none.
     """
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.path.strip("/"):
+    found = _API_URL.fullmatch(url)
+    is_tls = url.startswith("https")
+    port = int((found and found["port"]) or (443 if is_tls else 80))
+    if found is None or not 0 < port < 65536:
         raise SettingsError(f"manager.kubernetes-api is {url!r}; it must be https://HOST:PORT, with no path")
-    is_tls = parts.scheme == "https"
-    return Address(parts.hostname, port or (443 if is_tls else 80), tls=is_tls)
+    return Address(found["host"].strip("[]"), port, tls=is_tls)
+
+
+def _format_query(members: Mapping[str, str]) -> str:
+    return "&".join(f"{name}={_encode(value)}" for name, value in members.items())
+
+
+def _encode(text: str) -> str:
+    """Percent-encoded, for a part of a path or of a query."""
+    kept = b"-._~"
+    return "".join(
+        chr(byte) if byte in kept or (byte < 128 and chr(byte).isalnum()) else f"%{byte:02X}" for byte in text.encode()
+    )

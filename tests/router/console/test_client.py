@@ -9,14 +9,26 @@ from typing import TypeVar
 
 import pytest
 
-from router.console.client import RouterClient, RouterError
+from router.console.client import RouterClient, RouterError, TokenWanted
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, streams
 from tests.support.ports import free_port
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
 T = TypeVar("T")
+
+
+def streams_then(event: str) -> Behaviour:
+    """Answer with a chunk, and then with this as an event."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event('{"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": null}]}')
+        await respond.event(event)
+        await respond.end_stream()
+
+    return behave
 
 
 def ask(url: str, question: Callable[[RouterClient], Awaitable[T]], token: str = "") -> T:
@@ -75,6 +87,59 @@ def test_a_refusal_is_passed_on_with_its_sentence(make_router: MakeRouter) -> No
 def test_a_router_with_an_admin_token_wants_it(make_router: MakeRouter, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     router = make_router(admin_token_file=str(tmp_path / "token"))
-    with pytest.raises(RouterError, match="wants its admin token for /registered: give it with --token-file"):
+    with pytest.raises(TokenWanted, match="wants its admin token for /registered: give it with --token-file"):
         ask(router.url, RouterClient.list_instances)
     assert ask(router.url, RouterClient.list_instances, "secret") == []
+
+
+def test_the_last_requests_are_listed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    router = make_router(stand_in())
+    router.chat(request_id="a")
+    router.chat(request_id="b")
+    (newest,) = ask(router.url, lambda client: client.list_requests(1))
+    assert newest["request_id"] == "b"
+
+
+async def talk(client: RouterClient, api_key: str = "") -> tuple[str, str]:
+    """The id and the text of a streamed answer."""
+    text = ""
+    async with client.open_chat({"messages": [], "request_id": "r"}, api_key) as stream:
+        async for event in stream.read_events():
+            text += "".join(choice["delta"]["content"] for choice in event["choices"])
+    return stream.request_id, text
+
+
+def test_a_chat_is_read_as_it_comes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in(behave=streams("Good ", "night."))
+    router = make_router(instance)
+    assert ask(router.url, talk, token="admin") == ("r", "Good night.")
+    (asked,) = instance.received
+    assert asked.json["stream_options"] == {"include_usage": True}
+    assert asked.header("authorization") is None  # the admin token goes to the router only
+
+
+@pytest.mark.parametrize(
+    ("behave", "sentence"),
+    [
+        (answers(400, b'{"error": {"message": "too long"}}'), "refused the request: too long"),
+        (streams_then('{"error": {"message": "out of memory"}}'), "the answer broke off: out of memory"),
+        (streams_then("{half"), "sent an event that is no JSON: "),
+    ],
+    ids=["a refusal", "an error on the way", "no JSON"],
+)
+def test_a_chat_that_fails_is_one_sentence(
+    behave: Behaviour, sentence: str, make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    router = make_router(stand_in(behave=behave))
+    with pytest.raises(RouterError, match=sentence):
+        ask(router.url, talk)
+
+
+def test_a_chat_needs_a_clients_key_where_there_are_keys(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("somebody: key\n")
+    router = make_router(stand_in(behave=streams("Hi")), api_keys_file=str(tmp_path / "keys"))
+    with pytest.raises(RouterError, match="wants a client's API key: give it with --api-key-file"):
+        ask(router.url, talk)
+    assert ask(router.url, lambda client: talk(client, "key"))[1] == "Hi"

@@ -104,10 +104,14 @@ def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
     with run_request(second):
         draining = Draining(instance.key, second_instance.key, "--wait", *at(first))
         wait_until(lambda: state(second, instance) == "draining", "the order")
-        told = ""
-        while f"{second_instance.key} is empty" not in told:
-            told += capsys.readouterr().out
-        assert f"{instance.key} is draining, with 1 request running\n" in told
+        told: list[str] = []
+
+        def is_told(sentence: str) -> bool:
+            told.append(capsys.readouterr().out)
+            return sentence in "".join(told)
+
+        wait_until(lambda: is_told(f"{second_instance.key} is empty"), "the other instance to be empty")
+        assert is_told(f"{instance.key} is draining, with 1 request running\n")
         assert draining.is_alive()
         held.let_go()
     assert draining.wait() == 0
@@ -174,9 +178,7 @@ def test_a_hook_in_the_instances_pod_needs_its_port_and_the_token_of_instances(
     for name in ("admin", "register"):
         tokens[name] = tmp_path / name
         tokens[name].write_text(name)
-    router = make_router(
-        **{f"{name}_token_file": str(path) for name, path in tokens.items()}  # type: ignore[arg-type]
-    )
+    router = make_router(**{f"{name}_token_file": str(path) for name, path in tokens.items()})
     instance = stand_in()
     registered = router.client.post(
         "/register", json=instance.registration(start_id="1"), headers={"Authorization": "Bearer register"}

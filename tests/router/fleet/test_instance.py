@@ -70,7 +70,8 @@ def test_a_drain_holds_over_a_restart_unless_it_was_ordered_otherwise() -> None:
 
 
 def test_a_process_with_another_start_id_has_an_empty_cache() -> None:
-    registry, lost = Registry(splitwise=True), []
+    registry = Registry(splitwise=True)
+    lost: list[str] = []
     registry.subscribe_to_lost_caches(lost.append)
     for start_id in ("a", "a", "b"):
         registry.register(registration(start_id=start_id), now=0.0)

@@ -28,11 +28,12 @@ def test_an_answer_without_usage_says_nothing() -> None:
 
 
 def test_a_usage_that_is_none_says_nothing() -> None:
-    for usage in (
+    usages: tuple[object, ...] = (
         *({"prompt_tokens": "9"}, {"prompt_tokens": -1}, {"prompt_tokens": 9.5}, {"input_tokens": None}, {}, [], 9),
         {"input_tokens": None, "cache_read_input_tokens": 4},
         {"input_tokens": "9", "cache_read_input_tokens": 4},
-    ):
+    )
+    for usage in usages:
         assert read_usage(json.dumps({"usage": usage}).encode()) is None
     cut = (b'"usage"', b'"usage": {', b'{"usage": {"prompt_tokens": 9', b'{"usage":' + b"{" * 100_000, b'"usage"{}')
     for text in cut:

@@ -438,3 +438,24 @@ def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
     monkeypatch.setattr("router.serving.retry.sleep", slept)
     assert router.chat().status_code == 502
     assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]
+
+
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+@pytest.mark.parametrize(("seconds", "status"), [(0.0, 200), (1000.0, 502)])
+def test_a_request_that_outlives_each_instance_once_is_tried_at_one_that_came_back(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    seconds: float,
+    status: int,
+) -> None:
+    monkeypatch.setattr("router.serving.retry.RETURN_SECONDS", seconds)
+    deaths = iter([cuts(), cuts()])
+
+    async def die_once(request: Received, respond: Responder) -> None:
+        await next(deaths, answers())(request, respond)
+
+    instances = [stand_in(role, die_once) for _ in range(2)]
+    others = [] if role == "mixed" else [stand_in("prefill")]
+    assert make_router(*instances, *others, splitwise=role != "mixed").chat().status_code == status

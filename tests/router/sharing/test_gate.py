@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_a_refusal_is_the_same_as_of_one_process() -> None:
             await limited.enter(1)
         assert (refused.value.error.status, refused.value.error.code) == (429, "queue_timeout")
         assert refused.value.retry_after == 1
-        assert limited.workers[1].refused == {"queue_timeout": 1}
+        assert +limited.workers[1].refused == Counter({"queue_timeout": 1})
 
     run_linked(run)
 

@@ -6,7 +6,7 @@ import heapq
 import random
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet import Registration, Registry, Role
@@ -88,6 +88,7 @@ def test_it_is_a_mean_of_the_last_half_minute() -> None:
 loads = st.lists(st.tuples(st.integers(0, 500), st.floats(0, 1e6)), min_size=1, max_size=8)
 
 
+@settings(max_examples=25, deadline=None)
 @given(loads=loads, more=st.integers(0, 500), queue=st.floats(0, 1e6), waiting=st.integers(0, 100))
 def test_it_is_at_least_one_and_never_less_for_more(
     loads: list[tuple[int, float]], more: int, queue: float, waiting: int
@@ -103,6 +104,7 @@ def test_it_is_at_least_one_and_never_less_for_more(
         assert 1 <= before <= needed(registry, role, waiting)
 
 
+@settings(max_examples=25, deadline=None)
 @given(loads=loads)
 def test_it_does_not_depend_on_how_the_same_load_lies(loads: list[tuple[int, float]]) -> None:
     counts = set()

@@ -28,7 +28,7 @@ def _build(context: Context) -> None:
         with ui.element("div"):
             put_text("h1", "Pool")
             put_text(
-                "p", "The memory that all instances share: what one has worked out, the others read from here.", "lead"
+                "p", "Memory that all instances share: what one has worked out, the others read from here.", "lead"
             )
         context.choose_span()
     banner = Banner()
@@ -155,7 +155,7 @@ def _draw_segments(serving: MasterFigures | None) -> str:
             f'<i class="pool" style="width:{share * 100:.1f}%"></i></div>'
         )
         rows.append([escape(each.name), bar, format_share(share), format_bytes(each.used), format_bytes(each.capacity)])
-    return draw_table(["Client", "Used", "", "Used", "Gives"], rows, numbers=(2, 3, 4))
+    return draw_table(["Client", "How full", "Share", "Used", "Gives"], rows, numbers=(2, 3, 4))
 
 
 def _find_serving(moment: Moment | None) -> MasterFigures | None:

@@ -244,4 +244,4 @@ def _format_tokens(count: int | None) -> str:
     return "" if count is None else f"{format_count(count)} tokens"
 
 
-REQUEST = View("/request", "One request", "One request", _build)
+REQUEST = View("/request", "Request", "One request", _build)

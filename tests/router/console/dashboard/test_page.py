@@ -75,7 +75,10 @@ class Engine:
         await respond.start_stream()
         for number, piece in enumerate(self.pieces):
             if number == len(self.pieces) - 1:
-                await self.may_go_on.wait()
+                await self._wait_for_either(self.may_go_on, respond.peer_left)
+            if respond.peer_left.is_set():
+                respond.keep_alive = False
+                return
             choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
             await respond.event(json.dumps({"id": "chatcmpl-1", "choices": [choice]}))
         usage = {"prompt_tokens": 200, "completion_tokens": 3, "prompt_tokens_details": self.usage}
@@ -83,6 +86,12 @@ class Engine:
         await respond.event("[DONE]")
         await respond.end_stream()
         self.count(own_cache=128, pool=64, computed=8)
+
+    async def _wait_for_either(self, *events: asyncio.Event) -> None:
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()
 
     def count(self, **tokens: int) -> None:
         """Count a prompt."""
@@ -367,7 +376,7 @@ def test_the_choice_of_colours_stays_and_the_keyboard_reaches_everything(router:
         "Traffic",
         "Fleet",
         "Pool",
-        "One request",
+        "Request",
         "Try it",
         "Colours: As the system",
     ]

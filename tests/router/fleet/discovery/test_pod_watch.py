@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,7 +202,7 @@ def test_an_event_that_makes_no_sense_leads_to_a_new_list(watching: Watching, ev
         ({"kubernetes_api": "https://h:0"}, "it must be https://HOST:PORT, with no path"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_start(tmp_path: Path, settings: dict[str, str], says: str) -> None:
+def test_what_cannot_be_used_is_refused_at_start(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     made = RouterSettings(
         service_discovery="k8s", selector=("app=kv",), **{"kubernetes_account": str(tmp_path), **settings}
     )
