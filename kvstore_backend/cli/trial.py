@@ -39,9 +39,9 @@ def try_pool(config: PoolConfig) -> list[Finding]:
             thread.start()
             give_up_at = time.monotonic() + _DEADLINE_SECONDS
             while thread.is_alive() and time.monotonic() < give_up_at:
+                thread.join(0.1)
                 if steps:
                     tell(len(steps) - 1, steps[-1])
-                thread.join(0.1)
         native_log.seek(0)
         complaints = native_log.read().decode(errors="replace")
     if thread.is_alive():

@@ -58,7 +58,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers()
     for name, module in COMMANDS.items():
         loaded = importlib.import_module(module)
-        summary = loaded.__doc__.partition(": ")[2].split("\n")[0]
+        summary = (loaded.__doc__ or "").partition(": ")[2].split("\n")[0]
         commands.add_parser(name, parents=[loaded.make_parser()], add_help=False, help=summary, description=summary)
     print(shtab.complete(parser, shell=shell))
     return 0

@@ -155,6 +155,16 @@ def test_the_table_says_by_how_many_routers_requests_are_placed(
     assert capsys.readouterr().out.splitlines()[0].endswith(", placed by 2 routers")
 
 
+def test_how_far_it_is_stands_on_standard_error(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.simulate._LINE_SECONDS", 0.0)
+    assert main(["--trace", str(trace), "--policy", "random", "--policy", "pool_aware"]) == 0
+    said = capsys.readouterr()
+    assert "left" not in said.out
+    assert "router.simulate: pool_aware, 50%, some " in said.err
+
+
 def test_one_policy_may_be_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--trace", str(trace), "--policy", "pool_aware"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
