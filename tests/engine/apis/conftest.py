@@ -43,6 +43,7 @@ def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
             core=engine.core,
             dialect=FastDeployDialect(),
             engine=engine,
+            tracer=None,
             generations=generations,
             completions=completions,
             responses=Responses(completions, ResponseStore()),
