@@ -23,7 +23,6 @@ COMMANDS = {
 }
 """The module of each command, whose ``main`` takes the arguments behind the command."""
 
-
 COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 
@@ -32,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0].startswith(COMPLETION):
         return _print_completion(arguments)
+    if arguments[:1] in (["-h"], ["--help"]):
+        _make_parser().print_help()
+        return 0
     if not arguments or arguments[0].startswith("-"):
         return _run("router.launch", arguments)
     command = arguments.pop(0)
@@ -53,12 +55,22 @@ def _print_completion(arguments: Sequence[str]) -> int:
     if shell not in SHELLS:
         print(f"kvrouter: {COMPLETION} is followed by {' or '.join(SHELLS)}", file=sys.stderr)
         return 2
-    shtab = importlib.import_module("shtab")
-    parser = argparse.ArgumentParser(prog="kvrouter", parents=[make_parser()], add_help=False)
-    commands = parser.add_subparsers()
+    print(importlib.import_module("shtab").complete(_make_parser(), shell=shell))
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """The flags of the router, the commands, and theirs."""
+    parser = argparse.ArgumentParser(
+        prog="kvrouter",
+        usage="%(prog)s [--port PORT] [--splitwise] [more of the flags below]\n       %(prog)s COMMAND [--help]",
+        description="Starts the router or, with a command, what an operator runs beside it.",
+        parents=[make_parser()],
+        add_help=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
         loaded = importlib.import_module(module)
         summary = (loaded.__doc__ or "").partition(": ")[2].split("\n")[0]
         commands.add_parser(name, parents=[loaded.make_parser()], add_help=False, help=summary, description=summary)
-    print(shtab.complete(parser, shell=shell))
-    return 0
+    return parser

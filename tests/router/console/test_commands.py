@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 
 import pytest
@@ -13,6 +14,13 @@ from router.console.commands import COMMANDS, main
 def test_without_a_command_it_is_the_router_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--prot", "1"]) == 2
     assert capsys.readouterr().err == "router: --prot is not a flag of this program; did you mean --port?\n"
+
+
+def test_its_help_names_the_commands_and_the_routers_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ +drain +let instances take no new requests", printed, re.MULTILINE)
+    assert "--splitwise" in printed
 
 
 def test_a_mistyped_command_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
