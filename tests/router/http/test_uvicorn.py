@@ -56,7 +56,10 @@ ATTRIBUTES = {
 FLOW_CONTROL = {"drain", "pause_reading", "resume_reading", "resume_writing", "write_paused"}
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
-SERVER = {"config", "handle_exit", "lifespan", "serve", "server_state", "should_exit", "shutdown", "started", "startup"}
+SERVER = {
+    *("config", "handle_exit", "lifespan", "on_tick", "serve", "server_state", "should_exit", "shutdown", "started"),
+    "startup",
+}
 SERVER_STATE = {"connections"}
 
 
