@@ -45,6 +45,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             core=engine.core,
             metrics=EngineMetrics(),
             dialect=FastDeployDialect(),
+            tracer=None,
             generations=generations,
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )
