@@ -38,10 +38,12 @@ def try_pool(config: PoolConfig) -> list[Finding]:
         with _native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
             thread.start()
             give_up_at = time.monotonic() + _DEADLINE_SECONDS
-            while thread.is_alive() and time.monotonic() < give_up_at:
+            while True:
                 thread.join(0.1)
                 if steps:
                     tell(len(steps) - 1, steps[-1])
+                if not thread.is_alive() or time.monotonic() >= give_up_at:
+                    break
         native_log.seek(0)
         complaints = native_log.read().decode(errors="replace")
     if thread.is_alive():
