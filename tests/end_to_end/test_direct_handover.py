@@ -167,7 +167,9 @@ def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Inst
             return is_computing and decode.metric("kvstore_reserved_blocks") > 0
 
         with relayed(port, stop_decode) as between:
-            legs = pair.ask(conversation("e"), between)
+            # An answer that takes long enough to be seen while it is made.
+            expected["e"] = text(ask(cold.url, conversation("e"), max_tokens=200))
+            legs = pair.ask(conversation("e"), between, max_tokens=200)
             wait_until(is_writing, "prefill to write")
             prefill.process.kill()
             decode.process.signal(signal.SIGCONT)
