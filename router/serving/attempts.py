@@ -1,4 +1,4 @@
-"""The attempts at one request, one after another: who is asked, what a failure means for the next, when none is left."""
+"""The attempts at one request, one after another: who is asked, and what a failure means for the next."""
 
 from __future__ import annotations
 
