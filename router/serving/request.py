@@ -183,9 +183,7 @@ class ServingRequest:
         except asyncio.CancelledError:
             # While it waits in line, by ``fail``; otherwise uvicorn cancels it, where a client that does not read has
             # held it up beyond the grace of a shutdown.
-            ended = self._attempts.ended
-            self._end_with(ended.error if ended else None)
-            del ended
+            self._end_with(self._attempts.ended.error if self._attempts.ended else None)
         except Exception:
             _log.exception("%s %s failed", self._request.method, self._request.path)
             self._end_with(ApiError(500, "the router failed to handle the request", "router_error"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from router.fleet import EngineKind
+from router.serving.resume.continuation import needs_prompt
 from router.serving.resume.obstacles import find_obstacle
 from router.serving.resume.stream import StreamMerger
 from router.serving.resume.whole import ResponseMerger
 
 if TYPE_CHECKING:
+    from router.fleet import EngineKind
     from router.http import InferenceBody
 
 __all__ = ["make_merger"]
@@ -28,4 +29,6 @@ def make_merger(
     is_stream = bool(body.members.get("stream"))
     if not may_be_preempted and not (is_stream and may_be_resumed and not find_obstacle(body, engine, is_chat)):
         return None
-    return StreamMerger(body, keeps_prompt=engine is not EngineKind.FASTDEPLOY) if is_stream else ResponseMerger(body)
+    if not is_stream:
+        return ResponseMerger(body)
+    return StreamMerger(body, keeps_prompt=not may_be_preempted and needs_prompt(engine))
