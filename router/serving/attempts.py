@@ -1,4 +1,4 @@
-"""The attempts at one request, one after another: who is asked, and what a failure means for the next."""
+"""The attempts at one request, one after another: who is asked, and how failures bear on the next."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Attempts:
         return self.current
 
     def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
-        """An attempt failed: end what is left of it, and blame the instance where neither request nor partner is.
+        """An attempt failed: end its other leg, and blame the instance where neither request nor partner is to blame.
 
         Raises:
             RequestEnded: it failed because its client aborted it.

@@ -1,4 +1,4 @@
-"""A client's request, read: how the endpoints' bodies differ, what the request is, and large ones.
+"""A client's request, read: the endpoints and their bodies, and large ones among those.
 
 api.py             the endpoints whose answers are generated, and the ids that engines give to their sequences
 large.py           a large body is looked through before it is parsed, while other requests go on
