@@ -2,8 +2,8 @@
 
 FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt. Completions of vLLM and SGLang take the
 ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, in place of the prompt that it
-would make of the messages; a version that does not know this makes the prompt of the messages, with the text so far as the last
-one. The merger compares what prompt the instance then tells with what it should be.
+would make of the messages; a version that does not know this makes the prompt of the messages, with the text so far as
+the last one. The merger compares the prompt that the instance then tells with the one that it should be.
 """
 
 from __future__ import annotations
