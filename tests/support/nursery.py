@@ -1,5 +1,5 @@
-"""Runs a module as ``python -m`` does, in a process forked from one that has loaded what instances need: loading torch
-and transformers takes each instance 4 s of computing, and the tests start some thirty."""
+"""Runs a module as ``python -m`` does, in a process forked from one that has loaded what our programs need: loading
+torch and transformers takes an instance 4 s of computing, and the router a second; the tests start hundreds of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ForkedProcess"]
+__all__ = ["ForkedProcess", "run_forked"]
 
-PRELOADED = "engine.api_server"
+PRELOADED = ("kvstore_backend.cli", "router.launch", "router.register")
+PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server")
 
 
 class ForkedProcess:
     """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]``."""
 
-    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path | None) -> None:
+    def __init__(
+        self, argv: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        """
+        Args:
+            outputs: the files of standard output and standard error, to which it appends.
+        """
         python, dash_m, *words = argv
         assert (python, dash_m) == (sys.executable, "-m")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
-        arguments = (words, log, dict(env), cwd or Path.cwd())
+        # Tests that have loaded torch themselves are those that start instances.
+        context.set_forkserver_preload(list(PRELOADED_WITH_TORCH if "torch" in sys.modules else PRELOADED))
+        arguments = (words, outputs, dict(env), cwd or Path.cwd())
         self._process = context.Process(target=_run_module, args=arguments, daemon=True)
         self._process.start()
 
@@ -54,11 +63,34 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_module(words: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> None:
+def run_forked(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 100.0
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with both outputs captured, for a command that begins with ``[python, "-m", module]``.
+
+    Args:
+        env: all of its environment; without it, ours.
+        timeout: in seconds.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer, and was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = ForkedProcess(argv, (output, errors), os.environ if env is None else env, None)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(argv, status, output.read_text(), errors.read_text())
+
+
+def _run_module(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path) -> None:
     os.setsid()
-    with log.open("ab") as output:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
+    multiprocessing.current_process().daemon = False  # a program may start processes of its own
+    for descriptor, path in enumerate(outputs, 1):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

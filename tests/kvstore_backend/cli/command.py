@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import NamedTuple
+
+from tests.support.nursery import run_forked
 
 __all__ = ["Diagnosis", "Ended", "doctor", "kvstore"]
 
@@ -39,14 +40,7 @@ def kvstore(*arguments: object, **environment: str) -> Ended:
     """``kvstore ARGUMENTS`` with ``environment`` added; what it wrote must not be a traceback."""
     chosen = ("MOONCAKE_", "KVSTORE_", "MC_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvstore_backend.cli", *map(str, arguments)],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ended = run_forked([sys.executable, "-m", "kvstore_backend.cli", *map(str, arguments)], inherited | environment)
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stderr
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
