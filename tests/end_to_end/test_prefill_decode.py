@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 PREFILL = ("--splitwise-role", "prefill")
 DECODE = ("--splitwise-role", "decode", "--enable-output-caching")
 BLOCK = 64
-TOKENS = 1500  # they take a second, in which one of those that make them can be killed
+TOKENS = 800  # they take a second or two, in which one of those that make them can be killed
 
 
 @dataclass

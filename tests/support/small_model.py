@@ -1,4 +1,4 @@
-"""A checkpoint as the examples have one, in small: for tests that are about what instances do, not how long they compute."""
+"""A checkpoint as the examples have one, in small: for tests of what instances do, not of how long they compute."""
 
 from __future__ import annotations
 
