@@ -1,5 +1,5 @@
-"""Runs a module as ``python -m`` does, in a process forked from one that has loaded what our programs need: loading
-torch and transformers takes an instance 4 s of computing, and the router a second; the tests start hundreds of them."""
+"""Runs a module or a script of ours as ``python`` does, in a process forked from one that has loaded what they need:
+loading torch and transformers takes an instance 4 s of computing, and the router a second; the tests start hundreds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server")
 
 
 class ForkedProcess:
-    """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]``."""
+    """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]`` or ``[python, script]``."""
 
     def __init__(
         self, argv: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path | None
@@ -29,13 +29,13 @@ class ForkedProcess:
         Args:
             outputs: the files of standard output and standard error, to which it appends.
         """
-        python, dash_m, *words = argv
-        assert (python, dash_m) == (sys.executable, "-m")
+        python, *words = argv
+        assert python == sys.executable
         context = multiprocessing.get_context("forkserver")
         # Tests that have loaded torch themselves are those that start instances.
         context.set_forkserver_preload(list(PRELOADED_WITH_TORCH if "torch" in sys.modules else PRELOADED))
         arguments = (words, outputs, dict(env), cwd or Path.cwd())
-        self._process = context.Process(target=_run_module, args=arguments, daemon=True)
+        self._process = context.Process(target=_run_program, args=arguments, daemon=True)
         self._process.start()
 
     @property
@@ -66,7 +66,7 @@ class ForkedProcess:
 def run_forked(
     argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 100.0
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run`` with both outputs captured, for a command that begins with ``[python, "-m", module]``.
+    """As ``subprocess.run`` with both outputs captured, for a command as ``ForkedProcess`` takes it.
 
     Args:
         env: all of its environment; without it, ours.
@@ -85,7 +85,7 @@ def run_forked(
         return subprocess.CompletedProcess(argv, status, output.read_text(), errors.read_text())
 
 
-def _run_module(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path) -> None:
+def _run_program(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path) -> None:
     os.setsid()
     multiprocessing.current_process().daemon = False  # a program may start processes of its own
     for descriptor, path in enumerate(outputs, 1):
@@ -94,6 +94,11 @@ def _run_module(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[s
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv[:] = words
-    sys.modules.pop(words[0], None)  # runpy loads it anew, and warns where it finds it loaded
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    dash_m, *rest = words
+    if dash_m != "-m":
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    sys.argv[:] = rest
+    sys.modules.pop(rest[0], None)  # runpy loads it anew, and warns where it finds it loaded
+    runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
