@@ -39,7 +39,7 @@ def test_a_forked_child_has_its_own_words_environment_and_folder(tmp_path: Path)
 
 
 def test_a_forked_programs_outputs_and_status_are_told_apart() -> None:
-    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    code = "import os, sys; print('out', flush=True); print('err', file=sys.stderr, flush=True); os._exit(3)"
     ended = run_forked([sys.executable, "-m", "timeit", "-n1", "-r1", code], {})
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "out\n", "err\n")
 
