@@ -109,10 +109,10 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
-    Callers call ``put``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand them to
-    ``_put``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and trust their
-    arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at the door it
-    came in by.
+    Callers call ``put``, ``keep``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand
+    them to ``_put``, ``_keep``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and
+    trust their arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at
+    the door it came in by.
 
     Rules that every implementation keeps, and ``tests/kvstore_backend/conformance`` checks:
 
@@ -138,6 +138,24 @@ class StorageBackend(abc.ABC):
         """
         check_values(keys, values)
         return self._put(keys, values)
+
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """Store ``values[i]`` under ``keys[i]`` also where that is present, and spare it from eviction for a time.
+
+        For as long as there is something else to evict. A store that knows no such thing stores what is absent.
+
+        Args:
+            keys: what is kept.
+            values: what is stored there already, or would be.
+            seconds: for how long from now; 0: it is evicted like any other again.
+
+        Raises:
+            ValueError: as ``put``, or ``seconds`` is negative.
+        """
+        check_values(keys, values)
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        return self._keep(keys, values, seconds)
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         """Read ``keys[i]`` into the memory of ``targets[i]``.
@@ -209,6 +227,10 @@ class StorageBackend(abc.ABC):
     @abc.abstractmethod
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         """``put``, of arguments that were checked."""
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """``keep``, of arguments that were checked."""
+        return self._put(keys, values)
 
     @abc.abstractmethod
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:

@@ -48,6 +48,8 @@ class Namespace:
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
         tp_size: tensor-parallel size.
         tp_rank: this rank.
+        tenant: whose blocks these are; empty: everybody's. Where a pool's master keeps tenants apart, it does so by
+            itself; this keeps them apart where it does not.
     """
 
     model: str
@@ -60,11 +62,14 @@ class Namespace:
     weights_version: str = ""
     tp_size: int = 1
     tp_rank: int = 0
+    tenant: str = ""
 
     @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
         fields = {"format": FORMAT_VERSION, **asdict(self)}
+        if not self.tenant:
+            del fields["tenant"]  # blocks that were stored before there were tenants keep their names
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
     def key(self, block_hash: bytes) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
@@ -26,7 +27,7 @@ from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
-__all__ = ["BlockPool", "count_leading", "default_backend", "open_backend", "open_pool", "open_store"]
+__all__ = ["BlockPool", "count_leading", "default_backend", "name_tenant", "open_backend", "open_pool", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,18 @@ class BlockPool:
         keys = self._build_keys(hashes)
         check_values(keys, sources)
         return self._wait_out_late_calls(self._stack._put(keys, sources))
+
+    def keep_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """Store block ``i`` from ``sources[i]``, also where the pool has it, and have it kept from eviction so long.
+
+        For as long as there is something else to evict; the time begins anew for blocks that are kept already.
+
+        Raises:
+            ValueError: as ``load``, or ``seconds`` is negative.
+        """
+        keys = self._build_keys(hashes)
+        check_values(keys, sources)
+        return self._wait_out_late_calls(self._stack._keep(keys, sources, seconds))
 
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
@@ -214,7 +227,13 @@ def open_pool(
     background: bool = True,
 ) -> BlockPool:
     """Open the configured store for one namespace, in its wrappers; arguments and errors are ``open_backend``'s."""
-    return BlockPool(open_backend(config, registry, background=background), namespace)
+    return BlockPool(open_backend(config, registry, background=background), name_tenant(config, namespace))
+
+
+def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
+    """``namespace`` with the tenant that ``config`` names; where that names none, as it is."""
+    tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
+    return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
 
 def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, *, background: bool = True) -> Stack:
