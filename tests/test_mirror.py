@@ -63,6 +63,8 @@ TESTED_IN = {
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
+    # A master's HTTP side, by the commands that ask it.
+    "kvstore_backend/stores/mooncake_admin.py": "tests/kvstore_backend/cli/test_commands.py",
     # The file store, from several processes.
     "kvstore_backend/stores/file/folder.py": "tests/kvstore_backend/stores/test_file.py",
     "kvstore_backend/stores/file/ledger.py": "tests/kvstore_backend/stores/test_file.py",
@@ -70,7 +72,6 @@ TESTED_IN = {
     "kvstore_backend/config/settings.py": "tests/kvstore_backend/config/test_sources.py",
     # Commands, run as a user runs them.
     "kvstore_backend/cli/__main__.py": "tests/kvstore_backend/cli/test_commands.py",
-    "kvstore_backend/cli/admin.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/bench.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvstore_backend.cli.admin import MasterAdmin, list_clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
 from kvstore_backend.config import (
     FileSettings,
@@ -25,6 +24,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, list_clusters_in_etcd
 
 __all__ = [
     "check_capacity",

@@ -20,12 +20,12 @@ from rich.text import Text
 
 from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
 from kvstore_backend.cli import checks
-from kvstore_backend.cli.admin import MasterAdmin, find_admin, find_clients_gone
 from kvstore_backend.cli.report import format_bytes, format_table, print_json
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, find_clients_gone
 
 __all__ = ["add_arguments", "run"]
 
