@@ -153,7 +153,9 @@ class Instance:
             runner,
             scheduler,
             self.metrics,
-            pool=in_background(partial(open_pool, pool_config, runner.namespace, self.metrics.registry))
+            pool=in_background(
+                partial(open_pool, pool_config, runner.namespace, self.metrics.registry, facts=runner.facts)
+            )
             if pool_config
             else None,
             save_outputs=args.enable_output_caching,

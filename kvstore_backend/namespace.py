@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model", "parse_key"]
+__all__ = ["FORMAT_VERSION", "Namespace", "digest_fields", "fingerprint_config", "fingerprint_model", "parse_key"]
 
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
@@ -65,12 +65,17 @@ class Namespace:
     tenant: str = ""
 
     @cached_property
+    def fields(self) -> dict[str, str | int]:
+        """Names and values; without the tenant where it is empty, as blocks of before there were tenants keep theirs."""
+        fields = asdict(self)
+        if not self.tenant:
+            del fields["tenant"]
+        return fields
+
+    @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
-        fields = {"format": FORMAT_VERSION, **asdict(self)}
-        if not self.tenant:
-            del fields["tenant"]  # blocks that were stored before there were tenants keep their names
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+        return digest_fields(self.fields)
 
     def key(self, block_hash: bytes) -> str:
         """The key of the block with this hash."""
@@ -80,6 +85,17 @@ class Namespace:
     def prefix(self) -> str:
         """The beginning of all keys of this namespace."""
         return f"kv1-{self.digest}-"
+
+
+def digest_fields(fields: Mapping[str, object], block_format: int = FORMAT_VERSION) -> str:
+    """``Namespace.digest`` of these fields, which another version of this package may have more or fewer of.
+
+    Args:
+        fields: names and values, texts and numbers.
+        block_format: the ``FORMAT_VERSION`` of that version.
+    """
+    text = json.dumps({"format": block_format, **fields}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def parse_key(key: str) -> tuple[bytes, bytes]:
@@ -116,6 +132,15 @@ def fingerprint_model(folder: str | Path) -> str:
     except OSError as exc:
         raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
     return digest.hexdigest()[:32]
+
+
+def fingerprint_config(folder: str | Path) -> str:
+    """Digest of a checkpoint's configuration alone, equal for two sets of weights of one architecture.
+
+    Raises:
+        ConfigError: the folder's config.json is missing or unreadable.
+    """
+    return hashlib.sha256(_read_configuration(Path(folder))).hexdigest()[:32]
 
 
 def _read_identity(folder: Path) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
 from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.manifest import Manifest
+from kvstore_backend.manifest_keeper import ManifestKeeper
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
@@ -53,10 +55,14 @@ class BlockPool:
     back later. Look-ups touch no memory, and never wait beyond their deadline.
     """
 
-    def __init__(self, backend: StorageBackend, namespace: Namespace) -> None:
-        """Take over ``backend``, a stack or a store alone: closing this pool closes it."""
+    def __init__(self, backend: StorageBackend, namespace: Namespace, keeper: ManifestKeeper | None = None) -> None:
+        """Take over ``backend``, a stack or a store alone, and the keeper of the namespace's manifest, if there is one.
+
+        Closing this pool closes both.
+        """
         self.namespace = namespace
         self._stack = as_stack(backend)
+        self._keeper = keeper
 
     def __repr__(self) -> str:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
@@ -138,6 +144,11 @@ class BlockPool:
         return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
+    def manifest(self) -> Manifest:
+        """The namespace in words, with the facts that were given to ``open_pool``."""
+        return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
+
+    @property
     def is_ready(self) -> bool:
         """Whether the pool is in use now; while it is not, every call is a miss that costs next to nothing."""
         return self._stack.is_ready
@@ -179,6 +190,8 @@ class BlockPool:
 
     def close(self) -> None:
         """Close the backend; a second call does nothing."""
+        if self._keeper is not None:
+            self._keeper.close()
         self._stack.close()
 
     def __enter__(self) -> BlockPool:
@@ -225,9 +238,23 @@ def open_pool(
     registry: CollectorRegistry | None = None,
     *,
     background: bool = True,
+    facts: Mapping[str, str] | None = None,
 ) -> BlockPool:
-    """Open the configured store for one namespace, in its wrappers; arguments and errors are ``open_backend``'s."""
-    return BlockPool(open_backend(config, registry, background=background), name_tenant(config, namespace))
+    """Open the configured store for one namespace, in its wrappers.
+
+    Args:
+        facts: what helps a person who asks why two namespaces differ; they go into the namespace's manifest, which is
+            kept in the pool. None: there is no manifest, as for a namespace that is gone soon.
+
+    Other arguments and errors are ``open_backend``'s.
+    """
+    namespace = name_tenant(config, namespace)
+    if facts is None:
+        return BlockPool(open_backend(config, registry, background=background), namespace)
+    keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))
+    stack = open_backend(config, registry, background=background, on_open=keeper.attach_store)
+    keeper.watch_readiness(lambda: stack.is_ready)
+    return BlockPool(stack, namespace, keeper)
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
@@ -236,7 +263,13 @@ def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
     return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
 
-def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, *, background: bool = True) -> Stack:
+def open_backend(
+    config: PoolConfig,
+    registry: CollectorRegistry | None = None,
+    *,
+    background: bool = True,
+    on_open: Callable[[StorageBackend], None] | None = None,
+) -> Stack:
     """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
     Args:
@@ -244,6 +277,7 @@ def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, 
         registry: where the pool's metrics are registered; none: there are none. One registry takes one pool.
         background: return at once and open the store on another thread, trying until it can be opened; the pool is
             not ready and everything a miss until then. Else open it now.
+        on_open: called with the bare store each time that it has been opened.
 
     Raises:
         PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false any
@@ -258,7 +292,10 @@ def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, 
     )
 
     def open_with_checks() -> StorageBackend:
-        return CheckedBackend(open_store(config), rejected)
+        store = open_store(config)
+        if on_open is not None:
+            on_open(store)
+        return CheckedBackend(store, rejected)
 
     guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
     whole: Stack = guarded

@@ -22,6 +22,7 @@ from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
 from kvstore_backend.cli import checks
 from kvstore_backend.cli.report import format_bytes, format_table, print_json
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, find_clients_gone
@@ -217,6 +218,8 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 def _namespace_of(key: str) -> str:
     """The digest in a block's key."""
+    if key.startswith(MANIFEST_PREFIX):
+        return "(manifests)"
     try:
         digest, _ = parse_key(key)
     except ValueError:

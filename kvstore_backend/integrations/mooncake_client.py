@@ -60,6 +60,10 @@ class PooledClient:
         """
         raise NotImplementedError
 
+    def facts(self) -> dict[str, str]:
+        """What else the namespace's manifest is to say; asked once, by ``setup``."""
+        return {}
+
     def setup(
         self,
         local_hostname: str,
@@ -103,7 +107,7 @@ class PooledClient:
             },
         )
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
-        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
+        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE
