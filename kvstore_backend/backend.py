@@ -16,7 +16,7 @@ import abc
 import contextlib
 import ctypes
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_keys",
     "check_values",
     "memory_views",
+    "split_by_size",
 ]
 
 HEADROOM_BYTES = 128
@@ -275,6 +276,18 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
             total += nbytes
         if total == 0:
             raise ValueError(f"values[{i}] is empty; a value has at least one byte")
+
+
+def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """The parts of ``sizes``, in their order, that each add up to at most so much, or have one member."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield slice(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield slice(first, len(sizes))
 
 
 def memory_views(value: Value) -> list[memoryview]:

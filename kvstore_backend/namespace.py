@@ -19,10 +19,22 @@ from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace", "digest_fields", "fingerprint_config", "fingerprint_model", "parse_key"]
+__all__ = [
+    "BLOCK_PREFIX",
+    "FORMAT_VERSION",
+    "Namespace",
+    "digest_fields",
+    "fingerprint_config",
+    "fingerprint_model",
+    "key_prefix",
+    "parse_key",
+]
 
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
+
+BLOCK_PREFIX = "kv1-"
+"""The beginning of the keys of all blocks."""
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
@@ -66,7 +78,7 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, str | int]:
-        """Names and values; without the tenant where it is empty, as blocks of before there were tenants keep theirs."""
+        """Names and values; no tenant where it is empty, as blocks of before there were tenants keep their digest."""
         fields = asdict(self)
         if not self.tenant:
             del fields["tenant"]
@@ -84,7 +96,12 @@ class Namespace:
     @cached_property
     def prefix(self) -> str:
         """The beginning of all keys of this namespace."""
-        return f"kv1-{self.digest}-"
+        return key_prefix(self.digest)
+
+
+def key_prefix(digest: str) -> str:
+    """The beginning of all keys of the namespace with this digest."""
+    return f"{BLOCK_PREFIX}{digest}-"
 
 
 def digest_fields(fields: Mapping[str, object], block_format: int = FORMAT_VERSION) -> str:

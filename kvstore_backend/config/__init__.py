@@ -34,7 +34,7 @@ from kvstore_backend.config.settings import (
     PoolConfig,
 )
 from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
-from kvstore_backend.config.values import parse_size, parse_switch
+from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -60,6 +60,7 @@ __all__ = [
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",
+    "parse_tenant",
     "read_config",
     "set_native_cluster",
     "set_native_defaults",

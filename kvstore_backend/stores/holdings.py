@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 from urllib.parse import unquote
 
 import httpx
@@ -42,10 +42,13 @@ class Holdings(abc.ABC):
 
     _joined: StorageBackend | None = None
 
+    can_keep: ClassVar[bool]
+    """Whether the pool can spare values from eviction."""
+
     @property
-    @abc.abstractmethod
-    def can_keep(self) -> bool:
-        """Whether the pool can spare values from eviction."""
+    def is_listed(self) -> bool:
+        """Whether the pool tells its keys."""
+        return True
 
     @abc.abstractmethod
     def list_keys(self) -> list[str]:
@@ -108,16 +111,19 @@ class MooncakeHoldings(Holdings):
     Mooncake 0.3.13's master lists the keys of the tenant ``default`` and of no other.
     """
 
+    can_keep = True
+
     def __init__(self, settings: MooncakeSettings, admin: MasterAdmin) -> None:
         self._settings = settings
         self._admin = admin
 
-    @property
-    def can_keep(self) -> bool:
-        return True
+    @cached_property
+    def is_listed(self) -> bool:  # type: ignore[override]
+        """Without tenants everybody's keys are those of ``default``."""
+        return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:
-        if self._is_listed:
+        if self.is_listed:
             return self._ask(lambda: list(self._admin.list_keys()))
         raise PoolUnavailable(
             f"Mooncake lists the keys of no tenant but {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
@@ -125,7 +131,7 @@ class MooncakeHoldings(Holdings):
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        if self._is_listed:
+        if self.is_listed:
             return self._ask(lambda: self._admin.find_sizes(keys))
         return self._client.find_sizes(keys)
 
@@ -141,11 +147,6 @@ class MooncakeHoldings(Holdings):
 
     def list_tenants(self) -> list[TenantAccount]:
         return self._ask(self._admin.list_tenants)
-
-    @cached_property
-    def _is_listed(self) -> bool:
-        """Whether the master lists this tenant's keys: without tenants, everybody's are those of ``default``."""
-        return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
         try:
@@ -166,6 +167,8 @@ class MooncakeHoldings(Holdings):
 class FolderHoldings(Holdings):
     """The values in the folder of a file store."""
 
+    can_keep = False
+
     def __init__(self, settings: FileSettings) -> None:
         """Look at the folder, which must be a pool's already.
 
@@ -178,10 +181,6 @@ class FolderHoldings(Holdings):
         if refusal := find_refusal(settings.path):
             reason, remedy = refusal
             raise PoolUnavailable(f"folder {settings.path} {reason}: {remedy}")
-
-    @property
-    def can_keep(self) -> bool:
-        return False
 
     def list_keys(self) -> list[str]:
         return list(self._scan())

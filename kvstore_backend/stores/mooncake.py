@@ -29,6 +29,7 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
+    split_by_size,
 )
 from kvstore_backend.config import (
     DEFAULT_TENANT,
@@ -139,9 +140,9 @@ class MooncakeStore(StorageBackend):
         """
         pin = _pin_for(seconds)
         statuses: list[Status] = []
-        for first, last in _split_by_size(values, _STAGING_BYTES):
-            with self._stage_values(values[first:last]) as (addresses, sizes):
-                codes = self._call_native(keys[first:last], self._native.batch_upsert_from, addresses, sizes, pin)
+        for part in split_by_size([sum([nbytes for _, nbytes in value]) for value in values], _STAGING_BYTES):
+            with self._stage_values(values[part]) as (addresses, sizes):
+                codes = self._call_native(keys[part], self._native.batch_upsert_from, addresses, sizes, pin)
             statuses += [_STORED.get(code, Status.FAILED) for code in codes]
         return statuses
 
@@ -488,19 +489,6 @@ def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
 def _status_of_read(code: int | None, nbytes: int) -> Status:
     """The meaning of a get's code for a target of ``nbytes``."""
     return Status.OK if code == nbytes else Status.ABSENT if code == _NOT_FOUND else Status.FAILED
-
-
-def _split_by_size(values: Sequence[Value], most: int) -> Iterator[tuple[int, int]]:
-    """The beginning and end of each part of ``values`` that is of at most so many bytes, or one value."""
-    first = total = 0
-    for i, value in enumerate(values):
-        nbytes = sum([nbytes for _, nbytes in value])
-        if i > first and total + nbytes > most:
-            yield first, i
-            first, total = i, 0
-        total += nbytes
-    if first < len(values):
-        yield first, len(values)
 
 
 def _addresses_and_sizes(values: Sequence[Value]) -> tuple[list[list[int]], list[list[int]]]:
