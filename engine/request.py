@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from engine.cache_hints import CacheHint
 from engine.pool_use import NOT_ASKED, PoolUse
 from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -44,7 +45,7 @@ class Request:
 
     Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
     is a further choice of; "" where it is none. The last ``num_begun`` tokens of the prompt are the answer's beginning,
-    whose text the client has.
+    whose text the client has. ``hints`` say how long its blocks are worth keeping.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request:
     cache_salt: str = ""
     choice_of: str = ""
     num_begun: int = 0
+    hints: tuple[CacheHint, ...] = ()
 
 
 class State(enum.Enum):

@@ -124,9 +124,9 @@ class BlockPool:
         Raises:
             ValueError: as ``load``, or ``seconds`` is negative.
         """
-        keys = self._build_keys(hashes)
-        check_values(keys, sources)
-        return self._wait_out_late_calls(self._stack._keep(keys, sources, seconds))
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        return self._wait_out_late_calls(self.keep_by_deadline(hashes, sources, seconds))
 
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
@@ -135,6 +135,12 @@ class BlockPool:
     def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
         return self._save_missing(hashes, sources)
+
+    def keep_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """``keep_blocks`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
+        keys = self._build_keys(hashes)
+        check_values(keys, sources)
+        return self._stack._keep(keys, sources, seconds)
 
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.

@@ -25,7 +25,7 @@ from kvstore_backend.stores.file.folder import Block, find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import MooncakeStore
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount
 
-__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes"]
+__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes", "as_stored"]
 
 _Answer = TypeVar("_Answer")
 
@@ -202,6 +202,11 @@ class FolderHoldings(Holdings):
 
     def _join(self) -> FileStore:
         return FileStore(self._settings.path, self._settings.size)
+
+
+def as_stored(data: bytes) -> StoredBytes:
+    """A value of these bytes."""
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def _as_spans(value: StoredBytes) -> list[Span]:

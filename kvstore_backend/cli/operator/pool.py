@@ -10,11 +10,19 @@ from dataclasses import replace
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import checks
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, parse_tenant, read_config
+from kvstore_backend.config import (
+    DEFAULT_TENANT,
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    parse_tenant,
+    read_config,
+)
 from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
 from kvstore_backend.stores.mooncake_admin import find_admin
 
-__all__ = ["add_pool_arguments", "open_holdings", "read_pool_config"]
+__all__ = ["add_pool_arguments", "find_tenant", "open_holdings", "read_pool_config"]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +50,12 @@ def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
         return replace(config, store=replace(config.store, tenant_id=parse_tenant(arguments.tenant)))
     except ValueError as exc:
         raise ConfigError(f"--tenant is {arguments.tenant!r}; {exc}") from None
+
+
+def find_tenant(arguments: argparse.Namespace) -> str:
+    """Whose blocks the arguments name; errors are those of ``read_pool_config``."""
+    store = read_pool_config(arguments).store
+    return store.tenant_id if isinstance(store, MooncakeSettings) else DEFAULT_TENANT
 
 
 @contextlib.contextmanager
