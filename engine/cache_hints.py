@@ -1,4 +1,4 @@
-"""How long a prompt's blocks are worth keeping, as a request says it: ``cache_control``, in the form of Anthropic's API.
+"""How long a prompt's blocks are worth keeping, as a request says it: ``cache_control``, as Anthropic's API has it.
 
     {"type": "ephemeral", "ttl": "1h"}
 
