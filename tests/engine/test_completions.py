@@ -235,7 +235,7 @@ def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(completions: Complet
 
 def test_a_hint_that_is_none_is_refused_with_its_place(completions: Completions) -> None:
     message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral", "ttl": "9d"}}
-    with pytest.raises(ApiError, match="messages.0.cache_control.ttl: Input should be a time such as 5m or 1h"):
+    with pytest.raises(ApiError, match=r"messages\.0\.cache_control\.ttl: Input should be a time such as 5m or 1h"):
         hints_of(completions, messages=[message])
     with pytest.raises(ApiError, match="messages: 5 of their parts have cache_control; 4 may"):
         hints_of(completions, messages=[{**message, "cache_control": HOUR}] * 5)

@@ -157,11 +157,12 @@ def test_cache_control_reaches_the_engine_and_changes_no_answer(
 ) -> None:
     seen: list[Any] = []
     submit = served.engine.core.submit
-    monkeypatch.setattr(
-        served.engine.core,
-        "submit",
-        lambda sequence, *rest: (seen.append(sequence.request.hints), submit(sequence, *rest)),
-    )
+
+    def watch(sequence: Any, *rest: Any) -> None:
+        seen.append(sequence.request.hints)
+        submit(sequence, *rest)
+
+    monkeypatch.setattr(served.engine.core, "submit", watch)
     hour: Any = {"type": "ephemeral", "ttl": "1h"}
     system = [{"type": "text", "text": "be kind", "cache_control": hour}]
     hinted = ask(client, system=system, extra_body={"cache_control": {"type": "ephemeral"}})
