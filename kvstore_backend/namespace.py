@@ -19,7 +19,15 @@ from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace", "digest_fields", "fingerprint_config", "fingerprint_model", "parse_key"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Namespace",
+    "build_key",
+    "digest_fields",
+    "fingerprint_config",
+    "fingerprint_model",
+    "parse_key",
+]
 
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
@@ -73,7 +81,12 @@ class Namespace:
     @cached_property
     def prefix(self) -> str:
         """The beginning of all keys of this namespace."""
-        return f"kv1-{self.digest}-"
+        return build_key(self.digest)
+
+
+def build_key(digest: str, block_hash: bytes = b"") -> str:
+    """The key of a block of the namespace with this digest; without a hash, the beginning of all of them."""
+    return f"kv1-{digest}-{block_hash.hex()}"
 
 
 def digest_fields(fields: Mapping[str, object], block_format: int = FORMAT_VERSION) -> str:
