@@ -20,17 +20,21 @@ from typing import Any, BinaryIO
 from kvstore_backend.backend import ConfigError
 
 __all__ = [
+    "BLOCK_PREFIX",
     "FORMAT_VERSION",
     "Namespace",
-    "build_key",
     "digest_fields",
     "fingerprint_config",
     "fingerprint_model",
+    "key_prefix",
     "parse_key",
 ]
 
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
+
+BLOCK_PREFIX = "kv1-"
+"""The beginning of the keys of all blocks."""
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
@@ -56,6 +60,8 @@ class Namespace:
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
         tp_size: tensor-parallel size.
         tp_rank: this rank.
+        tenant: whose blocks these are; empty: everybody's. Where a pool's master keeps tenants apart, it does so by
+            itself; this keeps them apart where it does not.
     """
 
     model: str
@@ -68,11 +74,20 @@ class Namespace:
     weights_version: str = ""
     tp_size: int = 1
     tp_rank: int = 0
+    tenant: str = ""
+
+    @cached_property
+    def fields(self) -> dict[str, str | int]:
+        """Names and values; no tenant where it is empty, as blocks of before there were tenants keep their digest."""
+        fields = asdict(self)
+        if not self.tenant:
+            del fields["tenant"]
+        return fields
 
     @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
-        return digest_fields(asdict(self))
+        return digest_fields(self.fields)
 
     def key(self, block_hash: bytes) -> str:
         """The key of the block with this hash."""
@@ -81,12 +96,12 @@ class Namespace:
     @cached_property
     def prefix(self) -> str:
         """The beginning of all keys of this namespace."""
-        return build_key(self.digest)
+        return key_prefix(self.digest)
 
 
-def build_key(digest: str, block_hash: bytes = b"") -> str:
-    """The key of a block of the namespace with this digest; without a hash, the beginning of all of them."""
-    return f"kv1-{digest}-{block_hash.hex()}"
+def key_prefix(digest: str) -> str:
+    """The beginning of all keys of the namespace with this digest."""
+    return f"{BLOCK_PREFIX}{digest}-"
 
 
 def digest_fields(fields: Mapping[str, object], block_format: int = FORMAT_VERSION) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import ManifestKeeper
 from kvstore_backend.namespace import Namespace
@@ -29,7 +29,7 @@ from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
-__all__ = ["BlockPool", "count_leading", "default_backend", "open_backend", "open_pool", "open_store"]
+__all__ = ["BlockPool", "count_leading", "default_backend", "name_tenant", "open_backend", "open_pool", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,18 @@ class BlockPool:
         check_values(keys, sources)
         return self._wait_out_late_calls(self._stack._put(keys, sources))
 
+    def keep_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """Store block ``i`` from ``sources[i]``, also where the pool has it, and have it kept from eviction so long.
+
+        For as long as there is something else to evict; the time begins anew for blocks that are kept already.
+
+        Raises:
+            ValueError: as ``load``, or ``seconds`` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        return self._wait_out_late_calls(self.keep_by_deadline(hashes, sources, seconds))
+
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
         return count_leading(self._get_statuses(hashes, targets))
@@ -123,6 +135,12 @@ class BlockPool:
     def save_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
         """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
         return self._save_missing(hashes, sources)
+
+    def keep_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """``keep_blocks`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
+        keys = self._build_keys(hashes)
+        check_values(keys, sources)
+        return self._stack._keep(keys, sources, seconds)
 
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.
@@ -134,7 +152,7 @@ class BlockPool:
     @property
     def manifest(self) -> Manifest:
         """The namespace in words, with the facts that were given to ``open_pool``."""
-        return self._keeper.manifest if self._keeper is not None else Manifest(asdict(self.namespace))
+        return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
 
     @property
     def is_ready(self) -> bool:
@@ -236,12 +254,19 @@ def open_pool(
 
     Other arguments and errors are ``open_backend``'s.
     """
+    namespace = name_tenant(config, namespace)
     if facts is None:
         return BlockPool(open_backend(config, registry, background=background), namespace)
-    keeper = ManifestKeeper(Manifest(asdict(namespace), dict(facts)))
+    keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))
     stack = open_backend(config, registry, background=background, on_open=keeper.attach_store)
     keeper.watch_readiness(lambda: stack.is_ready)
     return BlockPool(stack, namespace, keeper)
+
+
+def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
+    """``namespace`` with the tenant that ``config`` names; where that names none, as it is."""
+    tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
+    return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
 
 def open_backend(

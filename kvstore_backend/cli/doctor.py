@@ -165,6 +165,8 @@ def _diagnose_mooncake(
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
+        if admin is not None:
+            findings += checks.check_tenants(settings, admin)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"

@@ -76,6 +76,7 @@ class PooledClient:
         engine: object = None,
         enable_ssd_offload: bool = False,
         ssd_offload_path: str = "",
+        tenant_id: str = "",
     ) -> int:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
@@ -102,6 +103,7 @@ class PooledClient:
                 "master_server_addr": master_server_addr,
                 "enable_ssd_offload": enable_ssd_offload,
                 "ssd_offload_path": ssd_offload_path,
+                "tenant_id": tenant_id or None,
             },
         )
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
