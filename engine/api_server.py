@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -174,7 +173,7 @@ class Instance:
             runner.default_max_tokens,
             self.dialect,
         )
-        self.manifest = Manifest(asdict(runner.namespace), runner.facts)
+        self.manifest = Manifest(runner.namespace.fields, runner.facts)
         self.explainer = MissExplainer(self.generations.recent, tokenizer, args.block_size, pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)

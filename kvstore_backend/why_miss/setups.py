@@ -19,6 +19,7 @@ _REMEDIES = {
     "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
     "block_size": ("other_block_size", "the block size", "start both with one block size"),
     "tp_size": ("other_tp_size", "the tensor-parallel size", "start both with one tensor-parallel size"),
+    "tenant": ("other_tenant", "the tenant", "blocks are shared within one tenant only"),
     "layout": ("other_layout", "the layout of a block", "run one version of the engine with one attention backend"),
 }
 _SHAPE = ("num_layers", "num_kv_heads", "head_size")

@@ -20,6 +20,7 @@ REASONS = {
     "other_block_size": "another block size",
     "other_shape": "other numbers of layers, heads or elements",
     "other_tp_size": "another tensor-parallel size",
+    "other_tenant": "another tenant",
     "other_layout": "the bytes of a block are arranged in another way",
     "other_format": "another version of the format of blocks",
     "other_field": "something else that belongs to the namespace",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_backend.manifest import (
@@ -23,12 +23,13 @@ from kvstore_backend.manifest import (
 from kvstore_backend.namespace import FORMAT_VERSION, Namespace
 
 NAMESPACE = Namespace("fingerprint", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
-MANIFEST = Manifest(asdict(NAMESPACE), {"name": "qwen"}, written_at="2026-11-22T15:04:05Z")
+MANIFEST = Manifest(NAMESPACE.fields, {"name": "qwen"}, written_at="2026-11-22T15:04:05Z")
 
-TEXTS = st.text(st.characters(categories=["L", "N", "P", "Zs"]).filter(str.isprintable), max_size=40)
+TEXTS = st.text("aZ09 -_/:.é漢\U0001f600", max_size=40)
 FIELDS = st.dictionaries(TEXTS, TEXTS | st.integers(-(2**63), 2**63), min_size=1, max_size=8)
 
 
+@settings(max_examples=40)
 @given(FIELDS, st.dictionaries(TEXTS, TEXTS, max_size=4), st.integers(1, 9))
 def test_what_is_encoded_is_decoded(fields: dict[str, str | int], facts: dict[str, str], block_format: int) -> None:
     manifest = Manifest(fields, facts, block_format, "2026-11-22T15:04:05Z")
@@ -43,9 +44,8 @@ def test_what_is_encoded_is_decoded(fields: dict[str, str | int], facts: dict[st
     assert decoded.facts.items() <= facts.items()
 
 
-@given(
-    st.binary(max_size=300) | st.recursive(st.none() | st.booleans() | st.text(), st.lists).map(repr).map(str.encode)
-)
+@settings(max_examples=60)
+@given(st.binary(max_size=60) | st.sampled_from([b"{}", b"[" * 9999, b"null", b'{"manifest":1}', b"9" * 5000]))
 def test_a_pool_that_lies_is_told_from_a_manifest(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode_manifest(data, NAMESPACE.digest)

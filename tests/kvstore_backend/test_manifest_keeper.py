@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
 
 NAMESPACE = Namespace("manifest", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
-MANIFEST = Manifest(asdict(NAMESPACE), {"name": "qwen"})
+MANIFEST = Manifest(NAMESPACE.fields, {"name": "qwen"})
 KEY = manifest_key(NAMESPACE.digest)
 
 
@@ -52,7 +51,7 @@ def test_opening_a_pool_leaves_the_namespaces_manifest(tmp_path: Path) -> None:
         found = read_manifest(store, NAMESPACE.digest)
         store.close()
     assert found is not None
-    assert (found.fields, found.facts) == (asdict(NAMESPACE), {"name": "qwen"})
+    assert (found.fields, found.facts) == (NAMESPACE.fields, {"name": "qwen"})
     (file,) = tmp_path.glob("blocks/*/kvstore-manifest*")
     assert json.loads(file.read_bytes())["fields"]["kv_dtype"] == "float32"
 
