@@ -114,11 +114,20 @@ class Completions:
         """As ``begin_chat``, without the form of the response."""
         if body.prompt_token_ids:
             return self._begin_choices(body, body.prompt_token_ids, "prompt_token_ids")
-        tokens = await self._encode_chat(body)
+        tokens = await self.encode_chat(body)
         return self._begin_choices(body, tokens, "prompt_token_ids", await self._find_hints(body, tokens))
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
+
+        Raises:
+            ApiError: no prompt, several prompts, or one that does not fit.
+        """
+        prompt = await self.encode_completion(body)
+        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
+
+    async def encode_completion(self, body: CompletionBody) -> list[int]:
+        """The tokens of a plain prompt.
 
         Raises:
             ApiError: no prompt, several prompts, or one that does not fit.
@@ -132,8 +141,9 @@ class Completions:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
         if isinstance(prompt, str):
             # Special tokens, such as Llama's first one: a chat template writes them itself.
-            prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
+            return await self._encode_text(prompt, "prompt", add_special_tokens=True)
+        tokens: list[int] = prompt
+        return tokens
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -205,6 +215,7 @@ class Completions:
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
+            messages=body.messages if isinstance(body, ChatBody) else (),
             hints=(*hints, *([CacheHint(len(prompt), body.cache_control.seconds)] if body.cache_control else [])),
         )
         return self._generations.begin_choices(request, self._dialect.read_pair(body, request_id), body.n)
@@ -231,7 +242,7 @@ class Completions:
             code="context_length_exceeded",
         )
 
-    async def _encode_chat(self, body: ChatBody) -> list[int]:
+    async def encode_chat(self, body: ChatBody) -> list[int]:
         """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
 
         Its tokens are then those that its text has after the others', as if it had been generated up to there.

@@ -146,13 +146,15 @@ class PoolConnector:
         present = count_leading(statuses)
         load.look_up = start, time.monotonic()
         log_look_up(load.request_id, load.first, load.hashes, statuses, present, load.look_up[1] - start)
+        load.num_behind = statuses.count(Status.OK) - present
         if not present:
-            load.use = self._explain_miss(statuses, len(load.hashes))
+            load.use = self._explain_miss(statuses, load)
         return present
 
-    def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
+    def _explain_miss(self, statuses: SequenceOf[Status], load: _Load) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
-            return PoolUse(Reason.ABSENT, f"not in the pool (it lacks the first of {asked} blocks)")
+            text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks)"
+            return PoolUse(Reason.ABSENT, text, load.num_behind)
         health = self._pool.health()
         return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
@@ -243,6 +245,7 @@ class _Load:
         self.first = first
         self.hashes = hashes
         self.num_running = num_running  # whom computing the blocks would delay
+        self.num_behind = 0  # blocks that the pool has behind the first one that it lacks
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
         self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
         self.reading: tuple[float, float] | None = None
@@ -254,7 +257,8 @@ class _Load:
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
         rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
-        return PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
+        text = f"it had {present} of {asked} blocks, of which {count} arrived{rest}"
+        return PoolUse(Reason.HIT, text, self.num_behind)
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

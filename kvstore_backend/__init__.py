@@ -19,6 +19,7 @@ wrappers/      backends around a backend, one concern each: headers, deadlines, 
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig
 integrations/  other engines' contracts, met by this pool
+why_miss/      why blocks were not there: two set-ups, or a prompt and the pool, beside each other
 cli/           kvstore doctor, bench, stats, master
 """
 

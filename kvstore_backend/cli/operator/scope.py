@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -20,7 +21,7 @@ from kvstore_backend.manifest import Manifest
 from kvstore_backend.namespace import key_prefix
 from kvstore_backend.stores.holdings import Holdings
 
-__all__ = ["Scope", "add_scope_arguments", "find_scope", "names_prefix"]
+__all__ = ["Scope", "add_scope_arguments", "find_scope", "names_prefix", "open_tokenizer"]
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHORT_DIGEST = re.compile(r"[0-9a-f]{4,31}")
@@ -184,6 +185,16 @@ def _read_text(path: Path, flag: str) -> str:
 
 def _encode_text(text: str, model: Path) -> list[int]:
     """The tokens of a prompt of this text, as ``/v1/completions`` makes them."""
+    ids: list[int] = open_tokenizer(model).encode(text).ids
+    return ids
+
+
+def open_tokenizer(model: Path) -> Any:
+    """The ``tokenizers.Tokenizer`` of the checkpoint in a folder.
+
+    Raises:
+        ConfigError: the folder has none that can be read, or the library is not installed.
+    """
     file = model / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"--model {model} has no tokenizer.json; give the folder of the checkpoint, or --tokens")
@@ -192,7 +203,6 @@ def _encode_text(text: str, model: Path) -> list[int]:
     except ImportError:
         raise ConfigError("the tokenizers library is not installed: pip install tokenizers, or give --tokens") from None
     try:
-        ids: list[int] = tokenizers.Tokenizer.from_file(str(file)).encode(text).ids
+        return tokenizers.Tokenizer.from_file(str(file))
     except Exception as exc:  # the library raises Exception itself
         raise ConfigError(f"{file} is no tokenizer that can be read: {exc}") from None
-    return ids
