@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Info
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
 from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
@@ -255,6 +255,9 @@ def open_pool(
     Other arguments and errors are ``open_backend``'s.
     """
     namespace = name_tenant(config, namespace)
+    if registry is not None:
+        told = {"backend": config.backend, "tenant": namespace.tenant, "namespace": namespace.digest}
+        Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry).info(told)
     if facts is None:
         return BlockPool(open_backend(config, registry, background=background), namespace)
     keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))

@@ -63,6 +63,20 @@ TESTED_IN = {
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
+    # An operator's commands: on folders, and on real masters where only those can do it.
+    **{
+        f"kvstore_backend/cli/operator/{name}.py": f"tests/kvstore_backend/cli/operator/test_{tested}.py"
+        for name, tested in (
+            ("archive", "copy"),
+            ("catalogue", "ls"),
+            ("command", "ls"),
+            ("pin", "mooncake"),
+            ("pool", "clear"),
+            ("scope", "clear"),
+            ("values", "copy"),
+        )
+    },
+    "kvstore_backend/stores/holdings.py": "tests/kvstore_backend/cli/operator/test_mooncake.py",
     # A master's HTTP side, by the commands that ask it.
     "kvstore_backend/stores/mooncake_admin.py": "tests/kvstore_backend/cli/test_commands.py",
     # The file store, from several processes.

@@ -297,7 +297,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"{name!r} has no quota of its own: the master keeps no tenants apart, so only its blocks' names differ",
+                f"{name!r} has no quota of its own: the master keeps no tenants apart; only names of blocks do",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return

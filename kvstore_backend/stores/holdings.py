@@ -118,7 +118,7 @@ class MooncakeHoldings(Holdings):
         self._admin = admin
 
     @cached_property
-    def is_listed(self) -> bool:  # type: ignore[override]
+    def is_listed(self) -> bool:
         """Without tenants everybody's keys are those of ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 

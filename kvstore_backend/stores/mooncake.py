@@ -170,12 +170,19 @@ class MooncakeStore(StorageBackend):
         return removed if removed is not None and removed >= 0 else None
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value; None: there is none, or it cannot be said.
+        """The bytes of each value; None: there is none.
 
         Like a read it grants a lease, so what was found is not evicted for a while.
+
+        Raises:
+            PoolUnavailable: the cluster does not answer.
         """
         sizes = self._call_native(keys, lambda asked: [self._native.get_size(key) for key in asked])
-        return [size if size is not None and size > 0 else None for size in sizes]
+        for size in sizes:
+            if size is None or (size <= 0 and size != _NOT_FOUND):
+                address = self._settings.master_server_addr
+                raise PoolUnavailable(f"the Mooncake master at {address} answers a question for a size with {size}")
+        return [None if size == _NOT_FOUND else size for size in sizes]
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         with self._enter_call() as may_call:

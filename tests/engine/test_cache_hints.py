@@ -33,7 +33,7 @@ def test_what_is_no_hint_is_refused_with_its_place(control: Any, sentence: str) 
 
 def test_marks_stand_at_parts_and_at_messages() -> None:
     hour = {"type": "ephemeral", "ttl": "1h"}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "a", "cache_control": hour}]},
         {
             "role": "user",

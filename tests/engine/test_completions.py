@@ -218,7 +218,7 @@ def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]
         choices = await completions.begin_chat_choices(ChatBody(max_tokens=1, **fields))
         return [(hint.num_tokens, hint.seconds) for hint in choices.request.hints]
 
-    return in_event_loop(begin)
+    return asyncio.run(begin())
 
 
 def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(completions: Completions) -> None:

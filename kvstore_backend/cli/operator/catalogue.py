@@ -73,8 +73,7 @@ def read_catalogue(holdings: Holdings) -> Catalogue:
 
     for key in holdings.list_keys():
         with contextlib.suppress(ValueError):
-            digest, _ = parse_key(key)
-            entry(digest.hex()).keys.append(key)
+            entry(parse_key(key)[0].hex()).keys.append(key)
             continue
         with contextlib.suppress(ValueError):
             described.append(parse_manifest_key(key))

@@ -92,7 +92,7 @@ def _print_manifest(told: dict[str, Any]) -> None:
 
 
 def _show_prefix(scopes: Sequence[Scope], holdings: Holdings, *, is_json: bool) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for scope in scopes:
         keys = scope.list_keys(holdings)
         sizes = holdings.find_sizes(keys)

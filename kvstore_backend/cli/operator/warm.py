@@ -234,8 +234,12 @@ def _read_notes(notes: Path) -> set[str]:
 
 
 def _open_notes(notes: Path) -> IO[str]:
+    """The notes, to be added to on a line of their own."""
     try:
-        return notes.open("a")
+        is_torn = notes.exists() and not notes.read_bytes().endswith(b"\n")
+        opened = notes.open("a")
+        opened.write("\n" if is_torn else "")
+        return opened
     except OSError as exc:
         raise ConfigError(f"{notes} cannot be written to, where it is noted what was warmed: {exc.strerror}") from None
 

@@ -41,7 +41,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,)).start()
 
     def stop(self) -> None:
         """Nobody answers any more."""
