@@ -51,6 +51,7 @@ class Inquiry:
         leading: its leading blocks that were found.
         asked_at: when it was asked for, on ``time.monotonic``.
         messages: role and text of each that it was rendered from.
+        request_id: of the request, which is not like itself.
         manifest: of the instance that had it; None: this one.
     """
 
@@ -59,6 +60,7 @@ class Inquiry:
     leading: int
     asked_at: float
     messages: SequenceOf[tuple[str, str]] = ()
+    request_id: str = ""
     manifest: Manifest | None = None
 
 
@@ -85,7 +87,7 @@ class MissExplainer:
         if past is None:
             return None
         leading = past.cached_tokens // self._block_size
-        inquiry = Inquiry(past.tokens, past.salt, leading, past.asked_at, list_texts(past.messages))
+        inquiry = Inquiry(past.tokens, past.salt, leading, past.asked_at, list_texts(past.messages), past.request_id)
         return self._judge_request(past, inquiry), inquiry
 
     def explain_prompt(self, prompt: Prompt, stored: Prompt | None) -> Verdict:
@@ -113,7 +115,9 @@ class MissExplainer:
 
     def find_kin(self, inquiry: Inquiry) -> Verdict:
         """Why a prompt was a miss, as far as the requests tell that this instance had before it."""
-        before = [past for past in self._recent if past.asked_at < inquiry.asked_at]
+        before = [
+            past for past in self._recent if past.asked_at < inquiry.asked_at and past.request_id != inquiry.request_id
+        ]
         alike = _find_likest(inquiry.token_ids, (past for past in before if past.salt == inquiry.salt))
         if inquiry.manifest is not None and inquiry.manifest.digest != self.manifest.digest:
             return self._explain_setup(inquiry, inquiry.manifest, alike)
@@ -189,7 +193,10 @@ class MissExplainer:
         if saves.ended_at > inquiry.asked_at:
             text = f"{whose}, was on its way to the pool: its saving ended at {saved}, after {noticed}"
             return Verdict("unsaved", text, {**details, "saved_at": saved})
-        text = f"{whose}, was stored at {saved} and gone at {noticed}: evicted, or the pool was cleared or restarted"
+        why = "evicted, or the pool was cleared or restarted"
+        if inquiry.manifest is not None:
+            why += ", or the two instances are in different pools"
+        text = f"{whose}, was stored at {saved} and gone at {noticed}: {why}"
         return Verdict("evicted", text, {**details, "saved_at": saved})
 
     def _explain_parting(self, inquiry: Inquiry, alike: PastRequest) -> Verdict:

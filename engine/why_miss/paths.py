@@ -50,6 +50,7 @@ class InquiryBody(Body):
     leading: int = Field(ge=0)
     seconds_ago: float = Field(ge=0)
     messages: list[tuple[str, str]] = Field(default=[])
+    request_id: str = ""
     manifest: dict[str, Any]
 
 
@@ -98,6 +99,7 @@ def _describe_inquiry(asked: Inquiry) -> dict[str, Any]:
         "leading": asked.leading,
         "seconds_ago": time.monotonic() - asked.asked_at,
         "messages": asked.messages,
+        "request_id": asked.request_id,
     }
 
 
@@ -111,7 +113,8 @@ def _read_inquiry(body: InquiryBody) -> Inquiry:
     except ManifestError as exc:
         raise ApiError(400, f"manifest: {exc}", param="manifest") from None
     asked_at = time.monotonic() - body.seconds_ago
-    return Inquiry(_pack_tokens(body.token_ids), body.salt, body.leading, asked_at, body.messages, manifest)
+    tokens = _pack_tokens(body.token_ids)
+    return Inquiry(tokens, body.salt, body.leading, asked_at, body.messages, body.request_id, manifest)
 
 
 async def _encode_prompt(completions: Completions, body: PromptBody) -> Prompt:

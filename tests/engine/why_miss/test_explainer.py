@@ -69,7 +69,7 @@ class Instance:
         self.manifest = Manifest(self.engine.runner.namespace.fields, self.engine.runner.facts)
         pool = BlockPool(store, self.engine.runner.namespace)
         self.explainer = MissExplainer(self.recent, self.tokenizer, self.manifest, pool)
-        self._names = map("request-{}".format, itertools.count())
+        self._names = map(f"{id(self)}-{{}}".format, itertools.count())
 
     def encode(self, messages: Messages) -> list[int]:
         listed = [{"role": role, "content": text} for role, text in messages]
@@ -288,13 +288,23 @@ class TestAnotherInstance:
     """What an instance says of a request that another one had."""
 
     def test_it_tells_the_place_where_its_own_request_parts(self, world: World) -> None:
-        knowing, asked = world.instance(), world.instance()
+        store = MemoryStore(64 << 20)
+        knowing, asked = world.instance(store), world.instance(store)
         knowing.answer(TALK)
         found = asked.explainer.explain_request(asked.answer(changed(4, "41", "42")))
         assert found is not None
         verdict, inquiry = found
-        assert verdict.reason == "new"
+        assert (verdict.reason, "token" in verdict.details) == ("parts", False)
+        assert "no request that this instance remembers has block" in verdict.sentence
         assert "a counter" in knowing.explainer.find_kin(inquiry).sentence
+
+    def test_it_tells_what_it_had_stored_and_the_other_did_not_find(self, world: World) -> None:
+        knowing, asked = world.instance(), world.instance()
+        knowing.answer(TALK)
+        found = asked.explainer.explain_request(asked.answer(TALK))
+        assert found is not None
+        verdict = knowing.explainer.find_kin(replace(found[1], manifest=asked.manifest))
+        assert (verdict.reason, "in different pools" in verdict.sentence) == ("evicted", True)
 
     def test_it_tells_of_another_set_up(self, world: World) -> None:
         knowing = world.instance()

@@ -8,8 +8,8 @@ from engine.request import Request, SamplingParams, Sequence
 from engine.why_miss.recent_requests import RecentRequests, digest_salt
 
 
-def ended(request_id: str, num_tokens: int = 40, **more: str) -> Sequence:
-    return Sequence(Request(request_id, tuple(range(num_tokens)), SamplingParams(1), **more), 16)
+def ended(request_id: str, num_tokens: int = 40, choice_of: str = "") -> Sequence:
+    return Sequence(Request(request_id, tuple(range(num_tokens)), SamplingParams(1), choice_of=choice_of), 16)
 
 
 @pytest.mark.parametrize("asked", ["one", "chatcmpl-one", "cmpl-one", "resp_one", "msg_one"])
