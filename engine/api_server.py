@@ -173,8 +173,8 @@ class Instance:
             runner.default_max_tokens,
             self.dialect,
         )
-        self.manifest = Manifest(runner.namespace.fields, runner.facts)
-        self.explainer = MissExplainer(self.generations.recent, tokenizer, args.block_size, pool)
+        manifest = Manifest(runner.namespace.fields, runner.facts)
+        self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
         self.messages = Messages(self.completions)
@@ -293,7 +293,7 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
-    add_kvcache_paths(app, instance.explainer, instance.manifest, instance.completions)
+    add_kvcache_paths(app, instance.explainer, instance.completions)
     return app
 
 

@@ -171,7 +171,8 @@ def parse_manifest(value: object) -> Manifest:
     """
     if not isinstance(value, dict):
         raise ManifestError("it is not a JSON object")
-    if value.get("manifest") != _MANIFEST_VERSION:
+    version = value.get("manifest")
+    if type(version) is not int or version != _MANIFEST_VERSION:
         raise ManifestError(f"it is not a manifest of version {_MANIFEST_VERSION}, the only one known here")
     fields, facts = value.get("fields"), value.get("facts")
     if not isinstance(fields, dict) or not fields or not all(_is_field(*item) for item in fields.items()):

@@ -87,7 +87,7 @@ class Namespace:
     @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
-        return digest_fields(self.fields)
+        return digest_fields(self.fields, FORMAT_VERSION)
 
     def key(self, block_hash: bytes) -> str:
         """The key of the block with this hash."""
@@ -104,7 +104,7 @@ def key_prefix(digest: str) -> str:
     return f"{BLOCK_PREFIX}{digest}-"
 
 
-def digest_fields(fields: Mapping[str, object], block_format: int = FORMAT_VERSION) -> str:
+def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
     """``Namespace.digest`` of these fields, which another version of this package may have more or fewer of.
 
     Args:

@@ -91,6 +91,7 @@ TESTED_IN = {
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
+    "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Both halves of the connector beside each other.
     "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",

@@ -15,9 +15,11 @@ from typing import Any
 from engine.pool_use import Reason
 from engine.why_miss.recent_requests import PastRequest, RecentRequests, digest_salt, format_moment
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.manifest import Manifest
 from kvstore_backend.why_miss import (
     Prompt,
     Verdict,
+    compare_setups,
     count_common,
     describe_parting,
     explain_prompt,
@@ -49,6 +51,8 @@ class Inquiry:
         leading: its leading blocks that were found.
         asked_at: when it was asked for, on ``time.monotonic``.
         messages: role and text of each that it was rendered from.
+        request_id: of the request, which is not like itself.
+        manifest: of the instance that had it; None: this one.
     """
 
     token_ids: SequenceOf[int]
@@ -56,6 +60,8 @@ class Inquiry:
     leading: int
     asked_at: float
     messages: SequenceOf[tuple[str, str]] = ()
+    request_id: str = ""
+    manifest: Manifest | None = None
 
 
 class MissExplainer:
@@ -64,14 +70,15 @@ class MissExplainer:
     Args:
         recent: its last requests.
         tokenizer: a transformers tokenizer.
-        block_size: tokens in a block.
+        manifest: of its namespace, whether it has a pool or not.
         pool: None: it has none.
     """
 
-    def __init__(self, recent: RecentRequests, tokenizer: Any, block_size: int, pool: BlockPool | None) -> None:
+    def __init__(self, recent: RecentRequests, tokenizer: Any, manifest: Manifest, pool: BlockPool | None) -> None:
         self._recent = recent
         self._tokenizer = tokenizer
-        self._block_size = block_size
+        self._block_size = manifest.block_size
+        self.manifest = manifest
         self.pool = pool
 
     def explain_request(self, request_id: str) -> tuple[Verdict, Inquiry] | None:
@@ -80,7 +87,7 @@ class MissExplainer:
         if past is None:
             return None
         leading = past.cached_tokens // self._block_size
-        inquiry = Inquiry(past.tokens, past.salt, leading, past.asked_at, list_texts(past.messages))
+        inquiry = Inquiry(past.tokens, past.salt, leading, past.asked_at, list_texts(past.messages), past.request_id)
         return self._judge_request(past, inquiry), inquiry
 
     def explain_prompt(self, prompt: Prompt, stored: Prompt | None) -> Verdict:
@@ -99,7 +106,7 @@ class MissExplainer:
             return pool.exists(hashes)
 
         prompt = replace(prompt, decode=self.decode)
-        verdict = explain_prompt(exists, pool.manifest, prompt, stored=stored)
+        verdict = explain_prompt(exists, self.manifest, prompt, stored=stored)
         if stored is not None or verdict.reason not in ("new", "parts"):
             return verdict
         salt, leading = digest_salt(prompt.salt), verdict.details["leading"]
@@ -108,15 +115,20 @@ class MissExplainer:
 
     def find_kin(self, inquiry: Inquiry) -> Verdict:
         """Why a prompt was a miss, as far as the requests tell that this instance had before it."""
-        before = [past for past in self._recent if past.asked_at < inquiry.asked_at]
+        before = [
+            past for past in self._recent if past.asked_at < inquiry.asked_at and past.request_id != inquiry.request_id
+        ]
         alike = _find_likest(inquiry.token_ids, (past for past in before if past.salt == inquiry.salt))
+        if inquiry.manifest is not None and inquiry.manifest.digest != self.manifest.digest:
+            return self._explain_setup(inquiry, inquiry.manifest, alike)
         salted = _find_likest(inquiry.token_ids, (past for past in before if past.salt != inquiry.salt))
         blocks = self._count_blocks(inquiry, alike)
         if self._count_blocks(inquiry, salted) > max(inquiry.leading, blocks):
             return self._explain_salt(salted)
         if alike.past is not None and blocks > inquiry.leading:
             return self._explain_loss(inquiry, alike.past)
-        if alike.past is not None and alike.num_common:
+        # Where more was found than they have in common, another instance had something that is more alike.
+        if alike.past is not None and alike.num_common > inquiry.leading * self._block_size:
             return self._explain_parting(inquiry, alike.past)
         return self._explain_newness(inquiry)
 
@@ -151,6 +163,14 @@ class MissExplainer:
         """How many blocks that are of use the two have in common."""
         return min(likest.num_common, len(inquiry.token_ids) - 1) // self._block_size
 
+    def _explain_setup(self, inquiry: Inquiry, manifest: Manifest, alike: _Likest) -> Verdict:
+        """Of an instance whose set-up is another: it matters where this one had something like it."""
+        if alike.past is None or alike.num_common <= self._block_size:
+            return self._explain_newness(inquiry)
+        had = f"request {alike.past.request_id} ({alike.past.came_at}) had the same first {alike.num_common} tokens"
+        verdict = compare_setups(self.manifest, manifest, ("the instance that answered that", "the one asked"))
+        return replace(verdict, sentence=f"{had} at an instance with another set-up: {verdict.sentence}")
+
     def _explain_salt(self, salted: _Likest) -> Verdict:
         assert salted.past is not None
         return Verdict(
@@ -173,7 +193,10 @@ class MissExplainer:
         if saves.ended_at > inquiry.asked_at:
             text = f"{whose}, was on its way to the pool: its saving ended at {saved}, after {noticed}"
             return Verdict("unsaved", text, {**details, "saved_at": saved})
-        text = f"{whose}, was stored at {saved} and gone at {noticed}: evicted, or the pool was cleared or restarted"
+        why = "evicted, or the pool was cleared or restarted"
+        if inquiry.manifest is not None:
+            why += ", or the two instances are in different pools"
+        text = f"{whose}, was stored at {saved} and gone at {noticed}: {why}"
         return Verdict("evicted", text, {**details, "saved_at": saved})
 
     def _explain_parting(self, inquiry: Inquiry, alike: PastRequest) -> Verdict:

@@ -20,7 +20,7 @@ from engine.completions import Completions
 from engine.http_server import read_body
 from engine.protocol import ApiError, Body, ChatBody, CompletionBody, parse_body
 from engine.why_miss.explainer import Inquiry, MissExplainer, list_texts
-from kvstore_backend.manifest import Manifest
+from kvstore_backend.manifest import ManifestError, parse_manifest
 from kvstore_backend.why_miss import Prompt
 
 __all__ = ["add_kvcache_paths"]
@@ -50,15 +50,12 @@ class InquiryBody(Body):
     leading: int = Field(ge=0)
     seconds_ago: float = Field(ge=0)
     messages: list[tuple[str, str]] = Field(default=[])
+    request_id: str = ""
+    manifest: dict[str, Any]
 
 
-def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, manifest: Manifest, completions: Completions) -> None:
-    """Add the paths.
-
-    Args:
-        manifest: of this instance's namespace, with or without a pool.
-        completions: tokenizes prompts as those of requests.
-    """
+def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, completions: Completions) -> None:
+    """Add the paths; ``completions`` tokenizes prompts as those of requests."""
 
     @app.get("/kvcache")
     async def describe_blocks() -> Response:
@@ -66,6 +63,7 @@ def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, manifest: Manifest
         state = None
         if pool is not None:
             state = {"ready": pool.is_ready, "detail": pool.health().detail}
+        manifest = explainer.manifest
         return JSONResponse({"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state})
 
     @app.get("/kvcache/why_miss/{request_id:path}")
@@ -75,7 +73,9 @@ def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, manifest: Manifest
             raise ApiError(404, _TOLD_REQUESTS.format(request_id), code="unknown_request")
         verdict, asked = found
         told = {"request_id": request_id, **verdict.to_json()}
-        return JSONResponse({**told, "inquiry": _describe_inquiry(asked)} if inquiry else told)
+        if inquiry:
+            told["inquiry"] = {**_describe_inquiry(asked), "manifest": explainer.manifest.to_json()}
+        return JSONResponse(told)
 
     @app.post("/kvcache/why_miss")
     async def explain_prompt(request: Request) -> Response:
@@ -88,9 +88,8 @@ def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, manifest: Manifest
     @app.post("/kvcache/kin")
     async def find_kin(request: Request) -> Response:
         body = parse_body(InquiryBody, await read_body(request))
-        asked_at = time.monotonic() - body.seconds_ago
-        inquiry = Inquiry(_pack_tokens(body.token_ids), body.salt, body.leading, asked_at, body.messages)
-        return JSONResponse((await asyncio.to_thread(explainer.find_kin, inquiry)).to_json())
+        verdict = await asyncio.to_thread(explainer.find_kin, _read_inquiry(body))
+        return JSONResponse(verdict.to_json())
 
 
 def _describe_inquiry(asked: Inquiry) -> dict[str, Any]:
@@ -100,7 +99,22 @@ def _describe_inquiry(asked: Inquiry) -> dict[str, Any]:
         "leading": asked.leading,
         "seconds_ago": time.monotonic() - asked.asked_at,
         "messages": asked.messages,
+        "request_id": asked.request_id,
     }
+
+
+def _read_inquiry(body: InquiryBody) -> Inquiry:
+    """
+    Raises:
+        ApiError: its manifest or its tokens are none.
+    """
+    try:
+        manifest = parse_manifest(body.manifest)
+    except ManifestError as exc:
+        raise ApiError(400, f"manifest: {exc}", param="manifest") from None
+    asked_at = time.monotonic() - body.seconds_ago
+    tokens = _pack_tokens(body.token_ids)
+    return Inquiry(tokens, body.salt, body.leading, asked_at, body.messages, body.request_id, manifest)
 
 
 async def _encode_prompt(completions: Completions, body: PromptBody) -> Prompt:

@@ -114,12 +114,18 @@ def compare_texts(stored: str, asked: str) -> tuple[str, str, str, bool]:
     return OTHER_TEXT, *words, _agrees_again(stored[place:], asked[place:])
 
 
-def find_suspect(text: str) -> tuple[str, str] | None:
-    """The first thing in a text that is likely to be new in every request: its kind and itself; None: nothing is."""
+def find_suspect(text: str, start: int = 0, end: int | None = None) -> tuple[str, str] | None:
+    """The first thing in a text that is likely to be new in every request: its kind and itself; None: nothing is.
+
+    Args:
+        start: only what reaches into the characters from here on is of interest ...
+        end: ... and before here; None: to the end of the text.
+    """
     found = [
         (match.start(), order, kind, match[0])
         for order, (kind, pattern) in enumerate(_PATTERNS.items())
-        if (match := pattern.search(text))
+        for match in pattern.finditer(text)
+        if match.end() > start and (end is None or match.start() < end)
     ]
     return min(found)[2:] if found else None
 

@@ -176,10 +176,14 @@ def _explain_unseen(chain: _Chain) -> Verdict:
     )
     text = f"{had}lacks block {chain.leading} ({chain.tell_tokens()}): it is new, or was evicted"
     details = chain.details
-    decode = chain.prompt.decode
+    decode, tokens, first = chain.prompt.decode, chain.prompt.token_ids, chain.first_missing
     if decode is not None:
-        inside = decode(chain.prompt.token_ids[chain.first_missing : chain.first_missing + chain.block_size])
-        if (suspect := find_suspect(inside)) is not None:
+        # A word may begin in the block before.
+        before = decode(tokens[max(0, first - chain.block_size) : first])
+        inside = decode(tokens[first : first + chain.block_size])
+        whole = before + inside + decode(tokens[first + chain.block_size : first + 2 * chain.block_size])
+        suspect = find_suspect(whole, len(before), len(before) + len(inside))
+        if suspect is not None:
             kind, word = suspect
             details = {**details, "suspect": kind, "text": word}
             text += f"; it has {kind} in it ({word!r}), which makes a prompt new each time"

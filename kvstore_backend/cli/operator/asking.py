@@ -63,7 +63,8 @@ def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdic
     token = _read_token(token_file) if token_file else ""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"/admin/why_miss/{quote(request_id, safe='')}"
-    return _read_verdict(address, _ask(address, "router", "GET", path, headers=headers))
+    told = _ask(address, "router", "GET", path, headers=headers)
+    return _read_verdict(address, {**told, "sentence": told.get("why_miss")})
 
 
 def _ask(
