@@ -91,8 +91,13 @@ def test_a_manifest_that_was_lost_is_written_again(store: MemoryStore) -> None:
 
 
 def test_a_pool_that_is_away_is_left_alone(store: MemoryStore) -> None:
-    keeper, asked = ManifestKeeper(MANIFEST, period=0.01), []
-    keeper.watch_readiness(lambda: bool(asked.append(1)))
+    keeper, asked = ManifestKeeper(MANIFEST, period=0.01), [0]
+
+    def is_ready() -> bool:
+        asked.append(1)
+        return False
+
+    keeper.watch_readiness(is_ready)
     keeper.attach_store(store)
     wait_until(lambda: store.exists([KEY]) == [Status.OK], "the manifest in the store that was just opened")
     store.remove([KEY])
