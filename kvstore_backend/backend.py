@@ -143,11 +143,11 @@ class StorageBackend(abc.ABC):
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
         """Store ``values[i]`` under ``keys[i]`` also where that is present, and spare it from eviction for a time.
 
-        For as long as there is something else to evict. A store that knows no such thing stores what is absent.
+        For as long as there is something else to evict. A store that knows no such thing stores those that are absent.
 
         Args:
-            keys: what is kept.
-            values: what is stored there already, or would be.
+            keys: of values that are to be kept.
+            values: theirs, whether or not they are stored already.
             seconds: for how long from now; 0: it is evicted like any other again.
 
         Raises:

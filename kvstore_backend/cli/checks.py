@@ -301,7 +301,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return
-    accounts = {account.name: account for account in admin.list_tenants()}
+    accounts = {account.name: account for account in admin.fetch_accounts()}
     if (own := accounts.get(name)) is None:
         yield fail(
             subject,

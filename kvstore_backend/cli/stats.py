@@ -172,8 +172,8 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
         )
     try:
         metrics = admin.fetch_metrics()
-        names = Counter(_namespace_of(key) for key in admin.list_keys())
-        tenants = {account.name: account for account in admin.list_tenants()}
+        names = Counter(_namespace_of(key) for key in admin.stream_keys())
+        tenants = {account.name: account for account in admin.fetch_accounts()}
         clients, gone = _count_clients(admin, settings, int(metrics["master_active_clients"]))
         return _PoolFigures(
             "mooncake",
@@ -303,9 +303,14 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
         lines += ["", *_describe_tenants(figures.tenants.values())]
     if not figures.instances:
         return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
+    return [*lines, "", *_describe_instances(figures, before, seconds)]
+
+
+def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
+    """The tables of instances' counters; arguments are those of ``_describe_figures``."""
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
-    lines += ["", *format_table(("instance", *heads), total)]
+    lines = format_table(("instance", *heads), total)
     if before is not None:
         grown = [
             (
@@ -320,7 +325,7 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """The table of accounts, and below it what the master does not tell of tenants."""
+    """The table of accounts, and a line on namespaces."""
     heads = ("tenant", "used", "of", "", "asked for", "evicted for itself", "writes without room")
     rows = [
         (

@@ -1,17 +1,16 @@
 """The values of a pool, for an operator: listed, measured, copied, kept and removed, by the means of each store.
 
-An engine knows the keys that it asks for, and no others. Whoever looks after a pool wants to know which there are: a
-Mooncake master lists them over HTTP, a folder has them as files. Values are bytes here, as they are stored.
+An engine knows the keys that it asks for, and no others. An operator wants to know which there are: a Mooncake master
+lists them over HTTP, a folder has them as files. Values are bytes here, as they are stored.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import httpx
@@ -23,9 +22,9 @@ from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MooncakeSetting
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.file.folder import Block, find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import MooncakeStore
-from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount
+from kvstore_backend.stores.mooncake_admin import MasterAdmin
 
-__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes", "as_stored"]
+__all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes", "wrap_bytes"]
 
 _Answer = TypeVar("_Answer")
 
@@ -33,42 +32,16 @@ StoredBytes = NDArray[np.uint8]
 """A value as it is stored: of a block, header and payload."""
 
 
-class Holdings(abc.ABC):
-    """The values of one pool.
+class _Values:
+    """Values that are moved through a store, which is joined when that is first needed: listing takes none.
 
-    Methods raise ``PoolUnavailable`` where the pool cannot be reached. The store is joined when it is first needed:
-    what a listing tells takes no more than that.
+    Args:
+        join: opens the store, giving it nothing: memory that a command gave would be gone with its end.
     """
 
-    _joined: StorageBackend | None = None
-
-    can_keep: ClassVar[bool]
-    """Whether the pool can spare values from eviction."""
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether the pool tells its keys."""
-        return True
-
-    @abc.abstractmethod
-    def list_keys(self) -> list[str]:
-        """Every key."""
-
-    @abc.abstractmethod
-    def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """The bytes of each value; None where there is none."""
-
-    @abc.abstractmethod
-    def clear_prefix(self, prefix: str) -> int:
-        """Remove every key that begins with ``prefix``, which must not be empty; how many were removed."""
-
-    def count_kept(self) -> int | None:
-        """How many values are spared from eviction now; None: that cannot be said."""
-        return None
-
-    def list_tenants(self) -> list[TenantAccount]:
-        """The accounts of tenants, where the pool keeps them apart."""
-        return []
+    def __init__(self, join: Callable[[], StorageBackend]) -> None:
+        self._join = join
+        self._joined: StorageBackend | None = None
 
     def read_values(self, keys: Sequence[str], sizes: Sequence[int]) -> list[StoredBytes | None]:
         """The values, whose sizes are known; None where one is not there any more."""
@@ -100,53 +73,52 @@ class Holdings(abc.ABC):
             self._joined = self._join()
         return self._joined
 
-    @abc.abstractmethod
-    def _join(self) -> StorageBackend:
-        """Open the store, giving it nothing: what an operator's command gave would be gone with its end."""
 
-
-class MooncakeHoldings(Holdings):
+class MooncakeHoldings(_Values):
     """The values of one tenant of a Mooncake cluster.
 
     Mooncake 0.3.13's master lists the keys of the tenant ``default`` and of no other.
     """
 
     can_keep = True
+    """Whether it can spare values from eviction."""
 
     def __init__(self, settings: MooncakeSettings, admin: MasterAdmin) -> None:
+        super().__init__(lambda: MooncakeStore(replace(settings, global_segment_size=0, enable_ssd_offload=False)))
         self._settings = settings
         self._admin = admin
 
     @cached_property
     def is_listed(self) -> bool:
-        """Without tenants everybody's keys are those of ``default``."""
+        """Whether it tells its keys: without tenants everybody's are those of ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:
+        """Every key."""
         if self.is_listed:
-            return self._ask(lambda: list(self._admin.list_keys()))
+            return self._ask(lambda: list(self._admin.stream_keys()))
         raise PoolUnavailable(
             f"Mooncake lists the keys of no tenant but {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
             "cannot be listed: name a namespace, or a prefix whose keys can be told"
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """The bytes of each value; None where there is none."""
         if self.is_listed:
-            return self._ask(lambda: self._admin.find_sizes(keys))
-        return self._client.find_sizes(keys)
+            return self._ask(lambda: self._admin.fetch_sizes(keys))
+        return self._client.measure_values(keys)
 
-    def clear_prefix(self, prefix: str) -> int:
-        removed = self._client.count_cleared(prefix)
+    def remove_prefix(self, prefix: str) -> int:
+        """Remove every key that begins with ``prefix``, which must not be empty; how many were removed."""
+        removed = self._client.clear_and_count(prefix)
         if removed is None:
             raise PoolUnavailable(f"the master at {self._settings.master_server_addr} did not say what it removed")
         return removed
 
-    def count_kept(self) -> int | None:
+    def count_pins(self) -> int | None:
+        """How many values are spared from eviction now; None: that cannot be said."""
         kept = self._ask(self._admin.fetch_metrics).get("master_soft_pin_key_count")
         return None if kept is None else int(kept)
-
-    def list_tenants(self) -> list[TenantAccount]:
-        return self._ask(self._admin.list_tenants)
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
         try:
@@ -160,14 +132,12 @@ class MooncakeHoldings(Holdings):
         assert isinstance(self._store, MooncakeStore)
         return self._store
 
-    def _join(self) -> MooncakeStore:
-        return MooncakeStore(replace(self._settings, global_segment_size=0, enable_ssd_offload=False))
 
-
-class FolderHoldings(Holdings):
+class FolderHoldings(_Values):
     """The values in the folder of a file store."""
 
     can_keep = False
+    is_listed = True
 
     def __init__(self, settings: FileSettings) -> None:
         """Look at the folder, which must be a pool's already.
@@ -175,6 +145,7 @@ class FolderHoldings(Holdings):
         Raises:
             PoolUnavailable: it is not there, or not a pool's.
         """
+        super().__init__(lambda: FileStore(settings.path, settings.size))
         self._settings = settings
         if not settings.path.is_dir():
             raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
@@ -183,13 +154,19 @@ class FolderHoldings(Holdings):
             raise PoolUnavailable(f"folder {settings.path} {reason}: {remedy}")
 
     def list_keys(self) -> list[str]:
+        """Every key."""
         return list(self._scan())
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """The bytes of each value; None where there is none."""
         blocks = self._scan()
         return [blocks[key].nbytes if key in blocks else None for key in keys]
 
-    def clear_prefix(self, prefix: str) -> int:
+    def count_pins(self) -> None:
+        """There are none."""
+
+    def remove_prefix(self, prefix: str) -> int:
+        """Remove every key that begins with ``prefix``; how many were removed."""
         keys = [key for key in self._scan() if key.startswith(prefix)]
         return self.remove_keys(keys).count(Status.OK)
 
@@ -200,11 +177,12 @@ class FolderHoldings(Holdings):
         except OSError as exc:
             raise PoolUnavailable(f"folder {self._settings.path} cannot be read: {exc.strerror}") from exc
 
-    def _join(self) -> FileStore:
-        return FileStore(self._settings.path, self._settings.size)
+
+Holdings: TypeAlias = MooncakeHoldings | FolderHoldings
+"""The values of one pool; methods raise ``PoolUnavailable`` where it cannot be reached."""
 
 
-def as_stored(data: bytes) -> StoredBytes:
+def wrap_bytes(data: bytes) -> StoredBytes:
     """A value of these bytes."""
     return np.frombuffer(data, dtype=np.uint8)
 

@@ -134,7 +134,7 @@ class MooncakeStore(StorageBackend):
         return [_STORED.get(code, Status.FAILED) for code in codes]
 
     def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Writes the values once more, in place: only a write changes how long Mooncake keeps what it has.
+        """Writes the values once more, in place: only a write changes how long Mooncake keeps them.
 
         For the moment that the write takes, others do not find them.
         """
@@ -161,18 +161,18 @@ class MooncakeStore(StorageBackend):
         return [_REMOVED.get(code, Status.FAILED) for code in self._call_native(keys, self._native.batch_remove, force)]
 
     def _clear(self, prefix: str) -> Status:
-        return Status.OK if self.count_cleared(prefix) is not None else Status.FAILED
+        return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
 
-    def count_cleared(self, prefix: str) -> int | None:
+    def clear_and_count(self, prefix: str) -> int | None:
         """``clear``; how many keys were removed, or None where that cannot be said."""
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return removed if removed is not None and removed >= 0 else None
 
-    def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
+    def measure_values(self, keys: Sequence[str]) -> list[int | None]:
         """The bytes of each value; None: there is none.
 
-        Like a read it grants a lease, so what was found is not evicted for a while.
+        Like a read it grants a lease, so values that were found are not evicted for a while.
 
         Raises:
             PoolUnavailable: the cluster does not answer.
@@ -246,7 +246,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """The address of each value in one piece, and its size: what lies in several is copied together."""
+        """The address of each value in one piece, and its size: the pieces of others are copied together."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes

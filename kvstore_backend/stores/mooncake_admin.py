@@ -55,10 +55,10 @@ class TenantAccount:
 
     Attributes:
         name: by which its clients name it.
-        quota: what it was promised.
-        granted: what it gets of that: all quotas are cut alike where they are more than the pool has.
-        used: what its blocks take now.
-        evicted: what was evicted for its own later blocks.
+        quota: its promise.
+        granted: so much of that as it gets: all quotas are cut alike where they are more than the pool has.
+        used: by its blocks now.
+        evicted: for its own later blocks, ever.
         refused: how many of its writes found no room.
     """
 
@@ -107,13 +107,13 @@ class MasterAdmin:
         except (KeyError, TypeError) as exc:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
-    def list_keys(self) -> Iterator[str]:
+    def stream_keys(self) -> Iterator[str]:
         """Every key of the pool."""
         with httpx.stream("GET", f"http://{self.address}/get_all_keys", timeout=30, trust_env=False) as response:
             response.raise_for_status()
             yield from filter(None, response.iter_lines())
 
-    def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
+    def fetch_sizes(self, keys: Sequence[str]) -> list[int | None]:
         """The bytes of each value of the tenant ``default``; None: there is none, or it lies on a disk only.
 
         Unlike a client's question, this grants no lease.
@@ -125,7 +125,7 @@ class MasterAdmin:
             sizes += [_size_of_value(told.get(key)) for key in asked]
         return sizes
 
-    def list_tenants(self) -> list[TenantAccount]:
+    def fetch_accounts(self) -> list[TenantAccount]:
         """The tenants that have a quota, or use memory; none where the master keeps no tenants apart."""
         response = httpx.get(f"http://{self.address}/api/v1/tenant_quotas", timeout=_TIMEOUT_SECONDS, trust_env=False)
         if response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND):  # without tenants; without the path

@@ -174,7 +174,7 @@ class CheckedBackend(Wrapper):
 
 
 def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
-    """What is wrong with the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+    """The fault of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
 
     Args:
         key: a block's.

@@ -211,6 +211,13 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 
+@pytest.fixture
+def wordy(few_words: Path, word_tokenizer: Any) -> Iterator[Completions]:
+    """Of a model that has all of the tokenizer's words."""
+    with Engine(few_words) as running:
+        yield completions_of(running, word_tokenizer, 200)
+
+
 def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]:
     """The hints of a chat's request: tokens and seconds."""
 
@@ -221,21 +228,21 @@ def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]
     return asyncio.run(begin())
 
 
-def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(completions: Completions) -> None:
+def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(wordy: Completions) -> None:
     part = {"type": "text", "text": "where is", "cache_control": HOUR}
     rest = {"type": "text", "text": " the river"}
     plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "where is the river"}]
     marked = [{**plain[0], "cache_control": HOUR}, {"role": "user", "content": [part, rest]}]
-    assert hints_of(completions, messages=plain) == []
-    (system, one), (until_part, other) = hints_of(completions, messages=marked)
-    [(whole, minutes)] = hints_of(completions, messages=plain, cache_control={"type": "ephemeral"})
+    assert hints_of(wordy, messages=plain) == []
+    (system, one), (until_part, other) = hints_of(wordy, messages=marked)
+    [(whole, minutes)] = hints_of(wordy, messages=plain, cache_control={"type": "ephemeral"})
     assert 0 < system < until_part < whole
     assert (one, other, minutes) == (3600, 3600, 300)
 
 
-def test_a_hint_that_is_none_is_refused_with_its_place(completions: Completions) -> None:
+def test_a_hint_that_is_none_is_refused_with_its_place(wordy: Completions) -> None:
     message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral", "ttl": "9d"}}
     with pytest.raises(ApiError, match=r"messages\.0\.cache_control\.ttl: Input should be a time such as 5m or 1h"):
-        hints_of(completions, messages=[message])
+        hints_of(wordy, messages=[message])
     with pytest.raises(ApiError, match="messages: 5 of their parts have cache_control; 4 may"):
-        hints_of(completions, messages=[{**message, "cache_control": HOUR}] * 5)
+        hints_of(wordy, messages=[{**message, "cache_control": HOUR}] * 5)

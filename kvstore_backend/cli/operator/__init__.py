@@ -1,7 +1,7 @@
 """An operator's commands on the blocks of a pool: one file a command, or a pair of commands that belong together.
 
-ls.py         kvstore ls: what a pool holds
-clear.py      kvstore clear: removes what is named
+ls.py         kvstore ls: a pool's namespaces, or a prefix
+clear.py      kvstore clear: removes the blocks that are named
 why_miss.py   kvstore why-miss: why set-ups do not share blocks, or a prompt or request was a miss
 pin.py        kvstore pin, unpin: keeps blocks from eviction for a time
 copy.py       kvstore export, import: a namespace to and from a folder
@@ -11,7 +11,7 @@ command.py    Command: one command, as the list of commands has it
 asking.py     instances and routers, asked over HTTP
 pool.py       which pool: arguments, and its holdings opened
 scope.py      which blocks of it: namespaces, or a prefix's
-catalogue.py  what there is, namespace by namespace
+catalogue.py  the contents of a pool, namespace by namespace
 values.py     blocks as they are stored, read in batches and checked
 """
 

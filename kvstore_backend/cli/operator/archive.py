@@ -27,7 +27,7 @@ from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.config import DEFAULT_TENANT
 from kvstore_backend.manifest import Manifest, ManifestError, parse_manifest
 from kvstore_backend.namespace import key_prefix
-from kvstore_backend.stores.holdings import StoredBytes, as_stored
+from kvstore_backend.stores.holdings import StoredBytes, wrap_bytes
 from kvstore_backend.wrappers.checked import find_fault
 
 __all__ = ["ArchiveReader", "ArchiveWriter", "ArchivedBlock"]
@@ -124,7 +124,7 @@ class ArchiveReader:
         digest: the namespace.
         tenant: whose it was.
         blocks: its index.
-        manifest: what the pool that it came from said of it.
+        manifest: of the namespace, from the pool that it came from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -152,7 +152,7 @@ class ArchiveReader:
             return f"cannot be read: {exc.strerror}"
         if len(data) != block.nbytes or hashlib.sha256(data).hexdigest() != block.sha256:
             return "is not what the index says"
-        value = as_stored(data)
+        value = wrap_bytes(data)
         fault = find_fault(key, value)
         return (key, value) if fault is None else f"has a wrong {fault} in its header"
 

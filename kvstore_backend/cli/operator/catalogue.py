@@ -1,4 +1,4 @@
-"""What there is in a pool, namespace by namespace, with what their manifests say of them."""
+"""The contents of a pool, namespace by namespace, with their manifests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NamespaceEntry:
     Attributes:
         digest: its name.
         keys: of its blocks.
-        manifest: what its instances say of it; None: they left none, or it was evicted.
+        manifest: left by its instances; None: they left none, or it was evicted.
     """
 
     digest: str

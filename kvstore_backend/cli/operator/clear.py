@@ -30,19 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove what is named, and print how much it was.
+    """Remove the blocks that are named, and print how many these were.
 
     Raises:
-        ConfigError: what is meant cannot be told.
+        ConfigError: the arguments do not tell which.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     with open_holdings(arguments) as holdings:
         if arguments.all and not holdings.is_listed and not arguments.dry_run:
-            removed = {"all": holdings.clear_prefix(BLOCK_PREFIX)}
+            removed = {"all": holdings.remove_prefix(BLOCK_PREFIX)}
         else:
             removed = {
                 scope.digest: _count_blocks(scope, holdings) if arguments.dry_run else _clear_scope(scope, holdings)
-                for scope in _find_named(arguments, holdings)
+                for scope in _find_scopes(arguments, holdings)
             }
     if arguments.json:
         print_json({"dry_run": arguments.dry_run, "removed": removed})
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find_named(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
+def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
     if not arguments.all:
         return find_scope(arguments, holdings)
     if arguments.namespace or names_prefix(arguments):
@@ -65,7 +65,7 @@ def _find_named(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope
 
 def _count_blocks(scope: Scope, holdings: Holdings) -> int:
     if scope.keys is None:
-        return len(scope.list_keys(holdings))
+        return len(scope.name_keys(holdings))
     return sum(size is not None for size in holdings.find_sizes(scope.keys))
 
 
@@ -76,7 +76,7 @@ def _clear_scope(scope: Scope, holdings: Holdings) -> int:
         PoolUnavailable: some of them are still there, or may be.
     """
     if scope.keys is None:
-        return holdings.clear_prefix(key_prefix(scope.digest))
+        return holdings.remove_prefix(key_prefix(scope.digest))
     statuses = holdings.remove_keys(scope.keys)
     removed, failed = statuses.count(Status.OK), statuses.count(Status.FAILED)
     if failed:

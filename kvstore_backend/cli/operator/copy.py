@@ -16,7 +16,7 @@ from kvstore_backend.cli.operator.values import find_present, read_batches
 from kvstore_backend.cli.progress import show_progress
 from kvstore_backend.cli.report import format_bytes, print_json
 from kvstore_backend.manifest import encode_manifest, manifest_key
-from kvstore_backend.stores.holdings import Holdings, StoredBytes, as_stored
+from kvstore_backend.stores.holdings import Holdings, StoredBytes, wrap_bytes
 
 __all__ = ["add_export_arguments", "add_import_arguments", "export_blocks", "import_blocks"]
 
@@ -45,7 +45,7 @@ def export_blocks(arguments: argparse.Namespace) -> int:
     """Copy the blocks that the arguments name.
 
     Raises:
-        ConfigError: what is meant cannot be told, or the folder cannot be used for it.
+        ConfigError: the arguments do not tell which, or the folder cannot be used for it.
         PoolUnavailable: the pool or the folder cannot be reached, or not all blocks arrived.
     """
     with open_holdings(arguments) as holdings:
@@ -57,14 +57,7 @@ def export_blocks(arguments: argparse.Namespace) -> int:
         counts = Counter(blocks=len(keys), bytes=total, gone=0, damaged=0)
         if not arguments.dry_run and keys:
             writer = ArchiveWriter(arguments.folder, digest)
-            counts = Counter(blocks=0, bytes=0, gone=0, damaged=0)
-            with show_progress("export", total) as tell:
-                for batch in read_batches(holdings, keys, sizes):
-                    for key, value in zip(batch.keys, batch.values, strict=True):
-                        writer.add(key, value)
-                        counts.update(blocks=1, bytes=value.nbytes)
-                    counts.update(gone=batch.gone, damaged=batch.damaged)
-                    tell(counts["bytes"])
+            counts = _export_values(holdings, keys, sizes, writer)
             writer.finish(find_tenant(arguments), find_manifests(holdings, [digest]).get(digest))
     if arguments.json:
         print_json({"dry_run": arguments.dry_run, "namespace": digest, "folder": str(arguments.folder), **counts})
@@ -79,6 +72,19 @@ def export_blocks(arguments: argparse.Namespace) -> int:
             "folder is whole without them; export again to it for those that are back"
         )
     return 0
+
+
+def _export_values(holdings: Holdings, keys: list[str], sizes: list[int], writer: ArchiveWriter) -> Counter[str]:
+    """Write the values to the folder; how many ``blocks`` and ``bytes`` came, were ``gone`` or ``damaged``."""
+    counts = Counter(blocks=0, bytes=0, gone=0, damaged=0)
+    with show_progress("export", sum(sizes)) as tell:
+        for batch in read_batches(holdings, keys, sizes):
+            for key, value in zip(batch.keys, batch.values, strict=True):
+                writer.add(key, value)
+            nbytes = sum(value.nbytes for value in batch.values)
+            counts.update(blocks=len(batch.keys), bytes=nbytes, gone=batch.gone, damaged=batch.damaged)
+            tell(counts["bytes"])
+    return counts
 
 
 def import_blocks(arguments: argparse.Namespace) -> int:
@@ -102,7 +108,7 @@ def import_blocks(arguments: argparse.Namespace) -> int:
             counts.update(_import_part(archive, archive.blocks[part], holdings, is_dry=arguments.dry_run))
             tell(sum(counts.values()))
         if archive.manifest is not None and not arguments.dry_run:
-            holdings.write_values([manifest_key(archive.digest)], [as_stored(encode_manifest(archive.manifest))])
+            holdings.write_values([manifest_key(archive.digest)], [wrap_bytes(encode_manifest(archive.manifest))])
     _print_import(arguments, archive, counts)
     if counts["damaged"] or counts["refused"]:
         raise PoolUnavailable(

@@ -1,4 +1,4 @@
-"""Say what a pool holds: namespaces with their blocks, or how much of a prefix is there."""
+"""Show a pool's namespaces with their blocks, or how much of a prefix is there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what there is.
+    """Print it.
 
     Raises:
-        ConfigError: what is meant cannot be told.
+        ConfigError: the arguments do not tell which.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     with open_holdings(arguments) as holdings:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             wanted = [scope.digest for scope in find_scope(arguments, holdings)]
             shown = [catalogue.namespaces.get(digest, NamespaceEntry(digest)) for digest in wanted]
         rows = [_describe_entry(each, holdings) for each in sorted(shown, key=lambda each: -len(each.keys))]
-        figures = {"namespaces": rows, "other_keys": catalogue.others, "kept_keys": holdings.count_kept()}
+        figures = {"namespaces": rows, "other_keys": catalogue.others, "kept_keys": holdings.count_pins()}
     if arguments.json:
         print_json(figures)
     else:
@@ -94,7 +94,7 @@ def _print_manifest(told: dict[str, Any]) -> None:
 def _show_prefix(scopes: Sequence[Scope], holdings: Holdings, *, is_json: bool) -> int:
     rows: list[dict[str, Any]] = []
     for scope in scopes:
-        keys = scope.list_keys(holdings)
+        keys = scope.name_keys(holdings)
         sizes = holdings.find_sizes(keys)
         leading = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
         found = [size for size in sizes if size is not None]

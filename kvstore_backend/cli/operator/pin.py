@@ -1,7 +1,7 @@
 """Keep blocks from eviction for a time, or no longer: ``kvstore pin`` and ``kvstore unpin``.
 
-Mooncake sets a pin when it writes, so both read what is stored and write it again, in place: a block is not found for
-the moment that its write takes.
+Mooncake sets a pin when it writes, so both read the stored bytes and write them again, in place. A block is not found
+for the moment that its write takes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def pin(arguments: argparse.Namespace) -> int:
     """Keep the blocks that the arguments name.
 
     Raises:
-        ConfigError: what is meant cannot be told, or the pool keeps nothing.
+        ConfigError: the arguments do not tell which, or the pool keeps nothing.
         PoolUnavailable: the pool cannot be reached, or did not do all of it.
     """
     return _change_pins(arguments, arguments.seconds, "kept")

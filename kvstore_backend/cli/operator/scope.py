@@ -1,7 +1,7 @@
 """The blocks that an operator's command names: whole namespaces, or the chain of blocks of a prefix.
 
 A block is named by all tokens up to its end, so a prefix names the chain of its full blocks and nothing behind them:
-which prompts go on from there cannot be told from keys. What is not named here is not touched.
+which prompts go on from there cannot be told from keys. Blocks that are not named here are not touched.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scope:
     num_tokens: int = 0
     manifest: Manifest | None = None
 
-    def list_keys(self, holdings: Holdings) -> list[str]:
+    def name_keys(self, holdings: Holdings) -> list[str]:
         """The keys that it names, whether or not the pool has them; all of the namespace as the pool lists them.
 
         Raises:
@@ -57,7 +57,7 @@ class Scope:
 
 
 def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
-    """Declare which blocks; ``verb`` says what is done to them."""
+    """Declare which blocks; ``verb`` is done to them."""
     add = parser.add_argument
     add(
         "--namespace",

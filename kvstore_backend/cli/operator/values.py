@@ -22,7 +22,7 @@ class Batch(NamedTuple):
         keys: of those that arrived whole.
         values: theirs, headers included.
         gone: how many were evicted meanwhile, or did not arrive.
-        damaged: how many are not what their keys say.
+        damaged: how many do not verify.
     """
 
     keys: list[str]
@@ -37,7 +37,7 @@ def find_present(scope: Scope, holdings: Holdings) -> tuple[list[str], list[int]
     Raises:
         PoolUnavailable: the pool cannot be asked.
     """
-    keys = scope.list_keys(holdings)
+    keys = scope.name_keys(holdings)
     found = [(key, size) for key, size in zip(keys, holdings.find_sizes(keys), strict=True) if size is not None]
     return [key for key, _ in found], [size for _, size in found]
 

@@ -1,7 +1,7 @@
 """Send a file of prompts through an instance or a router, so that their blocks are in the pool before they are asked.
 
-Each is asked for one token, and at the lowest priority that a router knows. What was warmed is noted beside the file,
-so that a run that was cut short goes on where it ended.
+Each is asked for one token, and at the lowest priority that a router knows. Those that were warmed are noted beside the
+file, so that a run that was cut short goes on where it ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_FAILURES_IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A line of the file: where it stands, what is sent for it, and its name among those that were warmed."""
+    """A line of the file, and the request that it becomes."""
 
     line: int
     path: str

@@ -74,7 +74,7 @@ def test_blocks_are_listed_kept_copied_and_removed(
     assert kvstore("export", tmp_path / "out", *there, *named, "--json").told["blocks"] == 3
     assert kvstore("clear", *there, *named, "--tokens", "0,1,2,3").output.startswith("1 blocks removed")
     assert kvstore("clear", *there, *named).output.startswith("2 blocks removed")
-    left = set(MasterAdmin(there[-1]).list_keys())
+    left = set(MasterAdmin(there[-1]).stream_keys())
     assert not left & set(keys)
     assert kvstore("import", tmp_path / "out", *there, "--json").told["stored"] == 3
     [prefix] = kvstore("ls", *there, *named, "--tokens", "0 1 2 3 4 5 6 7", "--json").told["prefixes"]
