@@ -97,7 +97,7 @@ async def _explain_request(explainer: MissExplainer, request_id: str, *, with_in
     """
     found = await asyncio.to_thread(explainer.explain_request, request_id)
     if found is None:
-        message = f"this instance remembers no request {request_id!r}: it was answered elsewhere, is not over, or is long gone"
+        message = f"this instance remembers no request {request_id!r}: it went elsewhere, is not over, or is long gone"
         raise ApiError(404, message, code="unknown_request")
     verdict, asked = found
     told = {"request_id": request_id, **verdict.to_json()}
