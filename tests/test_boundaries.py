@@ -47,7 +47,8 @@ SPEAKERS = {
 # once parts of it too, eight. An operator's programs have one each to the flags, and one to the settings.
 # Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
 # the figure for autoscalers one, and the end of a router that says so first another.
-MAX_ARROWS = 93
+# Asking instances why a request was a miss has one, to router/http.
+MAX_ARROWS = 94
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

@@ -16,7 +16,8 @@ from kvstore_backend.why_miss import REASONS, Verdict
 
 __all__ = ["ask_instance_for_prompt", "ask_instance_for_request", "ask_router", "is_address", "read_instance"]
 
-_TIMEOUT_SECONDS = 15.0
+# A router asks an instance, and perhaps the others after it.
+_TIMEOUT_SECONDS = 30.0
 _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 

@@ -60,19 +60,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def asked(client: TestClient) -> TestClient:
+    """An instance that has answered two requests."""
+    wait_until(lambda: client.get("/kvcache").json()["pool"]["ready"], "the pool")
+    chat(client, SYSTEM.replace("2026-11-22", "2026-11-20"), "first")
+    chat(client, YESTERDAY, "second")
+    return client
+
+
 @pytest.fixture
-def at_an_instance(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The instance of this process is the one at every address, and has answered two requests."""
+def at_an_instance(asked: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one at every address."""
 
     def request(method: str, url: str, **more: Any) -> httpx.Response:
         more.pop("trust_env")
         more.pop("timeout")
-        return client.request(method, httpx.URL(url).raw_path.decode(), **more)
+        return asked.request(method, httpx.URL(url).raw_path.decode(), **more)
 
     monkeypatch.setattr(asking.httpx, "request", request)
-    wait_until(lambda: client.get("/kvcache").json()["pool"]["ready"], "the pool")
-    chat(client, YESTERDAY, "first")
-    chat(client, TODAY, "second")
 
 
 @pytest.mark.usefixtures("at_an_instance")
