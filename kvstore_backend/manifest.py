@@ -1,4 +1,4 @@
-"""The manifest of a namespace: one small JSON object in the pool that says of whose blocks a digest stands for.
+"""The manifest of a namespace: one small JSON object in the pool that says whose blocks a digest stands for.
 
     kvstore-manifest/<32 hex digits: digest of the Namespace>
 

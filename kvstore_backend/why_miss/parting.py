@@ -1,8 +1,8 @@
 """Where two prompts part, and the thing that stands there: a timestamp, a counter, white space, or simply other text.
 
 A block's hash covers all tokens before it, so everything behind the first token that differs is a miss. That token is
-seldom the thing that a person looks for: a clock in the system prompt changes one digit. So the text around it is looked at, and
-named by its kind.
+seldom the thing that a person looks for: a clock in the system prompt changes one digit. So the text around it is
+looked at, and named by its kind.
 """
 
 from __future__ import annotations
