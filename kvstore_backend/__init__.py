@@ -20,7 +20,7 @@ stores/        where bytes live: a Mooncake cluster, a folder, this process's me
 config/        every dialect of configuration -> one PoolConfig
 integrations/  other engines' contracts, met by this pool
 why_miss/      why blocks were not there: two set-ups, or a prompt and the pool, beside each other
-cli/           kvstore doctor, bench, stats, master
+cli/           kvstore doctor, bench, stats, master, and an operator's: ls, pin, clear, warm, export, import, why-miss
 """
 
 from kvstore_backend.backend import (
