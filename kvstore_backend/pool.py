@@ -249,7 +249,7 @@ def open_pool(
     """Open the configured store for one namespace, in its wrappers.
 
     Args:
-        facts: what helps a person who asks why two namespaces differ; they go into the namespace's manifest, which is
+        facts: help a person who asks why two namespaces differ; they go into the namespace's manifest, which is
             kept in the pool. None: there is no manifest, as for a namespace that is gone soon.
 
     Other arguments and errors are ``open_backend``'s.

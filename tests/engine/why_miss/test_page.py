@@ -65,6 +65,8 @@ def asked(client: TestClient) -> TestClient:
     wait_until(lambda: client.get("/kvcache").json()["pool"]["ready"], "the pool")
     chat(client, SYSTEM.replace("2026-11-22", "2026-11-20"), "first")
     chat(client, YESTERDAY, "second")
+    saved = {"messages": talk(YESTERDAY)}
+    wait_until(lambda: client.post("/kvcache/why_miss", json=saved).json()["reason"] == "hit", "the blocks in the pool")
     return client
 
 
