@@ -52,6 +52,7 @@ from engine.http_server import (
     find_request_id,
     read_body,
 )
+from engine.kv_codec import quantised_namespace
 from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
@@ -153,7 +154,14 @@ class Instance:
             runner,
             scheduler,
             self.metrics,
-            pool=in_background(partial(open_pool, pool_config, runner.namespace, self.metrics.registry))
+            pool=in_background(
+                partial(
+                    open_pool,
+                    pool_config,
+                    quantised_namespace(runner.namespace, pool_config.kv),
+                    self.metrics.registry,
+                )
+            )
             if pool_config
             else None,
             save_outputs=args.enable_output_caching,

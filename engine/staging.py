@@ -1,4 +1,7 @@
-"""Host memory through which KV blocks pass on their way between a GPU, or memory that is short, and the pool."""
+"""Host memory through which KV blocks pass on their way between a GPU, or memory that is short, and the pool.
+
+And where they become smaller for it (``kv_codec.py``): on the device, before they are copied.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from engine.kv_codec import Codec, PlainCodec, choose_codec
 from kvstore_backend import BlockPool, Span, Value
 from kvstore_backend.transfers import Window
 
@@ -24,14 +28,17 @@ class Staging:
 
     Args:
         kv: the KV memory, ``[block, ...]``.
+        codec: the form of blocks in the buffer; not given: as in KV memory.
     """
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: torch.Tensor, codec: Codec | None = None) -> None:
         self._kv = kv
-        self._block_bytes = kv[0].numel() * kv.element_size()
-        self.capacity = max(1, min(len(kv), _BUFFER_BYTES // self._block_bytes))
+        self._codec = codec or PlainCodec(kv)
+        self.capacity = max(1, min(len(kv), _BUFFER_BYTES // (kv[0].numel() * kv.element_size())))
         """How many blocks it holds."""
-        self._buffer = torch.empty((self.capacity, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+        shape = (self.capacity, *self._codec.shape)
+        self._buffer = torch.empty(shape, dtype=self._codec.dtype, pin_memory=kv.is_cuda)
+        self._block_bytes = self._buffer[0].numel() * self._buffer.element_size()
         self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None
 
     @property
@@ -52,12 +59,14 @@ class Staging:
     def fetch_blocks(self, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` (at most ``capacity``) of the KV memory to the beginning of the buffer."""
         with self._beside_the_engine():
-            self._buffer[: len(blocks)].copy_(self._kv[list(blocks)], non_blocking=True)
+            encoded = self._codec.encode(self._kv[list(blocks)])
+            self._buffer[: len(blocks)].copy_(encoded, non_blocking=True)
 
     def deliver_blocks(self, blocks: Sequence[int]) -> None:
         """Copy as many blocks from the beginning of the buffer to ``blocks`` of the KV memory."""
         with self._beside_the_engine():
-            self._kv[list(blocks)] = self._buffer[: len(blocks)].to(self._kv.device, non_blocking=True)
+            encoded = self._buffer[: len(blocks)].to(self._kv.device, non_blocking=True)
+            self._kv[list(blocks)] = self._codec.decode(encoded)
 
     @contextlib.contextmanager
     def _beside_the_engine(self) -> Iterator[None]:
@@ -79,7 +88,7 @@ class StagedMemory:
 
     Args:
         kv: the KV memory, ``[block, ...]``.
-        pool: told of every buffer.
+        pool: told of every buffer; its namespace says in which form it has blocks.
     """
 
     def __init__(self, kv: torch.Tensor, pool: BlockPool) -> None:
@@ -105,7 +114,7 @@ class _Lane:
 
     def renew(self) -> None:
         """Go on with another buffer."""
-        self.staging = Staging(self._kv)
+        self.staging = Staging(self._kv, choose_codec(self._pool.namespace, self._kv))
         self._pool.register(*self.staging.span)
 
     def unregister(self, staging: Staging) -> None:

@@ -99,7 +99,7 @@ class PooledClient:
                 "enable_ssd_offload": enable_ssd_offload,
                 "ssd_offload_path": ssd_offload_path,
             },
-        )
+        ).require_plain("this client for other engines")
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS

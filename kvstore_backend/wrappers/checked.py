@@ -9,6 +9,9 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
 Someone who can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
+
+Hashing must not be the bound of a quick transport, so a large batch is moved in parts by several threads: while one
+part's bytes are hashed, another's are on their way. No part counts before all of its bytes were verified.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import logging
 import os
 import struct
 import threading
+from bisect import bisect
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate, pairwise
 
 import numpy as np
 import xxhash
@@ -48,9 +53,11 @@ REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
-# A value smaller than this is hashed in less time than it takes to hand it to another thread.
-_PARALLEL_BYTES = 512 << 10
-_HASHERS = min(4, len(os.sched_getaffinity(0)))
+# A part costs the store's fixed time for a call, a third of a millisecond in Mooncake.
+_PART_BYTES = 4 << 20
+_MOVERS = min(4, len(os.sched_getaffinity(0)))
+
+_Move = Callable[[Sequence[str], Sequence[Value]], list[Status]]
 
 
 class CheckedBackend(Wrapper):
@@ -74,28 +81,66 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
-        self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
+        self._movers = ThreadPoolExecutor(_MOVERS, "pool-part")
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        with self._lay_out(values) as whole:
-            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
-                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
-            return self._store._put(keys, whole)
+        return self._move_in_parts(self._seal_and_put, keys, values)
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._move_in_parts(self._get_and_verify, keys, targets)
+
+    def _seal_and_put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        with self._lay_out(values) as whole:
+            for key, value, place in zip(keys, values, whole, strict=True):
+                header = _build_header(key, value, _hash_value(value))
+                _HeaderMemory.from_address(place[0].address).raw = header
+            return self._store._put(keys, whole)
+
+    def _get_and_verify(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        rejected = []
         with self._lay_out(targets) as whole:
             statuses = self._store._get(keys, whole)
             # Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
-            read = [i for i, status in enumerate(statuses) if status is Status.OK]
-            checksums = self._hash_values([targets[i] for i in read])
-            for i, checksum in zip(read, checksums, strict=True):
+            for i, status in enumerate(statuses):
+                if status is not Status.OK:
+                    continue
                 header = _HeaderMemory.from_address(whole[i][0].address).raw
-                if header != (wanted := _build_header(keys[i], targets[i], checksum)):
+                wanted = _build_header(keys[i], targets[i], _hash_value(targets[i]))
+                if header != wanted:
                     self._reject_block(keys[i], _find_wrong_field(header, wanted))
                     statuses[i] = Status.ABSENT
-        rejected = [keys[i] for i in read if statuses[i] is Status.ABSENT]
+                    rejected.append(keys[i])
         if rejected:
             self._store._remove(rejected, force=True)
+        return statuses
+
+    def _move_in_parts(self, move: _Move, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        """The answers of ``move``, which several threads call with a part of a large batch each.
+
+        This thread is one of them, so that the call goes on where other calls have all the helpers.
+        """
+        bounds = _cut_batch(values)
+        if len(bounds) <= 2:
+            return move(keys, values)
+        parts = deque(pairwise(bounds))
+        statuses = [Status.FAILED] * len(keys)
+
+        def move_parts() -> None:
+            while (part := _take_first(parts)) is not None:
+                first, end = part
+                statuses[first:end] = answers = move(keys[first:end], values[first:end])
+                if answers.count(Status.FAILED) == len(answers):
+                    parts.clear()  # the others would wait for the same dead pool
+
+        helpers = [self._movers.submit(move_parts) for _ in range(min(_MOVERS, len(parts)) - 1)]
+        try:
+            move_parts()
+        finally:
+            # Those that have begun use the caller's memory until they end.
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
         return statuses
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
@@ -151,16 +196,32 @@ class CheckedBackend(Wrapper):
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
 
-    def _hash_values(self, values: Sequence[Value]) -> list[int]:
-        """The checksum of each value; large ones by several threads at once, as hashing lets go of Python's lock."""
-        if len(values) > 1 and sum(nbytes for _, nbytes in values[0]) >= _PARALLEL_BYTES:
-            return list(self._hashers.map(_hash_value, values))
-        return [_hash_value(value) for value in values]
-
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+
+
+def _cut_batch(values: Sequence[Value]) -> list[int]:
+    """Bounds of parts of a batch: 0, the index behind each part's last value.
+
+    Parts have about as many bytes each; two for each thread, so that hashing and moving overlap from the first on.
+    """
+    ends = list(accumulate(_count_bytes(value) for value in values))
+    count = min(2 * _MOVERS, ends[-1] // _PART_BYTES) if _MOVERS > 1 and ends else 1
+    inner = {1 + bisect(ends, ends[-1] * part // count) for part in range(1, count)}
+    return sorted({0, *inner, len(values)})
+
+
+def _take_first(parts: deque[tuple[int, int]]) -> tuple[int, int] | None:
+    try:
+        return parts.popleft()
+    except IndexError:
+        return None
+
+
+def _count_bytes(value: Value) -> int:
+    return value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
 
 
 def _hash_value(value: Value) -> int:
@@ -174,8 +235,7 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, checksum: int) -> bytes:
-    nbytes = value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _build_identity(key))
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, _count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:
