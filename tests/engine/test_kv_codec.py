@@ -13,6 +13,7 @@ from engine.staging import StagedMemory
 from kvstore_backend import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
+from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
 from tests.faults.blocks import NAMESPACE
 
@@ -75,7 +76,7 @@ def test_instances_share_quantised_blocks_with_those_alone_that_ask_for_them(tin
     prompt = random.Random(3).choices(range(VOCAB_SIZE), k=65)
     loaded = {}
     for name, form in (("writer", "int8"), ("reader", "int8"), ("plain", ""), ("fp8", "fp8")):
-        with Engine(tiny_checkpoint, store=store, kv=form) as engine:
+        with Engine(tiny_checkpoint, store=FaultyStore(store), kv=form) as engine:
             answering = engine.answer(prompt, 4)
             assert len(answering.wait()) == 4
             loaded[name] = answering.sequence.pool_cached_tokens
