@@ -10,8 +10,7 @@ The checksum finds changes that a transport or a stale buffer made to the bytes;
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
 Someone who can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
 
-Hashing must not be the bound of a quick transport, so a large batch is moved in parts by several threads: while one
-part's bytes are hashed, another's are on their way. No part counts before all of its bytes were verified.
+Several threads hash a large batch (``parts.py``). No block counts before all of its bytes were verified.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import struct
 import threading
-from bisect import bisect
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -35,6 +30,7 @@ from numpy.typing import NDArray
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
+from kvstore_backend.wrappers.parts import Parts, count_bytes
 from kvstore_backend.wrappers.wrapper import Wrapper
 
 __all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend"]
@@ -53,11 +49,6 @@ REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
-# A part costs the store's fixed time for a call, a third of a millisecond in Mooncake.
-_PART_BYTES = 4 << 20
-_MOVERS = min(4, len(os.sched_getaffinity(0)))
-
-_Move = Callable[[Sequence[str], Sequence[Value]], list[Status]]
 
 
 class CheckedBackend(Wrapper):
@@ -81,67 +72,53 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
-        self._movers = ThreadPoolExecutor(_MOVERS, "pool-part")
+        self._parts = Parts()
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        return self._move_in_parts(self._seal_and_put, keys, values)
+        statuses = [Status.FAILED] * len(keys)
+        with self._lay_out(values) as whole:
+
+            def seal(part: slice) -> None:
+                for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
+                    header = _build_header(key, value, _hash_value(value))
+                    _HeaderMemory.from_address(place[0].address).raw = header
+
+            def send(part: slice) -> None:
+                statuses[part] = self._store._put(keys[part], whole[part])
+
+            self._parts.put(values, statuses, seal, send)
+        return statuses
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        return self._move_in_parts(self._get_and_verify, keys, targets)
-
-    def _seal_and_put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        with self._lay_out(values) as whole:
-            for key, value, place in zip(keys, values, whole, strict=True):
-                header = _build_header(key, value, _hash_value(value))
-                _HeaderMemory.from_address(place[0].address).raw = header
-            return self._store._put(keys, whole)
-
-    def _get_and_verify(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        rejected = []
+        statuses = [Status.FAILED] * len(keys)
+        rejected: list[str] = []
         with self._lay_out(targets) as whole:
-            statuses = self._store._get(keys, whole)
-            # Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
-            for i, status in enumerate(statuses):
-                if status is not Status.OK:
-                    continue
-                header = _HeaderMemory.from_address(whole[i][0].address).raw
-                wanted = _build_header(keys[i], targets[i], _hash_value(targets[i]))
-                if header != wanted:
-                    self._reject_block(keys[i], _find_wrong_field(header, wanted))
-                    statuses[i] = Status.ABSENT
-                    rejected.append(keys[i])
+
+            def fetch(part: slice) -> None:
+                statuses[part] = self._store._get(keys[part], whole[part])
+
+            def verify(part: slice) -> None:
+                for i in range(part.start, part.stop):
+                    if statuses[i] is Status.OK and not self._verify_block(keys[i], targets[i], whole[i]):
+                        statuses[i] = Status.ABSENT
+                        rejected.append(keys[i])
+
+            self._parts.get(targets, statuses, fetch, verify)
         if rejected:
             self._store._remove(rejected, force=True)
         return statuses
 
-    def _move_in_parts(self, move: _Move, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        """The answers of ``move``, which several threads call with a part of a large batch each.
+    def _verify_block(self, key: str, target: Value, place: Value) -> bool:
+        """Whether the bytes that were read are this block's.
 
-        This thread is one of them, so that the call goes on where other calls have all the helpers.
+        Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
         """
-        bounds = _cut_batch(values)
-        if len(bounds) <= 2:
-            return move(keys, values)
-        parts = deque(pairwise(bounds))
-        statuses = [Status.FAILED] * len(keys)
-
-        def move_parts() -> None:
-            while (part := _take_first(parts)) is not None:
-                first, end = part
-                statuses[first:end] = answers = move(keys[first:end], values[first:end])
-                if answers.count(Status.FAILED) == len(answers):
-                    parts.clear()  # the others would wait for the same dead pool
-
-        helpers = [self._movers.submit(move_parts) for _ in range(min(_MOVERS, len(parts)) - 1)]
-        try:
-            move_parts()
-        finally:
-            # Those that have begun use the caller's memory until they end.
-            begun = [helper for helper in helpers if not helper.cancel()]
-            wait(begun)
-        for helper in begun:
-            helper.result()
-        return statuses
+        header = _HeaderMemory.from_address(place[0].address).raw
+        wanted = _build_header(key, target, _hash_value(target))
+        if header == wanted:
+            return True
+        self._reject_block(key, _find_wrong_field(header, wanted))
+        return False
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         if headroom:
@@ -202,28 +179,6 @@ class CheckedBackend(Wrapper):
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
 
 
-def _cut_batch(values: Sequence[Value]) -> list[int]:
-    """Bounds of parts of a batch: 0, the index behind each part's last value.
-
-    Parts have about as many bytes each; two for each thread, so that hashing and moving overlap from the first on.
-    """
-    ends = list(accumulate(_count_bytes(value) for value in values))
-    count = min(2 * _MOVERS, ends[-1] // _PART_BYTES) if _MOVERS > 1 and ends else 1
-    inner = {1 + bisect(ends, ends[-1] * part // count) for part in range(1, count)}
-    return sorted({0, *inner, len(values)})
-
-
-def _take_first(parts: deque[tuple[int, int]]) -> tuple[int, int] | None:
-    try:
-        return parts.popleft()
-    except IndexError:
-        return None
-
-
-def _count_bytes(value: Value) -> int:
-    return value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
-
-
 def _hash_value(value: Value) -> int:
     if len(value) == 1:
         address, nbytes = value[0]
@@ -235,7 +190,7 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, checksum: int) -> bytes:
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, _count_bytes(value), checksum, _build_identity(key))
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:
