@@ -72,7 +72,8 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
-        self._parts = Parts()
+        self._outgoing = Parts(hashes_first=True)
+        self._incoming = Parts(hashes_first=False)
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         statuses = [Status.FAILED] * len(keys)
@@ -86,7 +87,7 @@ class CheckedBackend(Wrapper):
             def send(part: slice) -> None:
                 statuses[part] = self._store._put(keys[part], whole[part])
 
-            self._parts.put(values, statuses, seal, send)
+            self._outgoing.move(values, statuses, seal, send)
         return statuses
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
@@ -103,7 +104,7 @@ class CheckedBackend(Wrapper):
                         statuses[i] = Status.ABSENT
                         rejected.append(keys[i])
 
-            self._parts.get(targets, statuses, fetch, verify)
+            self._incoming.move(targets, statuses, verify, fetch)
         if rejected:
             self._store._remove(rejected, force=True)
         return statuses

@@ -1,9 +1,9 @@
 """A large batch in parts, on several threads: so that hashing is not the bound of a quick transport.
 
 Over a quick one, parts are moved and hashed each for itself: while one part's bytes are hashed, another's are on their
-way. A slow one is given the whole batch at once, as it loses by every cut, and the parts are hashed by several threads
-before or after: over TCP on two cores two halves at once took 1.5 times as long as the whole. How quick a store
-is, its last large batch has shown.
+way. A slow one is given the whole batch at once, and its parts are hashed before or after, as it loses by every cut:
+over TCP on two cores two halves at once took 1.5 times as long as the whole. How quick a store is, its last batch has
+shown.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import accumulate, pairwise
 
 from kvstore_backend.backend import Status, Value
@@ -24,56 +25,54 @@ __all__ = ["Parts", "Step", "count_bytes"]
 _PART_BYTES = 4 << 20
 _THREADS = min(4, len(os.sched_getaffinity(0)))
 _PARTS = 2 * _THREADS
-# Bytes a second; one thread hashes several times as many.
-_QUICK = 4e9
+# Bytes a second, of moving alone, that make a store quick; and of all the work, below which it is slow again.
+_QUICK, _SLOW = 3e9, 1.5e9
+# Python's lock is not let go for hashing less, so threads would only be in each other's way.
+_SHARED_BYTES = 512 << 10
 
 Step = Callable[[slice], None]
 """Works on a part of a batch."""
 
 
 class Parts:
-    """The threads of one store, and how quick it is in one direction and the other."""
+    """The threads of one store, and how quick it is in one direction.
 
-    def __init__(self) -> None:
+    Args:
+        hashes_first: whether values are hashed before they are moved.
+    """
+
+    def __init__(self, *, hashes_first: bool) -> None:
+        self._hashes_first = hashes_first
         self._helpers = ThreadPoolExecutor(_THREADS, "pool-part")
-        self._rates = {"put": 0.0, "get": 0.0}
+        self._is_quick = False
 
-    def put(self, values: Sequence[Value], statuses: list[Status], seal: Step, send: Step) -> None:
-        """``seal`` and then ``send`` all parts of ``values``; ``send`` fills in ``statuses``."""
-        self._move("put", values, statuses, (seal, send), send)
+    def move(self, values: Sequence[Value], statuses: list[Status], hash_part: Step, move_part: Step) -> None:
+        """Hash and move all parts of ``values``, in this instance's order.
 
-    def get(self, targets: Sequence[Value], statuses: list[Status], fetch: Step, verify: Step) -> None:
-        """``fetch`` and then ``verify`` all parts of ``targets``; ``fetch`` fills in ``statuses``."""
-        self._move("get", targets, statuses, (fetch, verify), fetch)
-
-    def _move(
-        self, operation: str, values: Sequence[Value], statuses: list[Status], steps: Sequence[Step], transfer: Step
-    ) -> None:
+        Args:
+            values: the batch.
+            statuses: the answers, which ``move_part`` fills in.
+            hash_part: works on values before they are moved, or on those that were.
+            move_part: calls the store.
+        """
         nbytes, parts = _cut_batch(values)
+        steps = (hash_part, move_part) if self._hashes_first else (move_part, hash_part)
         if len(parts) == 1:
             for step in steps:
                 step(parts[0])
             return
-
-        def move_part(part: slice) -> bool:
-            for step in steps:
-                step(part)
-            # Behind a part that failed as a whole, the others would wait for the same dead pool.
-            return statuses[part].count(Status.FAILED) < len(statuses[part])
-
-        def hash_part(step: Step) -> Callable[[slice], bool]:
-            return lambda part: step(part) is None
-
         began = time.perf_counter()
-        if self._rates[operation] > _QUICK:
-            self._share(parts, move_part)
-        else:
-            for step in steps:
-                if step is transfer:
-                    step(slice(0, len(values)))
-                else:
-                    self._share(parts, hash_part(step))
-        self._rates[operation] = nbytes / (time.perf_counter() - began)
+        if self._is_quick:
+            self._share(parts, lambda part: _work_on_part(part, steps, statuses))
+            self._is_quick = nbytes > _SLOW * (time.perf_counter() - began)
+            return
+        whole = [slice(0, len(values))]
+        is_shared = nbytes >= _SHARED_BYTES * len(values)
+        for step in steps:
+            began = time.perf_counter()
+            self._share(parts if is_shared and step is hash_part else whole, partial(_work_always, step))
+            if step is move_part:
+                self._is_quick = nbytes > _QUICK * (time.perf_counter() - began)
 
     def _share(self, parts: Sequence[slice], work: Callable[[slice], bool]) -> None:
         """Have several threads ``work`` on the parts in order, until there are none or it says False.
@@ -101,6 +100,18 @@ class Parts:
 def count_bytes(value: Value) -> int:
     """The size of a value."""
     return value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
+
+
+def _work_always(step: Step, part: slice) -> bool:
+    step(part)
+    return True
+
+
+def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]) -> bool:
+    """Whether to go on: behind a part that failed as a whole, the others would wait for the same dead pool."""
+    for step in steps:
+        step(part)
+    return statuses[part].count(Status.FAILED) < part.stop - part.start
 
 
 def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:

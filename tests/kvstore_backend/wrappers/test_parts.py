@@ -49,6 +49,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_PART_BYTES", SIZE)
     monkeypatch.setattr(parts, "_THREADS", 2)
     monkeypatch.setattr(parts, "_PARTS", 8)
+    monkeypatch.setattr(parts, "_SLOW", 0.0)
+    monkeypatch.setattr(parts, "_SHARED_BYTES", 0)
 
 
 @pytest.fixture(params=[0.0, 1e99], ids=["quick", "slow"])
@@ -160,7 +162,7 @@ def test_a_call_goes_on_where_others_have_all_helpers(
     assert all(checked.put(KEYS, cut(memory)))
     busy = threading.Event()
     for _ in range(8):
-        checked._parts._helpers.submit(busy.wait, 30)
+        checked._incoming._helpers.submit(busy.wait, 30)
     try:
         assert all(checked.get(KEYS, cut(memory)))
     finally:
