@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -119,7 +119,7 @@ def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:
     ends = list(accumulate(map(count_bytes, values)))
     nbytes = ends[-1] if ends else 0
     count = min(_PARTS, nbytes // _PART_BYTES) if _THREADS > 1 else 1
-    inner = {1 + bisect(ends, nbytes * part // count) for part in range(1, count)}
+    inner = {1 + bisect_left(ends, nbytes * part // count) for part in range(1, count)}
     bounds = sorted({0, *inner, len(values)}) if values else [0, 0]
     return nbytes, [slice(*bound) for bound in pairwise(bounds)]
 

@@ -45,16 +45,17 @@ class Store(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads and eight parts, on any machine."""
+    """Two threads and eight parts, on any machine, and a store that counts as quick once it was seen."""
     monkeypatch.setattr(parts, "_PART_BYTES", SIZE)
     monkeypatch.setattr(parts, "_THREADS", 2)
     monkeypatch.setattr(parts, "_PARTS", 8)
     monkeypatch.setattr(parts, "_SLOW", 0.0)
+    monkeypatch.setattr(parts, "_QUICK", 0.0)
     monkeypatch.setattr(parts, "_SHARED_BYTES", 0)
 
 
 @pytest.fixture(params=[0.0, 1e99], ids=["quick", "slow"])
-def is_quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_quick(small_parts: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(parts, "_QUICK", request.param)
     return request.param == 0.0
 
@@ -81,7 +82,7 @@ def cut(memory: Memory) -> list[Value]:
 
 
 def test_every_block_comes_back_and_none_that_was_damaged(
-    checked: CheckedBackend, store: Store, is_quick: bool
+    is_quick: bool, checked: CheckedBackend, store: Store
 ) -> None:
     source, target = Memory(secrets.token_bytes(COUNT * SIZE)), Memory(COUNT * SIZE)
     assert checked.put(KEYS, cut(source)) == [Status.OK] * COUNT
@@ -97,7 +98,7 @@ def test_every_block_comes_back_and_none_that_was_damaged(
 
 
 def test_a_quick_store_is_given_parts_and_a_slow_one_the_whole(
-    checked: CheckedBackend, store: Store, is_quick: bool
+    is_quick: bool, checked: CheckedBackend, store: Store
 ) -> None:
     memory = Memory(COUNT * SIZE)
     checked.put(KEYS, cut(memory))
@@ -106,7 +107,6 @@ def test_a_quick_store_is_given_parts_and_a_slow_one_the_whole(
 
 
 def test_a_small_batch_is_one_part(monkeypatch: pytest.MonkeyPatch, checked: CheckedBackend, store: Store) -> None:
-    monkeypatch.setattr(parts, "_QUICK", 0.0)
     monkeypatch.setattr(parts, "_PART_BYTES", COUNT * SIZE)
     memory = Memory(COUNT * SIZE)
     assert all(checked.put(KEYS, cut(memory)))
@@ -121,20 +121,14 @@ def test_parts_have_about_as_many_bytes_each() -> None:
     assert [sizes[part] for part in found] == [[100, 100, 5000], [100, 100, 4000], [100, 1, 1]]
 
 
-def test_a_dead_pool_is_not_asked_for_all_parts(
-    monkeypatch: pytest.MonkeyPatch, checked: CheckedBackend, store: Store
-) -> None:
-    monkeypatch.setattr(parts, "_QUICK", 0.0)
+def test_a_dead_pool_is_not_asked_for_all_parts(checked: CheckedBackend, store: Store) -> None:
     store.is_dead = True
     memory = Memory(COUNT * SIZE)
     assert checked.get(KEYS, cut(memory)) == [Status.FAILED] * COUNT
     assert len(store.calls) <= 3
 
 
-def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(
-    monkeypatch: pytest.MonkeyPatch, checked: CheckedBackend, store: Store
-) -> None:
-    monkeypatch.setattr(parts, "_QUICK", 0.0)
+def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(checked: CheckedBackend, store: Store) -> None:
     store.raises_at = KEYS[0]
     store.go.clear()
     ended = threading.Event()
@@ -154,10 +148,7 @@ def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(
     assert ended.is_set()
 
 
-def test_a_call_goes_on_where_others_have_all_helpers(
-    monkeypatch: pytest.MonkeyPatch, checked: CheckedBackend, store: Store
-) -> None:
-    monkeypatch.setattr(parts, "_QUICK", 0.0)
+def test_a_call_goes_on_where_others_have_all_helpers(checked: CheckedBackend, store: Store) -> None:
     memory = Memory(COUNT * SIZE)
     assert all(checked.put(KEYS, cut(memory)))
     busy = threading.Event()
