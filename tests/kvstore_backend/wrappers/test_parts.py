@@ -34,6 +34,7 @@ class Store(MemoryStore):
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self.calls.append(len(keys))
         if self.raises_at in keys:
+            wait_until(lambda: len(self.calls) > 1, "another part")
             raise RuntimeError("a store that breaks its word")
         self.go.wait(30)
         return [Status.FAILED] * len(keys) if self.is_dead else super()._get(keys, targets)
@@ -141,7 +142,6 @@ def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(checked: C
 
     caller = threading.Thread(target=get)
     caller.start()
-    wait_until(lambda: len(store.calls) >= 2, "another part")
     assert not ended.wait(0.1)
     store.go.set()
     caller.join(30)
