@@ -14,7 +14,6 @@ import httpx
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import ascend, checks
-from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
 from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import native_log_to, try_pool
@@ -27,6 +26,7 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
+from kvstore_backend.stores.mooncake_admin import find_admin
 from kvstore_backend.verdict import Comparison, InstanceUnavailable, time_computing, time_loading
 
 __all__ = ["add_arguments", "diagnose", "run"]
@@ -176,9 +176,11 @@ def _diagnose_mooncake(
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
-        if admin is not None and any(segment.capacity for segment in admin.list_segments()):
-            # From others' memory, as most hits come, not from this process's own.
-            measured = replace(config, store=replace(settings, global_segment_size=0))
+        if admin is not None:
+            findings += checks.check_tenants(settings, admin)
+            if any(segment.capacity for segment in admin.list_segments()):
+                # From others' memory, as most hits come, not from this process's own.
+                measured = replace(config, store=replace(settings, global_segment_size=0))
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"

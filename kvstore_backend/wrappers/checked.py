@@ -22,7 +22,7 @@ import logging
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -33,7 +33,7 @@ from kvstore_backend.namespace import FORMAT_VERSION, parse_key
 from kvstore_backend.wrappers.parts import Parts, count_bytes
 from kvstore_backend.wrappers.wrapper import Wrapper
 
-__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend"]
+__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend", "find_fault"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +76,10 @@ class CheckedBackend(Wrapper):
         self._incoming = Parts(hashes_first=False)
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        statuses = [Status.FAILED] * len(keys)
-        with self._lay_out(values) as whole:
+        return self._store_values(keys, values, self._store._put)
 
-            def seal(part: slice) -> None:
-                for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
-                    header = _build_header(key, value, _hash_value(value))
-                    _HeaderMemory.from_address(place[0].address).raw = header
-
-            def send(part: slice) -> None:
-                statuses[part] = self._store._put(keys[part], whole[part])
-
-            self._outgoing.move(values, statuses, seal, send)
-        return statuses
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._store_values(keys, values, lambda keys, whole: self._store._keep(keys, whole, seconds))
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         statuses = [Status.FAILED] * len(keys)
@@ -107,6 +98,27 @@ class CheckedBackend(Wrapper):
             self._incoming.move(targets, statuses, verify, fetch)
         if rejected:
             self._store._remove(rejected, force=True)
+        return statuses
+
+    def _store_values(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Value],
+        store: Callable[[Sequence[str], Sequence[Value]], list[Status]],
+    ) -> list[Status]:
+        """The answers of ``store``, which is given the values with their headers before them."""
+        statuses = [Status.FAILED] * len(keys)
+        with self._lay_out(values) as whole:
+
+            def seal(part: slice) -> None:
+                for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
+                    header = _build_header(key, value, _hash_value(value))
+                    _HeaderMemory.from_address(place[0].address).raw = header
+
+            def send(part: slice) -> None:
+                statuses[part] = store(keys[part], whole[part])
+
+            self._outgoing.move(values, statuses, seal, send)
         return statuses
 
     def _verify_block(self, key: str, target: Value, place: Value) -> bool:
@@ -178,6 +190,20 @@ class CheckedBackend(Wrapper):
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+
+
+def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
+    """The fault of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+
+    Args:
+        key: a block's.
+        stored: header and payload, as they were read.
+    """
+    if stored.nbytes <= HEADER_BYTES:
+        return "size"
+    payload = [Span(stored.ctypes.data + HEADER_BYTES, stored.nbytes - HEADER_BYTES)]
+    header, wanted = stored[:HEADER_BYTES].tobytes(), _build_header(key, payload, _hash_value(payload))
+    return None if header == wanted else _find_wrong_field(header, wanted)
 
 
 def _hash_value(value: Value) -> int:
