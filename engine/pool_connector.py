@@ -16,7 +16,6 @@ from functools import partial
 
 from engine.background import yield_to_compute
 from engine.kept_blocks import KeptBlocks
-from engine.load_or_compute import LoadOrCompute
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_use import PoolUse, Reason
@@ -25,6 +24,7 @@ from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
@@ -52,7 +52,7 @@ class PoolConnector:
         save_outputs: save full blocks of generated text too, not only of prompts.
         staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
             has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
-            one to run.
+            one to run. Blocks that the pool has in another form (``kv_codec.py``) always do.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class PoolConnector:
         self._kept = KeptBlocks()
         self._block_bytes = runner.shape.nbytes
         if staged is None:
-            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
+            is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
+            staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
 
@@ -126,7 +127,9 @@ class PoolConnector:
         present, asked = self._look_up(load), len(load.hashes)
         if not present:
             return 0
-        if not self._load_or_compute.should_load(present, load.num_running):
+        decision = self._load_or_compute.decide(present, load.num_running)
+        self._metrics.load_or_compute.labels(decision).inc()
+        if decision == "compute":
             text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
             load.use = PoolUse(Reason.SLOW, text)
             return 0

@@ -9,6 +9,9 @@ request for one token is one for its KV: it is answered when its blocks are in t
 decode finds them. Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them
 up again and again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that
 are not there then it computes itself.
+
+Where loading the blocks that the pool has takes longer than computing them (``load_or_compute.py``), they are computed;
+not where they were computed by a prefill instance for this one, which has been decided before.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from kvstore_backend.backend import StorageBackend
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
+from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.wrappers.wrapper import as_stack
@@ -102,6 +106,7 @@ class _Question:
     Attributes:
         answer: of the last look-up, which began at ``asked_at``.
         found: by the look-ups before, the last block of them at ``found_at``.
+        decision: what is done with blocks that were found; ``None``: none were, yet.
     """
 
     first: int
@@ -110,6 +115,7 @@ class _Question:
     asked_at: float
     found_at: float
     found: int = 0
+    decision: Decision | None = None
 
 
 @dataclass
@@ -153,6 +159,7 @@ class SchedulerHalf:
         self._adapters: dict[int, bytes | None] = {}
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
+        self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
         self._ready_at = -math.inf
         self._is_waiting = False  # whether some request of this step waits for prefill
@@ -197,7 +204,7 @@ class SchedulerHalf:
         if self._is_prefilled_elsewhere(request, question, found):
             self._is_waiting = True
             return None
-        return found * self._block_size
+        return found * self._block_size if found and self._decide(question, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
         """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
@@ -215,11 +222,14 @@ class SchedulerHalf:
         """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
         self._patience = _PATIENCE_SECONDS
         prefilled: set[str] = set()
+        computes_prompt = False
         for request_id, count in scheduled.items():
             if (tracked := self._requests.get(request_id)) is not None:
-                computed = tracked.request.num_computed_tokens + count
+                request = tracked.request
+                computed = request.num_computed_tokens + count
+                computes_prompt |= request.num_computed_tokens < request.num_prompt_tokens
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
-                if tracked.request.max_tokens == 1 and computed >= tracked.request.num_tokens:
+                if request.max_tokens == 1 and computed >= request.num_tokens:
                     prefilled.add(request_id)
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
@@ -227,7 +237,7 @@ class SchedulerHalf:
             time.sleep(_IDLE_SECONDS)
         self._is_waiting = False
         awaited = [number for number, pin in self._pins.items() if pin.request_id in prefilled and not pin.is_load]
-        return Plan(loads, saves, awaited)
+        return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
     def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
         """Hear that a request ended, before its blocks are freed; blocks that became full last are saved."""
@@ -243,7 +253,11 @@ class SchedulerHalf:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Take in the workers' report: unpin blocks that nothing touches any more."""
+        """Take in the workers' report: unpin blocks that nothing touches any more, and learn how long all took."""
+        for num_blocks, seconds in report.loads:
+            self._load_or_compute.record_load(num_blocks, seconds)
+        for num_tokens, seconds in report.steps:
+            self._load_or_compute.record_step(num_tokens, seconds)
         self._barred |= report.short & self._requests.keys()
         for number, ranks in report.ended.items():
             pin = self._pins[number]
@@ -308,6 +322,18 @@ class SchedulerHalf:
             return None
         finally:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
+
+    def _decide(self, question: _Question, found: int) -> Decision:
+        """Load ``found`` blocks or compute their tokens; vLLM may ask several times before it has room for them."""
+        if question.decision is None:
+            assert self._counts is not None
+            num_running = sum(not tracked.is_loading for tracked in self._requests.values())
+            is_decided = bool(self._prefill_wait_s)
+            question.decision = "load" if is_decided else self._load_or_compute.decide(found, num_running)
+            self._counts.add_decision(question.decision)
+            if question.decision == "compute":
+                logger.info("%d blocks of the pool are computed, which is quicker: %s", found, self._load_or_compute)
+        return question.decision
 
     def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
         """Whether more blocks of the prompt are expected soon; then they are looked up again.

@@ -635,3 +635,58 @@ class TestMemory:
     def test_memory_of_a_device_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="host memory"):
             KVMemory({"a": torch.zeros(4, 2, 3, 5, device="meta")}, 4)
+
+
+def learn_figures(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:
+    """Tell the scheduler how long loading a block has taken, four times, and computing one."""
+    report = Report(loads=[(100, 100 * load_seconds)] * 4, steps=[(100 * BLOCK, 100 * compute_seconds)] * 4)
+    instance.scheduler.on_report(report)
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+    learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+    request = make_request(name="b")
+    assert [second.match_request(request) for _ in range(30)] == [0] * 30, "decided once, however often vLLM asks"
+    second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], 0)
+    assert second.step({}, {}).requests == set()
+    learn_figures(second, load_seconds=0.1, compute_seconds=0.5)
+    assert second.match_request(make_request(name="c")) == 20
+    (counts,) = second.scheduler.take_counts().values()
+    assert (counts["decide compute"], counts["decide load"]) == (1, 1)
+
+
+def test_blocks_that_a_prefill_instance_computed_for_this_one_are_loaded(store: StorageBackend) -> None:
+    with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store, prefill_wait_s=9)) as second:
+        first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+        learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+        assert second.match_request(make_request(name="b")) == 20
+
+
+def test_the_scheduler_hears_how_long_loads_and_steps_with_prompts_took(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+    request, table = make_request(name="b"), [4, 8, 11, 10, 6, 0]
+    assert second.match_request(request) == 20
+    second.scheduler.on_allocation(request, lambda: table, 20)
+    second.begin({}, {})
+    reports = Report()
+
+    def has_loaded() -> bool:
+        reports.add_report(second.workers[0].take_outcomes()[1])
+        return bool(reports.loads)
+
+    wait_until(has_loaded, "the load")
+    ((num_blocks, seconds),) = reports.loads
+    assert num_blocks == 5
+    assert seconds > 0
+    request.num_computed_tokens = 20
+    assert second.scheduler.plan_step({"b": 2}, lambda _: table).num_tokens == 2
+    request.num_computed_tokens = 22
+    plan = second.scheduler.plan_step({"b": 1}, lambda _: table)
+    assert plan.num_tokens == 0, "a step without prompts says little of computing them"
+    for num_tokens in (2, plan.num_tokens):
+        second.workers[0].record_step(num_tokens, 0.25)
+    second.scheduler.on_report(reports)
+    assert second.workers[0].take_outcomes()[1].steps == [(2, 0.25)]
