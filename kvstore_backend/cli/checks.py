@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ from kvstore_backend.config import (
     MooncakeSettings,
     has_active_port,
     list_rdma_devices,
+    offload_limit,
     set_native_defaults,
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
@@ -37,6 +38,7 @@ __all__ = [
     "check_metadata_server",
     "check_protocol",
     "check_sharing",
+    "check_ssd",
     "find_wheels",
 ]
 
@@ -47,6 +49,9 @@ _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "moo
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
 _PROMPT_TOKENS = 1000
+# Mooncake's own defaults for offloading.
+_SSD_FOLDER = "/data/file_storage"
+_SSD_SHARE = 0.9
 
 
 def check_library() -> Iterator[Finding]:
@@ -175,6 +180,45 @@ def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
                 yield fail("memory", text, "lower global_segment_size, or stop what else uses memory")
             else:
                 yield ok("memory", text)
+
+
+def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Whether Mooncake would take the folder for blocks that its memory has no room for, and the folder has room."""
+    if not settings.enable_ssd_offload:
+        return
+    path = Path(settings.ssd_offload_path or _SSD_FOLDER)
+    if refusal := _find_ssd_refusal(path):
+        yield fail(
+            "ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path"
+        )
+        return
+    limit = offload_limit(environ)
+    disk = os.statvfs(path)
+    room = disk.f_bavail * disk.f_frsize
+    used = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file())
+    wanted = limit or int(_SSD_SHARE * disk.f_blocks * disk.f_frsize)
+    text = (
+        f"{path} holds {format_bytes(used)}, and may take {format_bytes(wanted)}"
+        f"{'' if limit else ', 90 % of its filesystem'}; {format_bytes(room)} are free there"
+    )
+    remedy = "make room, or set MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE to the bytes that it may take"
+    if room < settings.global_segment_size and used < wanted:
+        yield warn("ssd", f"{text}: less than the memory that it is to extend", remedy)
+    elif used + room < wanted:
+        yield warn("ssd", f"{text}: writes will fail before Mooncake begins to evict", remedy)
+    else:
+        yield ok("ssd", text)
+
+
+def _find_ssd_refusal(path: Path) -> str:
+    """Why Mooncake (``FileStorageConfig::ValidatePath``) would not take this folder; empty: it would."""
+    if not path.is_absolute() or ".." in path.parts:
+        return "is no absolute path without .."
+    if path.is_symlink():
+        return "is a symbolic link"
+    if not path.is_dir():
+        return "is no folder" if path.exists() else "does not exist"
+    return "" if os.access(path, os.W_OK) else "may not be written by this user"
 
 
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:

@@ -21,6 +21,7 @@ from kvstore_backend.config.environment import (
     named_model,
     named_protocol,
     named_rdma_devices,
+    offload_limit,
     set_native_cluster,
     set_native_defaults,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "named_protocol",
     "named_rdma_devices",
     "names_protocol",
+    "offload_limit",
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",

@@ -16,6 +16,7 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "offload_limit",
     "set_native_cluster",
     "set_native_defaults",
 ]
@@ -57,6 +58,15 @@ def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | Non
     if pool is not None and isinstance(pool.store, MooncakeSettings):
         return pool.store.rdma_devices
     return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()
+
+
+def offload_limit(environ: Mapping[str, str] | None = None) -> int:
+    """The bytes that Mooncake may write to its SSD folder; 0: it is not said, and Mooncake takes 90 % of the disk."""
+    environ = os.environ if environ is None else environ
+    for name in ("MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE", "MOONCAKE_BUCKET_MAX_TOTAL_SIZE"):
+        if (text := environ.get(name, "").strip()).isascii() and text.isdigit():
+            return int(text)
+    return 0
 
 
 def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:
