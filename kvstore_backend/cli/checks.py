@@ -188,9 +188,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
         return
     path = Path(settings.ssd_offload_path or _SSD_FOLDER)
     if refusal := _find_ssd_refusal(path):
-        yield fail(
-            "ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path"
-        )
+        yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
         return
     limit = offload_limit(environ)
     disk = os.statvfs(path)

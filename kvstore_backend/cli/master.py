@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_addresses(parser.add_argument)
     _add_eviction(parser.add_argument)
     _add_behaviour(parser.add_argument)
+    _add_keeping(parser.add_argument)
     parser.add_argument("--print", action="store_true", help="only print what would be started")
     parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
     parser.set_defaults(native=[], own_flags=sorted(parser._option_string_actions))
@@ -119,6 +120,23 @@ def _add_behaviour(add: Callable[..., object]) -> None:
     )
 
 
+def _add_keeping(add: Callable[..., object]) -> None:
+    add(
+        "--snapshot-dir",
+        metavar="FOLDER",
+        help="write there what is stored where, and know it again when started anew: for pools whose clients check "
+        "what they read, as ours do (docs/pool_survival.md); default: a master that was started anew knows nothing",
+    )
+    add(
+        "--snapshot-interval",
+        "--snapshot_interval_seconds",
+        type=int,
+        default=10,
+        metavar="SECONDS",
+        help="how often, with --snapshot-dir (default %(default)s)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Become the master; does not return where it can be started.
 
@@ -132,12 +150,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.print:
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
             _check_port(arguments.host, port)
-    print(f"# {shlex.join(command)}")
+    environ = _build_environment(arguments)
+    print(f"# {shlex.join([*(f'{name}={value}' for name, value in environ.items()), *command])}")
     for line in _client_lines(arguments):
         print(line)
     if not arguments.print:
         sys.stdout.flush()
-        os.execv(command[0], command)
+        os.execve(command[0], command, {**os.environ, **environ})
     return 0
 
 
@@ -176,9 +195,24 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         flags["enable_ha"] = "true"
         flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
         flags["cluster_id"] = arguments.cluster_id
+    if arguments.snapshot_dir:
+        flags["enable_snapshot"] = flags["enable_snapshot_restore"] = "true"
+        flags["snapshot_object_store_type"] = "local"
+        flags["snapshot_interval_seconds"] = arguments.snapshot_interval
     if arguments.native:
         flags |= parse_native_flags(arguments.native, list_native_flags(program), arguments.own_flags)
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def _build_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """The variables that the program reads beside its flags."""
+    if not arguments.snapshot_dir:
+        return {}
+    # Without the second a master that is started anew forgets all blocks but those that a lease protects right then.
+    return {
+        "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(arguments.snapshot_dir).absolute()),
+        "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",
+    }
 
 
 def _check_values(arguments: argparse.Namespace) -> None:
