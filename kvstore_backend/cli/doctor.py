@@ -158,6 +158,7 @@ def _diagnose_mooncake(
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
+        *checks.check_ssd(settings),
         *found_master,
         *checks.check_metadata_server(settings),
     ]

@@ -48,7 +48,7 @@ INSTALL = (
 )
 """The remedy where Mooncake is missing."""
 
-_NOT_FOUND, _UNREACHABLE = -704, -800
+_NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
@@ -293,18 +293,24 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     if settings.etcd_addresses:
         set_native_cluster(settings)
     began = time.monotonic()
-    code = native.setup(
-        local_hostname,
-        settings.metadata_server,
-        settings.global_segment_size,
-        settings.local_buffer_size,
-        settings.protocol,
-        settings.rdma_devices,
-        settings.master_server_addr,
-        None,
-        settings.enable_ssd_offload,
-        settings.ssd_offload_path,
-    )
+    try:
+        code = native.setup(
+            local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.rdma_devices,
+            settings.master_server_addr,
+            None,
+            settings.enable_ssd_offload,
+            settings.ssd_offload_path,
+        )
+    except ValueError as exc:
+        raise PoolUnavailable(
+            f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
+            "absolute path of a folder that exists, may be written and is no link"
+        ) from exc
     pause = _PAUSE_FACTOR * (time.monotonic() - began)
     if code:
         raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
@@ -350,6 +356,11 @@ def _check_servers(settings: MooncakeSettings) -> None:
 
 
 def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
+    if code == _NO_OFFLOADING:
+        return (
+            f"the master at {settings.master_server_addr} does not offload to SSD: start it with --enable_offload=true "
+            "(kvstore master --ssd), or set enable_ssd_offload to false"
+        )
     if settings.etcd_addresses:
         return (
             f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -49,10 +48,8 @@ class Full(Wrapper):
     """A store that takes nothing while it ``is_full``."""
 
     is_full = False
-    num_puts = 0
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        self.num_puts += 1
         return [Status.FAILED] * len(keys) if self.is_full else super()._put(keys, values)
 
 
@@ -67,7 +64,6 @@ class Watched:
         self.instance.offered.clear()
         self.times_asked = 0
         self.counted: list[int] = []
-        self._held_back = threading.Event()
         self.refill = Refill(self.pool, self.instance, self.counted.append, period=0.002)
         self.wait_for_questions()
 
@@ -129,8 +125,8 @@ def test_blocks_that_are_evicted_little_by_little_are_left_alone(watched: Watche
 def test_a_pool_that_refuses_is_offered_one_batch_at_a_time_until_it_takes_them(watched: Watched) -> None:
     watched.store.is_full = True
     watched.lose(HASHES)
-    wait_until(lambda: len(watched.instance.ended) == 3, "three rounds")
-    assert watched.store.num_puts == 1 + 3
+    wait_until(lambda: len(watched.instance.ended) >= 3, "three rounds")
+    assert watched.instance.offered[:96] == 3 * HASHES[:32]
     watched.store.is_full = False
     wait_until(lambda: watched.num_there == len(HASHES), "all blocks")
 

@@ -48,7 +48,8 @@ class CachedBlocks:
 
     def note_saved(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Hear that the pool is given these blocks, or has given them. On the scheduler's thread."""
-        for name, block in zip(names, blocks, strict=True):
+        # The beginning of a prefix comes last, as it is of more use than what follows it.
+        for name, block in reversed(list(zip(names, blocks, strict=True))):
             if (block_hash := getattr(self._blocks[block], "block_hash", None)) is not None:
                 self._places.pop(name, None)
                 self._places[name] = block, block_hash
