@@ -26,6 +26,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
+from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
     "check_capacity",
@@ -49,8 +50,7 @@ _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "moo
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
 _PROMPT_TOKENS = 1000
-# Mooncake's own defaults for offloading.
-_SSD_FOLDER = "/data/file_storage"
+# Of the disk, that Mooncake's offloading takes by default.
 _SSD_SHARE = 0.9
 
 
@@ -186,7 +186,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
     """Whether Mooncake would take the folder for blocks that its memory has no room for, and the folder has room."""
     if not settings.enable_ssd_offload:
         return
-    path = Path(settings.ssd_offload_path or _SSD_FOLDER)
+    path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
     if refusal := _find_ssd_refusal(path):
         yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
         return

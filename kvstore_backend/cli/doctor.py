@@ -172,7 +172,9 @@ def _diagnose_mooncake(
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        yield from try_pool(config)
+        # Not in the folder itself: a client that joins with it clears away what another is just writing there.
+        with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
+            yield from try_pool(replace(config, store=replace(settings, ssd_offload_path=folder)))
 
 
 def _diagnose_file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:

@@ -135,6 +135,17 @@ def _add_keeping(add: Callable[..., object]) -> None:
         metavar="SECONDS",
         help="how often, with --snapshot-dir (default %(default)s)",
     )
+    add(
+        "--oplog",
+        "--enable_oplog",
+        type=parse_switch,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BOOL",
+        help="with --etcd: write there what is stored where, so that the next leader knows it; nothing of that is ever "
+        "taken away, and when etcd is full the pool takes no more blocks (docs/pool_survival.md)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -195,6 +206,8 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         flags["enable_ha"] = "true"
         flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
         flags["cluster_id"] = arguments.cluster_id
+        if arguments.oplog:
+            flags["enable_oplog"] = "true"
     if arguments.snapshot_dir:
         flags["enable_snapshot"] = flags["enable_snapshot_restore"] = "true"
         flags["snapshot_object_store_type"] = "local"
@@ -225,6 +238,14 @@ def _check_values(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag_of(name)} is {share}; it must be a share between 0 and 1")
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
+    if arguments.oplog and not arguments.etcd:
+        raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
+    if arguments.snapshot_dir and arguments.etcd:
+        raise ConfigError(
+            "--snapshot-dir is of no use with --etcd: Mooncake's next leader does not read it; see --oplog"
+        )
+    if arguments.snapshot_interval < 1:
+        raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be a second or more")
     tenants = arguments.tenants
     if tenants and not (Path(tenants).is_file() and os.access(tenants, os.R_OK)):
         raise ConfigError(f"--tenants is {tenants!r}; it must be a file of quotas that can be read")

@@ -27,6 +27,7 @@ from kvstore_backend.backend import (
     Value,
 )
 from kvstore_backend.config import MooncakeSettings, is_named_port_bound, set_native_cluster, set_native_defaults
+from kvstore_backend.stores.ssd_folder import SsdFolder
 
 __all__ = [
     "INSTALL",
@@ -104,7 +105,12 @@ class MooncakeStore(StorageBackend):
         self._calls = threading.Condition()
         self._running = 0
         self._closed = False
-        self._native = join_cluster(settings)
+        self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
+        try:
+            self._native = join_cluster(settings)
+        except PoolUnavailable:
+            self._leave_ssd()
+            raise
         self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
 
@@ -174,9 +180,14 @@ class MooncakeStore(StorageBackend):
             idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
             self._native.close()
+            self._leave_ssd()
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
+
+    def _leave_ssd(self) -> None:
+        if self._ssd is not None:
+            self._ssd.leave()
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
         # Not the call for one buffer a value: that fails where another writer has begun with the same key.

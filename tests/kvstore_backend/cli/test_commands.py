@@ -281,6 +281,37 @@ def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
     ]
 
 
+def test_a_master_that_keeps_snapshots_is_told_where_and_how_often(tmp_path: Path) -> None:
+    lines = kvstore("master", "--print", "--snapshot-dir", str(tmp_path), "--snapshot-interval", "7").output
+    words = shlex.split(lines.splitlines()[0].removeprefix("# "))
+    assert words[0] == f"MOONCAKE_SNAPSHOT_LOCAL_PATH={tmp_path}"
+    assert {
+        "--enable_snapshot=true",
+        "--enable_snapshot_restore=true",
+        "--snapshot_object_store_type=local",
+        "--snapshot_interval_seconds=7",
+    } <= set(words)
+
+
+def test_the_masters_operation_log_goes_to_etcd() -> None:
+    assert "--enable_oplog=true" in kvstore("master", "--print", "--etcd", "h1:2379", "--oplog").output
+    assert "--enable_oplog=true" in kvstore("master", "--print", "--etcd", "h1:2379", "--enable_oplog=true").output
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--oplog", "--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir"),
+        ("--snapshot-dir /tmp/x --etcd h1:2379", "--snapshot-dir is of no use with --etcd"),
+        ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be a second or more"),
+    ],
+)
+def test_what_a_master_cannot_keep_gets_one_sentence(flags: str, sentence: str) -> None:
+    ended = kvstore("master", "--print", *flags.split())
+    assert ended.status == 1
+    assert sentence in ended.errors
+
+
 def test_a_command_that_is_not_known_is_refused() -> None:
     ended = kvstore("docter")
     assert ended.status == 2
