@@ -144,7 +144,7 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
         if time.monotonic() > killed + HEALING:
             print_table(HEADS, check.rows)
             fail(f"no new prompt was shared through the new leader within {HEALING:.0f} s")
-    if not any([check.is_read(seed, first, "a prompt of before") for seed, first in kept.items() if first]):
+    if not any(first and check.is_read(seed, first, "a prompt of before") for seed, first in kept.items()):
         print_table(HEADS, check.rows)
         fail("no prompt that was stored before the leader was killed was read from the pool afterwards")
     print_table(HEADS, check.rows)
