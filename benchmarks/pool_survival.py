@@ -75,6 +75,7 @@ class Means:
         masters: how many; more than none of them behind etcd.
         ssd: the owner keeps blocks on disk, too.
         refills: the owner puts blocks again that the pool has lost, as our engine does.
+        churn: so many times as many other blocks are put before the event, which evict the first.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Means:
     etcd_masters: int = 0
     ssd: bool = False
     refills: bool = False
+    churn: int = 0
 
 
 @dataclass
@@ -105,18 +107,21 @@ SNAPSHOT = (
     "--snapshot_object_store_type=local",
     "--snapshot_interval_seconds=5",
 )
+OLD_SNAPSHOT = (*SNAPSHOT[:-1], "--snapshot_interval_seconds=20", "--eviction_high_watermark_ratio=0.5")
 SNAPSHOT_FOLDER = {"MOONCAKE_SNAPSHOT_LOCAL_PATH": "{folder}/snapshots"}
 UNLEASED = {"MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1"}
-BOTH, ALL = ("master restarted", "owner restarted"), ("master restarted", "failover", "owner restarted")
+BOTH, FAILING_OVER = ("master restarted", "owner restarted"), ("master restarted", "failover")
 MEANS = (
-    Means("one master", BOTH),
-    Means("one master, refill", BOTH, refills=True),
-    Means("snapshot", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER),
-    Means("snapshot, unleased too", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED),
-    Means("etcd", ALL[:2], etcd_masters=2),
-    Means("etcd, refill", ALL[:2], etcd_masters=2, refills=True),
-    Means("etcd, oplog", ALL[:2], ("--enable_oplog=true",), etcd_masters=2),
-    Means("etcd, oplog, one master", BOTH[:1], ("--enable_oplog=true",), etcd_masters=1),
+    Means("nothing", BOTH),
+    Means("refill", BOTH[:1], refills=True),
+    Means("snapshot, as in Mooncake's guide", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER),
+    Means("snapshot", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED),
+    Means("old snapshot", ("master restarted",), OLD_SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED, churn=3),
+    Means("etcd", FAILING_OVER, etcd_masters=2),
+    Means("etcd, refill", FAILING_OVER[1:], etcd_masters=2, refills=True),
+    Means("etcd, snapshot", FAILING_OVER[1:], SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED, etcd_masters=2),
+    Means("etcd, oplog", FAILING_OVER[1:], ("--enable_oplog=true",), etcd_masters=2),
+    Means("etcd, oplog, one master", FAILING_OVER[:1], ("--enable_oplog=true",), etcd_masters=1),
     Means("SSD", BOTH, ("--enable_offload=true",), ssd=True),
 )
 
@@ -287,7 +292,9 @@ class Trial:
         """Put all blocks, let it happen, and read them twice."""
         stored = self._owner.call(Instance.fill, self.hashes)
         assert stored == len(self.hashes), f"the pool took {stored} of {len(self.hashes)} blocks"
-        time.sleep(OFFLOAD_SECONDS if self.means.ssd else LEASE_SECONDS)
+        time.sleep(OFFLOAD_SECONDS if self.means.ssd or self.means.churn else LEASE_SECONDS)
+        for round_ in range(self.means.churn):
+            self._owner.call(Instance.fill, list_hashes(len(self.hashes), seed=1 + round_))
         begun = time.monotonic()
         getattr(self, f"_{self.event.replace(' ', '_')}")()
         for look in (FIRST_LOOK, SECOND_LOOK):

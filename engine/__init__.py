@@ -24,6 +24,7 @@ retrieval_config.py  the sizes of sparse attention; free of tensors
 prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+saved_blocks.py      cached blocks that the pool had, for putting them again where it has lost them
 pool_use.py          why a prompt took blocks from the pool, or none
 load_or_compute.py   whether loading blocks from the pool is quicker than computing them
 staging.py           host memory between a GPU and the pool

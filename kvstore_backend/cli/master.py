@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
-from kvstore_backend.config import parse_switch
+from kvstore_backend.config import parse_switch, set_snapshot_folder
 from kvstore_backend.stores.mooncake import INSTALL
 
 __all__ = ["add_arguments", "build_command", "run"]
@@ -161,13 +161,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.print:
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
             _check_port(arguments.host, port)
-    environ = _build_environment(arguments)
+    environ = set_snapshot_folder(arguments.snapshot_dir) if arguments.snapshot_dir else {}
     print(f"# {shlex.join([*(f'{name}={value}' for name, value in environ.items()), *command])}")
     for line in _client_lines(arguments):
         print(line)
     if not arguments.print:
         sys.stdout.flush()
-        os.execve(command[0], command, {**os.environ, **environ})
+        os.execv(command[0], command)
     return 0
 
 
@@ -215,17 +215,6 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
     if arguments.native:
         flags |= parse_native_flags(arguments.native, list_native_flags(program), arguments.own_flags)
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
-
-
-def _build_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that the program reads beside its flags."""
-    if not arguments.snapshot_dir:
-        return {}
-    # Without the second a master that is started anew forgets all blocks but those that a lease protects right then.
-    return {
-        "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(arguments.snapshot_dir).absolute()),
-        "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",
-    }
 
 
 def _check_values(arguments: argparse.Namespace) -> None:

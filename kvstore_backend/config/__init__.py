@@ -24,6 +24,7 @@ from kvstore_backend.config.environment import (
     offload_limit,
     set_native_cluster,
     set_native_defaults,
+    set_snapshot_folder,
 )
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
@@ -58,4 +59,5 @@ __all__ = [
     "read_config",
     "set_native_cluster",
     "set_native_defaults",
+    "set_snapshot_folder",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "offload_limit",
     "set_native_cluster",
     "set_native_defaults",
+    "set_snapshot_folder",
 ]
 
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
@@ -86,3 +87,14 @@ def set_native_defaults() -> None:
 def set_native_cluster(settings: MooncakeSettings) -> None:
     """Tell Mooncake's native library which cluster's leader to ask etcd for; it reads that when it joins."""
     os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
+
+
+def set_snapshot_folder(folder: str) -> dict[str, str]:
+    """Tell a Mooncake master that this process becomes where its snapshots are; the variables that say it."""
+    # Without the second a master that is started anew forgets all blocks but those that a lease protects right then.
+    variables = {
+        "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),
+        "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",
+    }
+    os.environ.update(variables)
+    return variables

@@ -109,7 +109,8 @@ class MooncakeStore(StorageBackend):
         try:
             self._native = join_cluster(settings)
         except PoolUnavailable:
-            self._leave_ssd()
+            if self._ssd is not None:
+                self._ssd.give_up()
             raise
         self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
@@ -180,14 +181,11 @@ class MooncakeStore(StorageBackend):
             idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
             self._native.close()
-            self._leave_ssd()
+            if self._ssd is not None:
+                self._ssd.leave()
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
-
-    def _leave_ssd(self) -> None:
-        if self._ssd is not None:
-            self._ssd.leave()
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
         # Not the call for one buffer a value: that fails where another writer has begun with the same key.

@@ -1,8 +1,8 @@
-"""The folder of Mooncake's SSD offload, and whether its last owner has left it or died.
+"""The folder of Mooncake's SSD offload, and when its last owner left it.
 
 A client that joins tells the master what its folder holds. The master takes no notice while it still lists those blocks
-as another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13): so an owner that died and
-is back sooner loses all that is on its disk. Who finds the mark of a dead owner has to wait for so long.
+as another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13), whether that one crashed
+or left in order: an owner that is back sooner loses all that is on its disk. So it joins later.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["DEFAULT_FOLDER", "SsdFolder"]
 
@@ -22,47 +23,59 @@ logger = logging.getLogger(__name__)
 DEFAULT_FOLDER = "/data/file_storage"
 """Mooncake's own, where none is named."""
 _PREFIX = "kvstore-owner-"
+_LEFT = b"left"
 # The master's --client_ttl, 10 s by default, and the second after which it looks again.
 _MISSED_SECONDS = 12.0
 
 
 class SsdFolder:
-    """A mark in the folder, locked for as long as this process lives, that says that it is in use.
+    """A mark in the folder that is locked for as long as this process lives.
 
     Several processes may use one folder. One that cannot be written is left alone: Mooncake refuses it.
     """
 
     def __init__(self, path: str) -> None:
-        """Wait, where a process died that used the folder, until the master has missed it; then leave a mark.
+        """Leave a mark, and wait until the master has missed the process that used the folder last.
 
         Args:
             path: the folder; empty: Mooncake's own choice.
         """
-        path = path or DEFAULT_FOLDER
-        self._mark: int | None = None
-        self._name = ""
+        folder = Path(path or DEFAULT_FOLDER)
+        self._mark: BinaryIO | None = None
         with contextlib.suppress(OSError):
-            if _remove_dead_marks(Path(path)):
-                logger.info("The last owner of %s has died; joining in %g s", path, _MISSED_SECONDS)
-                time.sleep(_MISSED_SECONDS)
-            self._mark, self._name = tempfile.mkstemp(prefix=_PREFIX, dir=path)
+            seconds = _take_dead_marks(folder)
+            handle, self._name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+            self._mark = os.fdopen(handle, "wb", buffering=0)
             fcntl.flock(self._mark, fcntl.LOCK_EX)
+            if seconds > 0:
+                logger.info("Another process used %s just now; joining the pool in %.0f s", folder, seconds)
+                time.sleep(seconds)
 
     def leave(self) -> None:
-        """Take the mark away: the master has been told that nobody offers this folder's blocks any more."""
+        """Note that this process, which has been in the pool, leaves it now."""
+        if self._mark is not None:
+            with contextlib.suppress(OSError):
+                self._mark.write(_LEFT)
+            self._mark.close()
+            self._mark = None
+
+    def give_up(self) -> None:
+        """Take the mark away: this process could not join the pool."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._name)
-            os.close(self._mark)
+            self._mark.close()
             self._mark = None
 
 
-def _remove_dead_marks(folder: Path) -> bool:
-    """Remove the marks of processes that are gone; whether there were any."""
-    is_found = False
+def _take_dead_marks(folder: Path) -> float:
+    """Remove the marks of processes that are gone; for how many seconds the master may still list one of them."""
+    seconds = 0.0
     for mark in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), mark.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_left = file.read() == _LEFT
+            age = time.time() - mark.stat().st_mtime if has_left else 0.0
             mark.unlink()
-            is_found = True
-    return is_found
+            seconds = max(seconds, _MISSED_SECONDS - max(0.0, age))
+    return seconds

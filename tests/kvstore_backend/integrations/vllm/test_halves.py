@@ -660,14 +660,16 @@ class Refilled:
     def __init__(self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scheduler, "Refill", self._take_holder)
         self._store = store
+        self._holders: list[Holder] = []
         self.instance = Instance(store)
+        self.holder = self._holders[0]
         self.request, self.table = make_request(), [7, 3, 5, 1, 2, 9]
         self.instance.blocks.cache(self.request, self.table)
         self.instance.compute(self.request, self.table)
         self.names = self.request.block_hashes
 
     def _take_holder(self, pool: BlockPool, holder: Holder, on_blocks: Any) -> Any:
-        self.holder = holder
+        self._holders.append(holder)
         return SimpleNamespace(close=lambda: None)
 
     def lose_all(self) -> None:
