@@ -269,7 +269,8 @@ class Trial:
 
     def wait_for_leader(self) -> Master:
         """The master that takes calls."""
-        return wait_until(lambda: next((each for each in self.masters if each.is_leading()), None), "a leader", 60)
+        leaders = wait_until(lambda: [each for each in self.masters if each.is_leading()], "a leader", 60)
+        return leaders[0]
 
     def config(self, **changes: object) -> PoolConfig:
         """For a process that joins this pool."""

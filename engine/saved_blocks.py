@@ -62,8 +62,7 @@ class SavedBlocks:
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
         """Save those of these blocks that are still cached: how many were tried, and how many the pool has now."""
-        tried, stored = self._ask_later(partial(self._start_save, hashes))
-        return tried, stored
+        return self._ask_later(partial(self._start_save, hashes))
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
         """Let those that were saved again be reused in the order they were in before."""
@@ -84,7 +83,11 @@ class SavedBlocks:
 
     def _ask(self, call: Callable[[], T]) -> T:
         """What ``call`` returns on the engine's thread."""
-        return self._ask_later(lambda answer: answer(call()))
+
+        def run(answer: Callable[[T], None]) -> None:
+            answer(call())
+
+        return self._ask_later(run)
 
     def _ask_later(self, call: Callable[[Callable[[T], None]], None]) -> T:
         """What ``call``, on the engine's thread, gives its answer to, then or later.

@@ -30,7 +30,7 @@ def test_a_folder_that_nobody_has_used_is_taken_at_once(tmp_path: Path, waits: l
     folder = SsdFolder(str(tmp_path))
     assert len(list_marks(tmp_path)) == 1
     folder.give_up()
-    assert list_marks(tmp_path) == waits == []
+    assert (list_marks(tmp_path), waits) == ([], [])
 
 
 def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: Path, waits: list[float]) -> None:
