@@ -48,13 +48,16 @@ TESTED_IN = {
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
-    "router/serving/api.py": "tests/router/serving/test_attempt.py",
+    "router/serving/reading/api.py": "tests/router/serving/test_attempt.py",
     "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
-    "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
+    "router/serving/reading/large.py": "tests/router/http/test_large_body.py",
+    "router/serving/reading/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
+    "router/serving/attempts.py": "tests/router/serving/test_attempt.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.
+    "router/serving/resume/choice.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/continuation.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/events.py": "tests/router/serving/resume/test_stream.py",
     "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",
@@ -63,6 +66,22 @@ TESTED_IN = {
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
+    # An operator's commands: on folders, and on real masters where only those can do it.
+    **{
+        f"kvstore_backend/cli/operator/{name}.py": f"tests/kvstore_backend/cli/operator/test_{tested}.py"
+        for name, tested in (
+            ("archive", "copy"),
+            ("catalogue", "ls"),
+            ("command", "ls"),
+            ("pin", "mooncake"),
+            ("pool", "clear"),
+            ("scope", "clear"),
+            ("values", "copy"),
+        )
+    },
+    "kvstore_backend/stores/holdings.py": "tests/kvstore_backend/cli/operator/test_mooncake.py",
+    # A master's HTTP side, by the commands that ask it.
+    "kvstore_backend/stores/mooncake_admin.py": "tests/kvstore_backend/cli/test_commands.py",
     # The file store, from several processes.
     "kvstore_backend/stores/file/folder.py": "tests/kvstore_backend/stores/test_file.py",
     "kvstore_backend/stores/file/ledger.py": "tests/kvstore_backend/stores/test_file.py",
@@ -70,12 +89,12 @@ TESTED_IN = {
     "kvstore_backend/config/settings.py": "tests/kvstore_backend/config/test_sources.py",
     # Commands, run as a user runs them.
     "kvstore_backend/cli/__main__.py": "tests/kvstore_backend/cli/test_commands.py",
-    "kvstore_backend/cli/admin.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/bench.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
+    "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Both halves of the connector beside each other.
     "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
