@@ -168,7 +168,7 @@ class Instance:
             self._blocks.publish_block(block, block_hash)
 
         def on_saved(outcome: Outcome) -> None:
-            self._saved.note_saved(hashes)
+            self._saved.note_blocks(hashes)
             on_end(outcome.count)
 
         self._transfers.save(hashes, held, on_saved, partial(self._blocks.release_blocks, held))

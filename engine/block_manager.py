@@ -59,11 +59,11 @@ class BlockManager:
                 return count
         return len(hashes)
 
-    def is_published(self, block_hash: bytes) -> bool:
+    def has_contents(self, block_hash: bytes) -> bool:
         """Whether a block has these contents."""
         return block_hash in self._block_of
 
-    def iterate_published(self) -> Iterator[bytes]:
+    def iterate_hashes(self) -> Iterator[bytes]:
         """The hashes of idle blocks, those used last first, then of blocks that are held."""
         for block in reversed(self._unused):
             if (block_hash := self._hash_of[block]) is not None:

@@ -113,7 +113,7 @@ class PoolConnector:
             return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
-            self._saved.note_saved(hashes[: outcome.count])
+            self._saved.note_blocks(hashes[: outcome.count])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
@@ -200,7 +200,7 @@ class PoolConnector:
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
             if outcome.count == len(blocks):
-                self._saved.note_saved(hashes)
+                self._saved.note_blocks(hashes)
             sequence.pending_saves -= 1
             sequence.saves.num_done += outcome.count
             sequence.saves.ended_at = time.monotonic()

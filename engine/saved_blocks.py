@@ -1,4 +1,4 @@
-"""The engine's cached blocks that the pool had: what it can put again where the pool has lost them."""
+"""The engine's cached blocks that the pool had, and can be given again where it has lost them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HELD_SHARE = 0.25
 
 
 class SavedBlocks:
-    """Answers a ``Refill``, on its thread; what it asks is done on the engine's.
+    """Answers a ``Refill``, on its thread; the work is done on the engine's.
 
     Args:
         blocks: the engine's.
@@ -45,20 +45,20 @@ class SavedBlocks:
         self._most_held = most_held
         self._saved: dict[bytes, None] = {}
 
-    def note_saved(self, hashes: SequenceOf[bytes]) -> None:
+    def note_blocks(self, hashes: SequenceOf[bytes]) -> None:
         """Hear that the pool has these blocks. On the engine's thread."""
         self._saved.update(dict.fromkeys(hashes))
         if len(self._saved) > 2 * self._blocks.num_blocks:
-            self._saved = {each: None for each in self._saved if self._blocks.is_published(each)}
+            self._saved = {each: None for each in self._saved if self._blocks.has_contents(each)}
 
     def list_saved_blocks(self, most: int) -> SequenceOf[bytes]:
         """Hashes of up to ``most`` cached blocks that the pool had, those used last first."""
 
-        def list_blocks() -> list[bytes]:
-            published = self._blocks.iterate_published()
+        def pick_hashes() -> list[bytes]:
+            published = self._blocks.iterate_hashes()
             return list(itertools.islice(filter(self._saved.__contains__, published), most))
 
-        return self._ask(list_blocks)
+        return self._ask(pick_hashes)
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
         """Save those of these blocks that are still cached: how many were tried, and how many the pool has now."""
@@ -70,7 +70,7 @@ class SavedBlocks:
 
     def _start_save(self, hashes: SequenceOf[bytes], answer: Callable[[tuple[int, int]], None]) -> None:
         most = min(self._most_held, int(_HELD_SHARE * self._blocks.num_available))
-        cached = [each for each in hashes if self._blocks.is_published(each)][:most]
+        cached = [each for each in hashes if self._blocks.has_contents(each)][:most]
         if not cached:
             answer((0, 0))
             return
@@ -82,15 +82,15 @@ class SavedBlocks:
         self._transfers.save(cached, held, on_end, partial(self._blocks.release_blocks, held))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns on the engine's thread."""
+        """The answer of ``call``, made on the engine's thread."""
 
-        def run(answer: Callable[[T], None]) -> None:
+        def answer_at_once(answer: Callable[[T], None]) -> None:
             answer(call())
 
-        return self._ask_later(run)
+        return self._ask_later(answer_at_once)
 
     def _ask_later(self, call: Callable[[Callable[[T], None]], None]) -> T:
-        """What ``call``, on the engine's thread, gives its answer to, then or later.
+        """The answer that ``call``, made on the engine's thread, gives to its argument, then or later.
 
         Raises:
             queue.Empty: nothing came; the engine has stopped.

@@ -1,9 +1,9 @@
 """Blocks that the pool has lost are put again by an instance that still holds them.
 
-A Mooncake master that is started anew knows nothing of what was stored, and an owner of memory that ends takes its
-blocks along. What instances hold in their own caches is the hot part of it. Each asks the pool every few seconds for
-some blocks that it had there. Where clearly fewer are found than the time before, blocks were lost at once: then it
-offers what it holds, the most useful first, in small batches with pauses, for as long as the pool takes them.
+A Mooncake master that is started anew knows of no block, and an owner of memory that ends takes its blocks along. The
+hot ones are in the instances' own caches, too. Each instance asks the pool every few seconds for some blocks that it
+had there. Where clearly fewer are found than the time before, blocks were lost at once: then it offers those it holds,
+the most useful first, in small batches with pauses, for as long as the pool takes them.
 
 A pool that is full loses blocks as well, but little by little: that is eviction, and putting those again would only
 evict others. So only a sudden loss counts, and rounds that follow one another keep ever longer pauses.

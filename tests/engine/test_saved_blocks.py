@@ -79,10 +79,10 @@ def test_requests_go_on_while_blocks_that_are_put_again_hang(
 
 def test_the_prefixes_used_last_are_still_the_last_to_be_reused(engine: Engine, memory: MemoryStore) -> None:
     engine.answer(PROMPTS[1], 4)
-    before = list(engine.blocks.iterate_published())
+    before = list(engine.blocks.iterate_hashes())
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: engine.metric("kvstore_refilled_blocks_total") == BLOCKS, "all blocks")
-    wait_until(lambda: list(engine.blocks.iterate_published()) == before, "the order of before")
+    wait_until(lambda: list(engine.blocks.iterate_hashes()) == before, "the order of before")
 
 
 def test_generated_text_that_was_never_saved_is_not_saved_now(engine: Engine, memory: MemoryStore) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's cached blocks that the pool was given: what can be put again where the pool has lost them.
+"""vLLM's cached blocks that the pool was given, and can be given again where it has lost them.
 
 vLLM keeps the blocks of requests that ended until it needs their memory, each with the hash of its contents. A block
 whose hash is still the one it was saved under still holds those bytes. Answers come with vLLM's steps: an instance that
@@ -21,13 +21,13 @@ _MAX_NAMES = 1 << 16
 
 
 class CachedBlocks:
-    """Answers a ``Refill`` on its thread; what touches vLLM's blocks is done on the scheduler's.
+    """Answers a ``Refill`` on its thread; vLLM's blocks are touched on the scheduler's.
 
     Args:
         pools: of every rank.
         blocks: vLLM's, each of which tells its ``block_hash``.
         post: runs a callable on the scheduler's thread, in its next step.
-        save: begins to save named blocks, on the scheduler's thread, and calls what it is given last at the end.
+        save: begins to save named blocks, on the scheduler's thread, and calls its last argument at the end.
         touch_in_order: has vLLM reuse these blocks after all others, the last of them last; on the same thread.
     """
 
@@ -46,7 +46,7 @@ class CachedBlocks:
         self._touch_in_order = touch_in_order
         self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and the hash it had then
 
-    def note_saved(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def note_blocks(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Hear that the pool is given these blocks, or has given them. On the scheduler's thread."""
         # The beginning of a prefix comes last, as it is of more use than what follows it.
         for name, block in reversed(list(zip(names, blocks, strict=True))):

@@ -409,7 +409,7 @@ class SchedulerHalf:
             self._planned_saves.append(self._pin_blocks(request_id, named, blocks()[first:end], is_load=False))
             if self._cached is not None:  # with those that were loaded, which have arrived by now
                 noted, tracked.num_noted = tracked.num_noted, end
-                self._cached.note_saved(self._name_blocks(tracked.request, noted, end), blocks()[noted:end])
+                self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), blocks()[noted:end])
 
     def _pin_blocks(self, request_id: str, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
         """A transfer of ``blocks``, which stay in place until it has ended."""
