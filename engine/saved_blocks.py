@@ -76,10 +76,10 @@ class SavedBlocks:
             return
         held = self._blocks.take_cached_blocks(cached)
 
-        def on_end(outcome: Outcome) -> None:
+        def report_outcome(outcome: Outcome) -> None:
             answer((len(cached), outcome.count))
 
-        self._transfers.save(cached, held, on_end, partial(self._blocks.release_blocks, held))
+        self._transfers.save(cached, held, report_outcome, partial(self._blocks.release_blocks, held))
 
     def _ask(self, call: Callable[[], T]) -> T:
         """The answer of ``call``, made on the engine's thread."""

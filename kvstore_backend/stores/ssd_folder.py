@@ -1,6 +1,6 @@
 """The folder of Mooncake's SSD offload, and when its last owner left it.
 
-A client that joins tells the master of the blocks in its folder. The master takes no notice while it still lists those blocks
+A client that joins tells the master of the blocks in its folder. The master takes no notice while it still lists them
 as another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13), whether that one crashed
 or left in order: an owner that is back sooner loses all that is on its disk. So it joins later.
 """
