@@ -168,6 +168,7 @@ def _diagnose_mooncake(
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
+        *checks.check_ssd(settings),
         *found_master,
         *checks.check_metadata_server(settings),
     ]
@@ -187,7 +188,10 @@ def _diagnose_mooncake(
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        yield from _try_and_compare(config, measured, kv_bytes, arguments.instance)
+        # Not in the folder itself: a client that joins with it clears away what another is just writing there.
+        with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
+            elsewhere = replace(config, store=replace(settings, ssd_offload_path=folder))
+            yield from _try_and_compare(elsewhere, measured, kv_bytes, arguments.instance)
 
 
 def _diagnose_file(
