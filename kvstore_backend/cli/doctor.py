@@ -173,7 +173,7 @@ def _diagnose_mooncake(
         *checks.check_metadata_server(settings),
     ]
     admin = find_admin(address, arguments.master_metrics) if address else None
-    measured = config
+    measured = settings
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
@@ -181,7 +181,7 @@ def _diagnose_mooncake(
             findings += checks.check_tenants(settings, admin)
             if any(segment.capacity for segment in admin.list_segments()):
                 # From others' memory, as most hits come, not from this process's own.
-                measured = replace(config, store=replace(settings, global_segment_size=0))
+                measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"
@@ -190,8 +190,10 @@ def _diagnose_mooncake(
     if all(finding.level != "fail" for finding in findings):
         # Not in the folder itself: a client that joins with it clears away what another is just writing there.
         with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
-            elsewhere = replace(config, store=replace(settings, ssd_offload_path=folder))
-            yield from _try_and_compare(elsewhere, measured, kv_bytes, arguments.instance)
+            tried, measured = (replace(each, ssd_offload_path=folder) for each in (settings, measured))
+            yield from _try_and_compare(
+                replace(config, store=tried), replace(config, store=measured), kv_bytes, arguments.instance
+            )
 
 
 def _diagnose_file(
