@@ -17,17 +17,12 @@ def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
 
-    logger = logging.getLogger("kvstore_backend")
-    level = logger.level
-
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
         try:
             status = main([str(each) for each in arguments])
         except SystemExit as exc:
             status = int(exc.code or 0)
-        finally:
-            logger.setLevel(level)  # a command silences its process, which here is everybody's
         return Ended(status, *capsys.readouterr())
 
     yield run
