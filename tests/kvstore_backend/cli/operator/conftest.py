@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,11 +11,8 @@ from tests.kvstore_backend.cli.operator.pools import Commands, Ended
 
 
 @pytest.fixture
-def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
-    """``kvstore ARGUMENTS``, in this process, whose log is as it was in the end: commands turn it down."""
-    logger = logging.getLogger("kvstore_backend")
-    level = logger.level
-
+def kvstore(capsys: pytest.CaptureFixture[str]) -> Commands:
+    """``kvstore ARGUMENTS``, in this process."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
 
@@ -30,5 +26,4 @@ def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
             logger.setLevel(level)  # a command silences its process, which here is everybody's
         return Ended(status, *capsys.readouterr())
 
-    yield run
-    logger.setLevel(level)
+    return run
