@@ -26,6 +26,7 @@ prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
 kv_codec.py          KV blocks in fewer bytes, in the pool
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+saved_blocks.py      cached blocks that the pool had, for putting them again where it has lost them
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
 why_miss/            why a request that is over was a miss, told by what the instance remembers

@@ -70,6 +70,9 @@ class EngineMetrics:
             DECISIONS,
         )
         self.saved_blocks = self._add_counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
+        self.refilled_blocks = self._add_counter(
+            "kvstore_refilled_blocks", "Blocks of this instance's cache that the pool has again after it had lost some"
+        )
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
         self.finished = Counter(
             "kvstore_requests_finished",

@@ -20,12 +20,14 @@ from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
+from engine.saved_blocks import SavedBlocks
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
+from kvstore_backend.refill import Refill
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -84,6 +86,8 @@ class PoolConnector:
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
+        self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
+        self._refill = Refill(pool, self._saved, metrics.refilled_blocks.inc, start_thread=yield_to_compute)
 
     @property
     def is_open(self) -> bool:
@@ -110,6 +114,7 @@ class PoolConnector:
             return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
+            self._saved.note_blocks(hashes[: outcome.count])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
@@ -197,6 +202,8 @@ class PoolConnector:
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
+            if outcome.count == len(blocks):
+                self._saved.note_blocks(hashes)
             sequence.pending_saves -= 1
             sequence.saves.num_done += outcome.count
             sequence.saves.ended_at = time.monotonic()
@@ -237,6 +244,7 @@ class PoolConnector:
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
+        self._refill.close()
         self._transfers.close()
 
 

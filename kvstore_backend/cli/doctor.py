@@ -168,11 +168,12 @@ def _diagnose_mooncake(
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
+        *checks.check_ssd(settings),
         *found_master,
         *checks.check_metadata_server(settings),
     ]
     admin = find_admin(address, arguments.master_metrics) if address else None
-    measured = config
+    measured = settings
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
@@ -180,14 +181,19 @@ def _diagnose_mooncake(
             findings += checks.check_tenants(settings, admin)
             if any(segment.capacity for segment in admin.list_segments()):
                 # From others' memory, as most hits come, not from this process's own.
-                measured = replace(config, store=replace(settings, global_segment_size=0))
+                measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        yield from _try_and_compare(config, measured, kv_bytes, arguments.instance)
+        # Not in the folder itself: a client that joins with it clears away what another is just writing there.
+        with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
+            tried, measured = (replace(each, ssd_offload_path=folder) for each in (settings, measured))
+            yield from _try_and_compare(
+                replace(config, store=tried), replace(config, store=measured), kv_bytes, arguments.instance
+            )
 
 
 def _diagnose_file(

@@ -61,7 +61,7 @@ class PooledClient:
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """What else the namespace's manifest is to say; asked once, by ``setup``."""
+        """Facts for the namespace's manifest; asked once, by ``setup``."""
         return {}
 
     def setup(

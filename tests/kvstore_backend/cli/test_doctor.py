@@ -230,6 +230,11 @@ def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeM
     told(diagnosis, "local_hostname", "192.0.2.1 is 192.0.2.1, which is not an address of this machine", "leave local_")
 
 
+def test_20_an_ssd_folder_at_a_master_that_does_not_offload(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
+    pool = url(mooncake_master, enable_ssd_offload="true", ssd_offload_path=str(tmp_path))
+    told(doctor(pool), "trial", "does not offload to SSD", "start it with --enable_offload=true (kvstore master --ssd)")
+
+
 def test_nothing_configured_is_said_with_what_may_be() -> None:
     told(doctor(), "configuration", "no pool is configured", "MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR")
 
