@@ -116,6 +116,8 @@ class Sequence:
     """Leading blocks that were offered to the prefix cache already."""
     num_saved: int = 0
     """Leading blocks that were handed to the pool already."""
+    gathered: frozenset[int] = frozenset()
+    """Blocks that were loaded from another cut, under which the pool keeps them."""
     num_exported: int = 0
     """Leading blocks of the prompt that its listener was given already."""
     num_offloaded: int = 0
@@ -190,3 +192,7 @@ class Sequence:
     def hashes(self) -> SequenceOf[bytes]:
         """Hashes of all full blocks of ``token_ids``, computed or not."""
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
+
+    def hashes_of(self, block_size: int) -> SequenceOf[bytes]:
+        """Hashes of all full blocks under another instances' block size."""
+        return extend_block_hashes([], self.token_ids, block_size, self._root)

@@ -125,6 +125,11 @@ class BlockPool:
         return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
+    def stack(self) -> Stack:
+        """The store in its wrappers, for who has to do with the keys of other namespaces."""
+        return self._stack
+
+    @property
     def is_ready(self) -> bool:
         """Whether the pool is in use now; while it is not, every call is a miss that costs next to nothing."""
         return self._stack.is_ready
