@@ -13,6 +13,7 @@ block_hash.py  token ids -> chained block hashes
 namespace.py   Namespace: everything that makes blocks interchangeable; a key is built and parsed here alone
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
 transfers.py   loads and saves on their way, for engines that do not wait for the pool
+cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig

@@ -130,7 +130,8 @@ class Siblings:
             if now < self._look_again_at or not self._family.siblings:
                 return self._alive
             self._look_again_at = now + _LOOK_AROUND_SECONDS
-        statuses = self._pool.stack._exists([MARKER_PREFIX + cut.digest for cut in self._family.siblings])
+        # Not among the look-ups of blocks, whose share that is there is the hit rate.
+        statuses = self._pool.stack._exists_for_all([MARKER_PREFIX + cut.digest for cut in self._family.siblings])
         if Status.FAILED not in statuses:
             self._alive = [cut for cut, status in zip(self._family.siblings, statuses, strict=True) if status]
         return self._alive
