@@ -97,7 +97,13 @@ class Gatherer:
             names: of that cut's blocks, from the beginning of the sequence.
             first: the reader's own first block, counted from there.
             targets: where each of the reader's blocks is to lie.
+
+        Raises:
+            ValueError: a target has another size than a block.
         """
+        nbytes = self._family.block_bytes(self._family.own)
+        if any(sum(span.nbytes for span in target) != nbytes for target in targets):
+            raise ValueError(f"targets must have the {nbytes} bytes of a block")
         unit = Unit(self._family, cut, self._heads)
         pieces = unit.num_stored * len(unit.ranks)
         slot = _slot_bytes(self._family.block_bytes(cut))

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvstore_backend.backend import Status, Value
@@ -59,14 +59,14 @@ class Siblings:
     """The other cuts of one family in one pool. Calls may come from several threads.
 
     Args:
-        pool: of the family's own namespace.
+        pool: of the family's own namespace; one of another namespace has no siblings, as its blocks have other bytes.
         family: whose.
         heads: those that are wanted; default: those of the own rank.
     """
 
     def __init__(self, pool: BlockPool, family: Family, heads: range | None = None) -> None:
         self._pool = pool
-        self._family = family
+        self._family = family if family.own == pool.namespace else replace(family, siblings=())
         self._heads = family.heads_of(family.own) if heads is None else heads
         self._gatherer = Gatherer(pool.stack, family)
         self._lock = threading.Lock()  # guards the next one

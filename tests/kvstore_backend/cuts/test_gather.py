@@ -170,6 +170,13 @@ def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
     assert all(reading.right())
 
 
+def test_targets_of_another_size_than_a_block_are_refused() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    wrong = Memory(reading.memories[0].nbytes - 1)
+    with pytest.raises(ValueError, match="targets must have the 384 bytes"):
+        reading.gatherer.read_blocks(reading.cut, reading.names, 0, [reading.memories[0].value, wrong.value])
+
+
 def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_backend.cuts.gather._BUFFER_BYTES", 1500)
     reading = Reading(MemoryStore(1 << 20))

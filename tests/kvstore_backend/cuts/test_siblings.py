@@ -199,6 +199,14 @@ def test_another_model_is_no_sibling(store: CountingStore) -> None:
     assert Reader(store).look_up() is None
 
 
+def test_a_pool_of_other_bytes_has_no_siblings(store: CountingStore) -> None:
+    write(store, 2)
+    reader = Reader(store)
+    pool = pool_of(store, replace(OWN, layout="any as int8"))
+    assert Siblings(pool, family()).extend_run(pool.exists(reader.hashes), 0, reader.names_of) is None
+    assert Siblings(reader.pool, family()).extend_run(pool.exists(reader.hashes), 0, reader.names_of) is not None
+
+
 def test_a_pool_that_fails_is_not_asked_further(store: CountingStore) -> None:
     write(store, 2)
     reader = Reader(store)
