@@ -1,6 +1,6 @@
 """Blocks of one model under another cut: another tensor-parallel size, or another block size, than one's own.
 
-What is written is never cut again: an instance stores whole blocks of its own rank, in one piece each. Who reads
+Nothing that is written is ever cut again: an instance stores whole blocks of its own rank, in one piece each. Who reads
 another cut's blocks gathers: it reads the pieces that hold its heads and tokens into memory of its own, has them
 verified as ever, and copies its share of them to where it wants it.
 

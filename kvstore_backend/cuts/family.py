@@ -30,7 +30,7 @@ class Extent(NamedTuple):
     tokens: range
 
     def overlap(self, other: Extent) -> Extent:
-        """What both hold; a range of it is empty where they have nothing in common."""
+        """The part that both hold; a range of it is empty where they have nothing in common."""
         return Extent(_common(self.heads, other.heads), _common(self.tokens, other.tokens))
 
 

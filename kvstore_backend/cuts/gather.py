@@ -64,7 +64,7 @@ class Unit:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, unit: int, family: Family) -> list[Extent]:
-        """What each of the pieces holds, in the order of the keys."""
+        """The heads and tokens of each of the pieces, in the order of the keys."""
         size, first = self.cut.block_size, unit * self.num_stored
         return [
             Extent(family.heads_of(rank), range(block * size, (block + 1) * size))
@@ -144,7 +144,7 @@ class Gatherer:
             self._buffers.give_back(buffer, maybe_late=Status.FAILED in statuses)
 
     def _copy_unit(self, unit: Unit, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]) -> None:
-        """Copy what the pieces of a unit hold of ``blocks`` to where these are wanted."""
+        """Copy the share of ``blocks`` in the pieces of a unit to where they are wanted."""
         family, size = self._family, self._family.own.block_size
         extents, shape = unit.extents(number, family), family.shape_of(unit.cut)
         first = number * unit.num_blocks

@@ -4,8 +4,8 @@ One's own cut is always asked first, in one call, as if there were no other. Onl
 asked, and of those only the ones that left their manifest in the pool, which is looked for in one call every 10 s. So
 where all instances have one cut, that call is all that siblings cost.
 
-Own blocks and another cut's may alternate in one prompt: who goes on from blocks of another cut saves what it computes
-itself in its own.
+Own blocks and another cut's may alternate in one prompt: who goes on from blocks of another cut saves in its own
+the blocks that it computes.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Run:
     cut: Namespace
     gathered: tuple[range, ...]
 
-    def count_gathered(self, count: int) -> int:
+    def count_foreign(self, count: int) -> int:
         """How many of the first ``count`` blocks come from the other cut."""
         return sum(len(part[: max(0, count - part.start)]) for part in self.gathered)
 
     def __str__(self) -> str:
-        gathered = self.count_gathered(self.count)
-        return f"{gathered} of them from TP {self.cut.tp_size}, blocks of {self.cut.block_size} tokens"
+        foreign = self.count_foreign(self.count)
+        return f"{foreign} of them from TP {self.cut.tp_size}, blocks of {self.cut.block_size} tokens"
 
 
 class Siblings:

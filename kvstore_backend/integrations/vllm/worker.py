@@ -127,7 +127,7 @@ class WorkerHalf:
         nbytes = outcome.count * self._memory.block_bytes
         self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
         if load.run:
-            self._counts.add_operation("gather", ok=load.run.count_gathered(outcome.count))
+            self._counts.add_operation("gather", ok=load.run.count_foreign(outcome.count))
         self._loaded.requests.add(load.request_id)
         if missing:
             self._report.short.add(load.request_id)
