@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from engine.background import yield_to_compute
+from engine.kept_blocks import KeptBlocks
 from engine.load_or_compute import LoadOrCompute
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
@@ -77,6 +78,7 @@ class PoolConnector:
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self._pending_save_blocks = 0
+        self._kept = KeptBlocks()
         self._block_bytes = runner.shape.nbytes
         if staged is None:
             staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
@@ -150,16 +152,18 @@ class PoolConnector:
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
         present = count_leading(statuses)
         log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
+        load.num_behind = statuses.count(Status.OK) - present
         if run := self._siblings.extend_run(statuses, load.first, load.names_of):
-            load.run, present = run, run.count
+            load.run, load.num_behind, present = run, 0, run.count
         load.look_up = start, time.monotonic()
         if not present:
-            load.use = self._explain_miss(statuses, len(load.hashes))
+            load.use = self._explain_miss(statuses, load)
         return present
 
-    def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
+    def _explain_miss(self, statuses: SequenceOf[Status], load: _Load) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
-            return PoolUse(Reason.ABSENT, f"not in the pool (it lacks the first of {asked} blocks)")
+            text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks)"
+            return PoolUse(Reason.ABSENT, text, load.num_behind)
         health = self._pool.health()
         return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
@@ -182,21 +186,22 @@ class PoolConnector:
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return
-        # Those that another cut has are not stored twice.
-        wanted = [i for i in range(first, last) if i not in sequence.gathered]
-        if not wanted:
-            sequence.num_saved = last
-            return
-        blocks = [sequence.block_table[i] for i in wanted]
         pending = self._pending_save_blocks
-        if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
+        if not self._pool.is_ready or (pending and pending + last - first > self._max_pending):
             if is_last:
-                self._metrics.unsaved_blocks.inc(len(blocks))
+                self._metrics.unsaved_blocks.inc(last - first)
                 why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
-                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, len(blocks), why)
+                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, last - first, why)
             return
-        names = sequence.hashes()
-        hashes = [names[i] for i in wanted]
+        for begin, end, seconds in self._kept.split_blocks(sequence, first, last):
+            # What another cut has is not stored twice, unless it is to be kept.
+            for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
+                self._start_save_of(sequence, run.start, run.stop, seconds)
+        sequence.num_saved = last
+
+    def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
+        """Begin to save some of the blocks; with ``keep_seconds`` also those that the pool has."""
+        blocks, hashes = sequence.block_table[first:last], sequence.hashes()[first:last]
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
@@ -207,6 +212,8 @@ class PoolConnector:
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
             name = sequence.request.request_id
             log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
+            if keep_seconds and outcome.count < len(hashes):
+                self._kept.forget_blocks(hashes)
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(blocks)
@@ -214,8 +221,8 @@ class PoolConnector:
         sequence.pending_saves += 1
         sequence.saves.num_begun += len(blocks)
         sequence.saves.began_at = sequence.saves.began_at or time.monotonic()
-        sequence.num_saved = last
-        self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
+        release = partial(self._scheduler.blocks.release_blocks, blocks)
+        self._transfers.save(hashes, blocks, on_end, release, keep_seconds=keep_seconds)
 
     def skip_prompt(self, sequence: Sequence) -> None:
         """Save nothing of the prompt: the instance that computed it does."""
@@ -258,6 +265,7 @@ class _Load:
         self.names_of = names_of  # of all blocks of the sequence, under a block size
         self.run: Run | None = None  # set where another cut has some of them
         self.num_running = num_running  # whom computing the blocks would delay
+        self.num_behind = 0  # blocks that the pool has behind the first one that it lacks
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
         self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
         self.reading: tuple[float, float] | None = None
@@ -275,7 +283,8 @@ class _Load:
         asked, lacking = len(self.hashes), self.first + present
         rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
         cut = f", {self.run}" if self.run else ""
-        return PoolUse(Reason.HIT, f"it had {present} of {asked} blocks{cut}, of which {count} arrived{rest}")
+        text = f"it had {present} of {asked} blocks{cut}, of which {count} arrived{rest}"
+        return PoolUse(Reason.HIT, text, self.num_behind)
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

@@ -14,7 +14,6 @@ import httpx
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import ascend, checks
-from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
 from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
 from kvstore_backend.cli.trial import try_pool
@@ -27,6 +26,7 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
+from kvstore_backend.stores.mooncake_admin import find_admin
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -165,6 +165,8 @@ def _diagnose_mooncake(
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
+        if admin is not None:
+            findings += checks.check_tenants(settings, admin)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"

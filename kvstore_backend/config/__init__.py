@@ -26,11 +26,18 @@ from kvstore_backend.config.environment import (
 )
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
-from kvstore_backend.config.settings import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.config.settings import (
+    DEFAULT_TENANT,
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+)
 from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
-from kvstore_backend.config.values import parse_size, parse_switch
+from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
 
 __all__ = [
+    "DEFAULT_TENANT",
     "FileSettings",
     "MemorySettings",
     "MooncakeSettings",
@@ -53,6 +60,7 @@ __all__ = [
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",
+    "parse_tenant",
     "read_config",
     "set_native_cluster",
     "set_native_defaults",

@@ -25,10 +25,22 @@ from kvstore_backend.config.values import (
     parse_segment_size,
     parse_size,
     parse_switch,
+    parse_tenant,
     parse_text,
 )
 
-__all__ = ["STORE_SETTINGS", "FileSettings", "MemorySettings", "MooncakeSettings", "PoolConfig", "StoreSettings"]
+__all__ = [
+    "DEFAULT_TENANT",
+    "STORE_SETTINGS",
+    "FileSettings",
+    "MemorySettings",
+    "MooncakeSettings",
+    "PoolConfig",
+    "StoreSettings",
+]
+
+DEFAULT_TENANT = "default"
+"""Mooncake's name for the tenant of those who name none."""
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None) -> dict[str, object]:
@@ -57,6 +69,8 @@ class MooncakeSettings:
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
         cluster_id: of the masters behind etcd, as their ``--cluster_id`` says.
+        tenant_id: whose blocks these are, and whose quota they count against, where the master keeps tenants apart
+            (``--enable_multi_tenants``).
         enable_ssd_offload: let Mooncake keep blocks on this machine's SSD where its memory has no room; its master must
             run with ``--enable_offload=true``.
         ssd_offload_path: the folder for that.
@@ -76,6 +90,7 @@ class MooncakeSettings:
     )
     local_buffer_size: int = field(default=128 << 20, metadata=_read_from("MOONCAKE_LOCAL_BUFFER_SIZE", parse_size))
     cluster_id: str = field(default="mooncake_cluster", metadata=_read_from("MC_STORE_CLUSTER_ID", parse_text))
+    tenant_id: str = field(default=DEFAULT_TENANT, metadata=_read_from("MOONCAKE_TENANT_ID", parse_tenant))
     enable_ssd_offload: bool = field(default=False, metadata=_read_from("MOONCAKE_ENABLE_SSD_OFFLOAD", parse_switch))
     ssd_offload_path: str = field(default="", metadata=_read_from("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", parse_text))
 

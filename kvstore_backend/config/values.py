@@ -33,6 +33,7 @@ __all__ = [
     "parse_segment_size",
     "parse_size",
     "parse_switch",
+    "parse_tenant",
     "parse_text",
 ]
 
@@ -88,6 +89,13 @@ def parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("it must be text")
     return value.strip()
+
+
+def parse_tenant(value: object) -> str:
+    """The name of a tenant, as Mooncake's master takes it."""
+    if not (text := parse_text(value)) or text.startswith("_") or not text.isprintable():
+        raise ValueError("a tenant's name has printable characters and does not begin with _, such as team-a")
+    return text
 
 
 def parse_master_address(value: object) -> str:

@@ -20,14 +20,12 @@ from itertools import islice
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.cuts.family import Family
 from kvstore_backend.cuts.gather import Gatherer, Unit
+from kvstore_backend.manifest import manifest_key
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool, count_leading
 from kvstore_backend.transfers import ReadBlocks
 
-__all__ = ["MARKER_PREFIX", "Run", "Siblings"]
-
-MARKER_PREFIX = "kvstore-manifest/"
-"""The beginning of the key of a namespace's manifest; its digest follows."""
+__all__ = ["Run", "Siblings", "join_runs"]
 
 _LOOK_AROUND_SECONDS = 10.0
 
@@ -131,7 +129,7 @@ class Siblings:
                 return self._alive
             self._look_again_at = now + _LOOK_AROUND_SECONDS
         # Not among the look-ups of blocks, whose share that is there is the hit rate.
-        statuses = self._pool.stack._exists_for_all([MARKER_PREFIX + cut.digest for cut in self._family.siblings])
+        statuses = self._pool.stack._exists_for_all([manifest_key(cut.digest) for cut in self._family.siblings])
         if Status.FAILED not in statuses:
             self._alive = [cut for cut, status in zip(self._family.siblings, statuses, strict=True) if status]
         return self._alive
@@ -168,7 +166,7 @@ class _Asked:
                     break
                 gathered.append(block - first)
             count += 1
-        return Run(count, self._cut, tuple(_join(gathered)))
+        return Run(count, self._cut, tuple(join_runs(gathered)))
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
@@ -185,7 +183,7 @@ def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
         yield False, range(begin, wanted.stop)
 
 
-def _join(numbers: Sequence[int]) -> Iterator[range]:
+def join_runs(numbers: Sequence[int]) -> Iterator[range]:
     """Rising numbers as ranges."""
     begin = 0
     for i in range(1, len(numbers) + 1):

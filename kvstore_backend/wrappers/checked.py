@@ -32,7 +32,7 @@ from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
 from kvstore_backend.wrappers.wrapper import Wrapper
 
-__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend"]
+__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend", "find_fault"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,12 @@ class CheckedBackend(Wrapper):
         self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        with self._lay_out(values) as whole:
-            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
-                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
+        with self._add_headers(keys, values) as whole:
             return self._store._put(keys, whole)
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        with self._add_headers(keys, values) as whole:
+            return self._store._keep(keys, whole, seconds)
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         with self._lay_out(targets) as whole:
@@ -106,6 +108,14 @@ class CheckedBackend(Wrapper):
     def unregister(self, address: int, nbytes: int) -> None:
         self._roomy.pop(address, None)
         self._store.unregister(address, nbytes)
+
+    @contextlib.contextmanager
+    def _add_headers(self, keys: Sequence[str], values: Sequence[Value]) -> Iterator[list[Value]]:
+        """The values with their headers before them; valid in the block."""
+        with self._lay_out(values) as whole:
+            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
+                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
+            yield whole
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
@@ -161,6 +171,20 @@ class CheckedBackend(Wrapper):
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+
+
+def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
+    """The fault of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+
+    Args:
+        key: a block's.
+        stored: header and payload, as they were read.
+    """
+    if stored.nbytes <= HEADER_BYTES:
+        return "size"
+    payload = [Span(stored.ctypes.data + HEADER_BYTES, stored.nbytes - HEADER_BYTES)]
+    header, wanted = stored[:HEADER_BYTES].tobytes(), _build_header(key, payload, _hash_value(payload))
+    return None if header == wanted else _find_wrong_field(header, wanted)
 
 
 def _hash_value(value: Value) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.block_manager import BlockManager
+from engine.cache_hints import CacheHint
 from engine.core import EngineCore, Listener
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, load_model_config
@@ -123,10 +124,19 @@ class Engine:
         """A metric's value now."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    def begin(self, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", **params: Any) -> Answering:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        salt: str = "",
+        hints: tuple[CacheHint, ...] = (),
+        **params: Any,
+    ) -> Answering:
         """Submit a prompt; greedy unless ``params`` say otherwise."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
-        sequence = EngineSequence(Request(next(self._names), tuple(prompt), sampling, salt), self.block_size)
+        request = Request(next(self._names), tuple(prompt), sampling, salt, hints=hints)
+        sequence = EngineSequence(request, self.block_size)
         answering = Answering(sequence)
         self.core.submit(sequence, answering.listener)
         return answering

@@ -17,7 +17,7 @@ from engine.pool_use import Reason
 from kvstore_backend import Namespace
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.cuts import Siblings
-from kvstore_backend.cuts.siblings import MARKER_PREFIX
+from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
@@ -152,5 +152,5 @@ def test_another_model_of_the_same_shape_is_not_read(checkpoint: Path, written: 
     store, other = MemoryStore(64 << 20), replace(written.cut(2), model="another")
     store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
     with Engine(checkpoint, store=sound(store)) as engine:
-        assert not store.exists([MARKER_PREFIX + written.cut(2).digest])[0]
+        assert not store.exists([manifest_key(written.cut(2).digest)])[0]
         assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

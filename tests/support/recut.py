@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
-from kvstore_backend.cuts.siblings import MARKER_PREFIX
+from kvstore_backend.manifest import manifest_key
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
 from tests.support.memory import Memory
@@ -51,4 +51,4 @@ def store_blocks(pool: BlockPool, whole: WholeKV, token_ids: Sequence[int]) -> l
 def leave_marker(pool: BlockPool) -> None:
     """What tells others that the pool's namespace lives."""
     marker = Memory(b"{}")
-    assert pool.stack.put([MARKER_PREFIX + pool.namespace.digest], [marker.value])[0]
+    assert pool.stack.put([manifest_key(pool.namespace.digest)], [marker.value])[0]

@@ -48,6 +48,7 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
+from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
 
@@ -246,7 +247,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         family = _find_family(self._vllm_config, namespace, memory)
-        self._worker = WorkerHalf(open_pool(self._config, namespace), memory, family)
+        facts = _collect_facts(self._vllm_config)
+        self._worker = WorkerHalf(open_pool(self._config, namespace, facts=facts), memory, family)
 
     def get_handshake_metadata(self) -> _Rank | None:
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
@@ -400,6 +402,14 @@ def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Fa
         memory.axes,
         layout_of=lambda count: f"{prefix}{memory.layout_of(count)}",
     )
+
+
+def _collect_facts(vllm_config: Any) -> dict[str, str]:
+    """The namespace's manifest says besides: the checkpoint, and the settings that ``Namespace.model`` was made of."""
+    folder = _find_checkpoint(vllm_config.model_config)
+    settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items() if value}
+    software = f"vLLM {vllm.__version__}"
+    return collect_facts(folder, software, "vLLM", checkpoint=fingerprint_model(folder), **settings)
 
 
 def _collect_settings(vllm_config: Any) -> dict[str, object]:

@@ -12,7 +12,7 @@ from kvstore_backend import Namespace, Status
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.cuts import Run, Siblings, find_family
 from kvstore_backend.cuts.family import HEAD, TOKEN, Family
-from kvstore_backend.cuts.siblings import MARKER_PREFIX
+from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
@@ -170,7 +170,7 @@ def test_without_siblings_nobody_is_asked_but_now_and_then(store: CountingStore,
     own, markers, *others = store.looked_up
     assert {len(own), *map(len, others)} == {8}
     assert len(others) == 2
-    assert set(markers) == {MARKER_PREFIX + sibling.digest for sibling in family().siblings}
+    assert set(markers) == {manifest_key(sibling.digest) for sibling in family().siblings}
     clock[0] += 11
     write(store, 2)
     store.looked_up.clear()
@@ -188,7 +188,7 @@ def test_a_prompt_that_is_there_whole_asks_nobody_else(store: CountingStore) -> 
 
 def test_a_cut_that_left_no_marker_is_not_found(store: CountingStore) -> None:
     write(store, 2)
-    store.remove([MARKER_PREFIX + cut(2).digest])
+    store.remove([manifest_key(cut(2).digest)])
     assert Reader(store).look_up() is None
 
 
