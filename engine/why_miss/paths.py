@@ -25,8 +25,6 @@ from kvstore_backend.why_miss import Prompt
 
 __all__ = ["add_kvcache_paths"]
 
-_TOLD_REQUESTS = "this instance remembers no request {!r}: it was answered elsewhere, is not over, or is long gone"
-
 
 class PromptBody(Body):
     """A prompt as it would be sent to ``/v1/completions`` or ``/v1/chat/completions``."""
@@ -37,13 +35,18 @@ class PromptBody(Body):
 
 
 class WhyMissBody(PromptBody):
-    """POST /kvcache/why_miss: a prompt, and perhaps one that is thought to be in the pool."""
+    """POST /kvcache/why_miss: a request that is over, or a prompt, and perhaps one that is thought to be in the pool.
+
+    With ``inquiry`` a request's explanation has the inquiry to other instances, which has the request's tokens.
+    """
 
     compare_with: PromptBody | None = None
+    request_id: str = ""
+    inquiry: bool = False
 
 
 class InquiryBody(Body):
-    """POST /kvcache/kin: another instance's inquiry, as ``GET /kvcache/why_miss/{id}?inquiry=true`` tells it."""
+    """POST /kvcache/kin: another instance's inquiry."""
 
     token_ids: list[int]
     salt: str = ""
@@ -67,19 +70,14 @@ def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, completions: Compl
         return JSONResponse({"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state})
 
     @app.get("/kvcache/why_miss/{request_id:path}")
-    async def explain_request(request_id: str, inquiry: bool = False) -> Response:
-        found = await asyncio.to_thread(explainer.explain_request, request_id)
-        if found is None:
-            raise ApiError(404, _TOLD_REQUESTS.format(request_id), code="unknown_request")
-        verdict, asked = found
-        told = {"request_id": request_id, **verdict.to_json()}
-        if inquiry:
-            told["inquiry"] = {**_describe_inquiry(asked), "manifest": explainer.manifest.to_json()}
-        return JSONResponse(told)
+    async def explain_request(request_id: str) -> Response:
+        return JSONResponse(await _explain_request(explainer, request_id, with_inquiry=False))
 
     @app.post("/kvcache/why_miss")
-    async def explain_prompt(request: Request) -> Response:
+    async def explain(request: Request) -> Response:
         body = parse_body(WhyMissBody, await read_body(request))
+        if body.request_id:
+            return JSONResponse(await _explain_request(explainer, body.request_id, with_inquiry=body.inquiry))
         prompt = await _encode_prompt(completions, body)
         stored = await _encode_prompt(completions, body.compare_with) if body.compare_with else None
         verdict = await asyncio.to_thread(explainer.explain_prompt, prompt, stored)
@@ -90,6 +88,22 @@ def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, completions: Compl
         body = parse_body(InquiryBody, await read_body(request))
         verdict = await asyncio.to_thread(explainer.find_kin, _read_inquiry(body))
         return JSONResponse(verdict.to_json())
+
+
+async def _explain_request(explainer: MissExplainer, request_id: str, *, with_inquiry: bool) -> dict[str, Any]:
+    """
+    Raises:
+        ApiError: 404, it is not known.
+    """
+    found = await asyncio.to_thread(explainer.explain_request, request_id)
+    if found is None:
+        message = f"this instance remembers no request {request_id!r}: it went elsewhere, is not over, or is long gone"
+        raise ApiError(404, message, code="unknown_request")
+    verdict, asked = found
+    told = {"request_id": request_id, **verdict.to_json()}
+    if with_inquiry:
+        told["inquiry"] = {**_describe_inquiry(asked), "manifest": explainer.manifest.to_json()}
+    return told
 
 
 def _describe_inquiry(asked: Inquiry) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["OTHER_TEXT", "Parting", "count_common", "describe_parting", "find_message", "find_suspect", "hide_words"]
+__all__ = [
+    "OTHER_TEXT",
+    "Parting",
+    "compare_texts",
+    "count_common",
+    "describe_parting",
+    "find_message",
+    "find_suspect",
+    "hide_words",
+]
 
 OTHER_TEXT = "other text"
 """The kind of a difference that is none of the usual suspects."""

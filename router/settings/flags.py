@@ -19,8 +19,9 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         """Args: those of ``argparse.ArgumentParser``, by name."""
         super().__init__(allow_abbrev=False, **kwargs)
-        version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
-        self.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
+        self.add_argument(
+            "-V", "--version", action="version", version=_describe_version(), help="print the version and end"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise ``SettingsError``."""
@@ -39,3 +40,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def _refuse_flag(self, flag: str) -> NoReturn:
         raise SettingsError(f"{flag} is not a flag of this program{suggest_name(flag, self._option_string_actions)}")
+
+
+def _describe_version() -> str:
+    try:
+        own = importlib.metadata.version("fastdeploy-kvstore")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(not installed: run from its folder)"
+    return f"kvrouter {own}"

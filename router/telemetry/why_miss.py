@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from router.http import UpstreamError
 
@@ -43,40 +42,40 @@ async def explain_miss(explanation: Mapping[str, Any], registry: Registry, upstr
     if instance is None:
         gone = f"instance {key}, which computed its prompt, is not registered any more"
         return _answer(request_id, key, "unknown", gone)
-    path = f"/kvcache/why_miss/{quote(request_id, safe='')}?inquiry=true"
+    body = json.dumps({"request_id": request_id, "inquiry": True}).encode()
     try:
-        told = await _ask_instance(upstream, instance.address, "GET", path)
+        told = await _ask_instance(upstream, instance.address, "/kvcache/why_miss", body)
     except _Untold as exc:
         return _answer(request_id, key, "unknown", str(exc))
     inquiry = told.pop("inquiry", None)
     best, teller = told, key
     if told.get("reason") in _OPEN and isinstance(inquiry, dict):
-        body = json.dumps(inquiry).encode()
         others = [other for other in registry if other.healthy and other is not instance]
-        for other, heard in zip(others, await _ask_all(upstream, others, body), strict=True):
+        for other, heard in zip(others, await _ask_all(upstream, others, inquiry), strict=True):
             if _rank(heard) > _rank(best):
                 best, teller = heard, other.key
     answer = _answer(request_id, key, str(best.get("reason")), str(best.get("sentence")), best.get("details"))
     return answer if teller == key else {**answer, "told_by": teller}
 
 
-async def _ask_all(upstream: ConnectionPool, instances: list[Instance], body: bytes) -> list[dict[str, Any]]:
+async def _ask_all(
+    upstream: ConnectionPool, instances: list[Instance], inquiry: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """What each instance knows of a prompt; nothing of one that does not tell."""
+    body = json.dumps(inquiry).encode()
 
     async def ask(instance: Instance) -> dict[str, Any]:
         try:
-            return await _ask_instance(upstream, instance.address, "POST", "/kvcache/kin", body)
+            return await _ask_instance(upstream, instance.address, "/kvcache/kin", body)
         except _Untold:
             return {}
 
     return list(await asyncio.gather(*map(ask, instances)))
 
 
-async def _ask_instance(
-    upstream: ConnectionPool, address: Address, method: str, path: str, body: bytes = b""
-) -> dict[str, Any]:
+async def _ask_instance(upstream: ConnectionPool, address: Address, path: str, body: bytes) -> dict[str, Any]:
     try:
-        answer = await upstream.fetch(address, method, path, body=body, timeout=ASK_SECONDS)
+        answer = await upstream.fetch(address, "POST", path, body=body, timeout=ASK_SECONDS)
     except UpstreamError as exc:
         raise _Untold(str(exc)) from None
     try:

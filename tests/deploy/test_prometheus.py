@@ -23,7 +23,6 @@ import httpx
 import pytest
 import yaml
 
-from engine.make_model import make_model
 from kvstore_backend import Status
 from kvstore_backend.pool import open_store
 from tests.end_to_end.cluster import Instance, Router, instance, router
@@ -123,10 +122,9 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Iterator[System]:
     """The system, with everything there that Prometheus is to find, and Prometheus."""
     folder = tmp_path_factory.mktemp("system")
-    make_model(folder / "model")
     redis = RedisServer(folder)
     redis.start()
     flags = ["--shared-state", redis.url, "--workers", "2", "--max-concurrent-requests", "2"]
@@ -140,8 +138,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         towards = ("--router", f"127.0.0.1:{running_router.port}")
         pooled: dict[str, Any] = {"master": master, "segment": str(SEGMENT_BYTES)}
         with (
-            instance(folder, folder / "model", "--splitwise-role", "prefill", *towards, **pooled) as prefill,
-            instance(folder, folder / "model", "--splitwise-role", "decode", *towards, **pooled) as decode,
+            instance(folder, few_words, "--splitwise-role", "prefill", *towards, **pooled) as prefill,
+            instance(folder, few_words, "--splitwise-role", "decode", *towards, **pooled) as decode,
         ):
             running_router.wait_for(prefill=1, decode=1)
             running = System(master, redis, running_router, prefill, decode, reader)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.make_model import make_model
 from tests.end_to_end.cluster import QUESTION, Instance, ask, instance
 from tests.faults.client import Owner
 from tests.faults.report import STARTS
@@ -37,10 +36,8 @@ def own_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    return folder
+def model(few_words: Path) -> Path:
+    return few_words
 
 
 @contextlib.contextmanager

@@ -66,18 +66,31 @@ def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
         ConfigError: as ``read_pool_config``; or nobody but the pool's own process could tell.
         PoolUnavailable: nobody answers, or it is not a pool.
     """
-    logging.getLogger("kvstore_backend").setLevel(logging.CRITICAL)  # what matters of it is in the sentences here
+    with _silence_log(), contextlib.closing(_find_holdings(arguments)) as holdings:
+        yield holdings
+
+
+@contextlib.contextmanager
+def _silence_log() -> Iterator[None]:
+    """No log of this package, for the time being: what matters of it is in the commands' sentences."""
+    logger = logging.getLogger("kvstore_backend")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _find_holdings(arguments: argparse.Namespace) -> Holdings:
     config = read_pool_config(arguments)
-    holdings: Holdings
     match config.store:
         case MooncakeSettings() as store:
-            holdings = _find_mooncake(store, arguments.master_metrics)
+            return _find_mooncake(store, arguments.master_metrics)
         case FileSettings() as store:
-            holdings = FolderHoldings(store)
+            return FolderHoldings(store)
         case MemorySettings():
             raise ConfigError("memory is each process's own: only that process can tell what it holds")
-    with contextlib.closing(holdings):
-        yield holdings
 
 
 def _find_mooncake(settings: MooncakeSettings, metrics: str | None) -> MooncakeHoldings:

@@ -33,10 +33,11 @@ def test_a_request_a_prompt_and_an_inquiry_are_explained(client: TestClient) -> 
     assert told["reason"] == "parts"
     assert "message 1, the system's: a timestamp: '0000-00-00 00:00:00'" in told["sentence"]
     assert "inquiry" not in told
-    inquiry: dict[str, Any] = client.get("/kvcache/why_miss/second?inquiry=true").json()["inquiry"]
+    asked = {"request_id": "second", "inquiry": True}
+    inquiry: dict[str, Any] = client.post("/kvcache/why_miss", json=asked).json()["inquiry"]
     assert client.post("/kvcache/kin", json=inquiry).json()["sentence"] == told["sentence"]
-    asked = {"messages": messages, "compare_with": {"prompt": "the river"}}
-    assert client.post("/kvcache/why_miss", json=asked).json()["reason"] in ("hit", "parts", "new", "pool_away")
+    prompt = {"messages": messages, "compare_with": {"prompt": "the river"}}
+    assert client.post("/kvcache/why_miss", json=prompt).json()["reason"] in ("hit", "parts", "new", "pool_away")
     assert client.post("/kvcache/why_miss", json={"prompt": [1, 2]}).json()["reason"] in ("below_block", "pool_away")
 
 
