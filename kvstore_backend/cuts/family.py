@@ -51,6 +51,11 @@ class Family:
     axes: tuple[tuple[str, int], ...]
     siblings: tuple[Namespace, ...]
 
+    def of_tenant(self, tenant: str) -> Family:
+        """The same family among the blocks of ``tenant``."""
+        siblings = tuple(replace(cut, tenant=tenant) for cut in self.siblings)
+        return replace(self, own=replace(self.own, tenant=tenant), siblings=siblings)
+
     def shape_of(self, cut: Namespace) -> tuple[int, ...]:
         """The sizes of the axes of one block of ``cut``."""
         sizes = {HEAD: cut.num_kv_heads, TOKEN: cut.block_size}

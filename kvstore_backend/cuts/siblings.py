@@ -64,6 +64,7 @@ class Siblings:
 
     def __init__(self, pool: BlockPool, family: Family, heads: range | None = None) -> None:
         self._pool = pool
+        family = family.of_tenant(pool.namespace.tenant)
         self._family = family if family.own == pool.namespace else replace(family, siblings=())
         self._heads = family.heads_of(family.own) if heads is None else heads
         self._gatherer = Gatherer(pool.stack, family)

@@ -207,6 +207,23 @@ def test_a_pool_of_other_bytes_has_no_siblings(store: CountingStore) -> None:
     assert Siblings(reader.pool, family()).extend_run(pool.exists(reader.hashes), 0, reader.names_of) is not None
 
 
+def test_a_tenants_pool_has_siblings_of_that_tenant(store: CountingStore) -> None:
+    for rank in range(2):
+        store_blocks(pool_of(store, replace(cut(2, rank=rank), tenant="red")), WHOLE, TOKENS)
+    reader = Reader(store)
+    assert reader.look_up() is None
+    pool = pool_of(store, replace(OWN, tenant="red"))
+    run = Siblings(pool, family()).extend_run(pool.exists(reader.hashes), 0, reader.names_of)
+    assert run == Run(8, replace(cut(2), tenant="red"), (range(8),))
+    assert (
+        Siblings(pool, family()).reader_of(run, reader.hashes, 0, reader.hashes)(
+            0, [memory.value for memory in reader.memories]
+        )
+        == 8
+    )
+    reader.holds(8)
+
+
 def test_a_pool_that_fails_is_not_asked_further(store: CountingStore) -> None:
     write(store, 2)
     reader = Reader(store)
