@@ -24,11 +24,12 @@ attention/           attention over paged KV memory: exact, and sparse by retrie
 retrieval_config.py  the sizes of sparse attention; free of tensors
 prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
+kv_codec.py          KV blocks in fewer bytes, in the pool
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+saved_blocks.py      cached blocks that the pool had, for putting them again where it has lost them
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
 why_miss/            why a request that is over was a miss, told by what the instance remembers
-load_or_compute.py   whether loading blocks from the pool is quicker than computing them
 staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV

@@ -52,6 +52,7 @@ from engine.http_server import (
     find_request_id,
     read_body,
 )
+from engine.kv_codec import quantised_namespace
 from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
@@ -173,7 +174,7 @@ class Instance:
             runner.default_max_tokens,
             self.dialect,
         )
-        manifest = Manifest(runner.namespace.fields, runner.facts)
+        manifest = Manifest((pool or runner).namespace.fields, runner.facts)
         self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
@@ -273,7 +274,8 @@ class Instance:
 
 def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
     """The pool, on threads that yield to compute."""
-    return in_background(partial(open_pool, config, runner.namespace, metrics.registry, facts=runner.facts))
+    namespace = quantised_namespace(runner.namespace, config.kv)
+    return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))
 
 
 def create_app(instance: Instance) -> FastAPI:

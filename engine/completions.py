@@ -182,7 +182,10 @@ class Completions:
         for mark in marks:
             *before, last = body.messages[: mark.message + 1]
             shown = last if mark.text is None else {**last, "content": mark.text}
-            text = self._render_chat(body, [*before, shown], lets_assistant_speak=False)
+            try:
+                text = self._render_chat(body, [*before, shown], lets_assistant_speak=False)
+            except ApiError:  # some templates render no conversation without a question, and a hint is only a hint
+                continue
             hints.append(CacheHint(count_common(tokens, await self._encode_text(text, "messages")), mark.seconds))
         return hints
 

@@ -16,17 +16,19 @@ from functools import partial
 
 from engine.background import yield_to_compute
 from engine.kept_blocks import KeptBlocks
-from engine.load_or_compute import LoadOrCompute
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
+from engine.saved_blocks import SavedBlocks
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.cuts import Run, Siblings
+from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
+from kvstore_backend.refill import Refill
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadBlocks, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -53,7 +55,7 @@ class PoolConnector:
         save_outputs: save full blocks of generated text too, not only of prompts.
         staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
             has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
-            one to run.
+            one to run. Blocks that the pool has in another form (``kv_codec.py``) always do.
     """
 
     def __init__(
@@ -81,10 +83,13 @@ class PoolConnector:
         self._kept = KeptBlocks()
         self._block_bytes = runner.shape.nbytes
         if staged is None:
-            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
+            is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
+            staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
         self._siblings = Siblings(pool, runner.family)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
+        self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
+        self._refill = Refill(pool, self._saved, metrics.refilled_blocks.inc, start_thread=yield_to_compute)
 
     @property
     def is_open(self) -> bool:
@@ -111,12 +116,14 @@ class PoolConnector:
             return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
+            gathered = load.list_gathered(outcome.count)
+            self._saved.note_blocks([hashes[i] for i in range(outcome.count) if first + i not in gathered])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
                 sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
-            sequence.gathered |= load.list_gathered(outcome.count)
+            sequence.gathered |= gathered
             with self._ending_on_error(sequence):
                 self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
 
@@ -129,7 +136,9 @@ class PoolConnector:
         present, asked = self._look_up(load), len(load.hashes)
         if not present:
             return 0
-        if not self._load_or_compute.should_load(present, load.num_running):
+        decision = self._load_or_compute.decide(present, load.num_running)
+        self._metrics.load_or_compute.labels(decision).inc()
+        if decision == "compute":
             text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
             load.use = PoolUse(Reason.SLOW, text)
             return 0
@@ -205,6 +214,8 @@ class PoolConnector:
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
+            if outcome.count == len(blocks):
+                self._saved.note_blocks(hashes)
             sequence.pending_saves -= 1
             sequence.saves.num_done += outcome.count
             sequence.saves.ended_at = time.monotonic()
@@ -245,6 +256,7 @@ class PoolConnector:
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
+        self._refill.close()
         self._transfers.close()
 
 

@@ -1,13 +1,13 @@
-"""The manifest of a namespace: one small JSON object in the pool that says of whose blocks a digest stands for.
+"""The manifest of a namespace: one small JSON object in the pool that says whose blocks a digest stands for.
 
     kvstore-manifest/<32 hex digits: digest of the Namespace>
 
 A namespace is a digest, from which nobody can read why another one differs. Its manifest has the fields that the digest
-was made of, and *facts*: what else helps a person, such as the model's name. It is written by the instances of the
+was made of, and *facts* that help a person, such as the model's name. It is written by the instances of the
 namespace (``manifest_keeper.py``), and read by ``kvstore why-miss`` and ``kvstore ls``.
 
 A pool may return anything. Fields are believed only where they make the very digest in the key, so that nobody can say
-of a namespace what is not true of it; facts are believed as far as they go: they explain a difference that the fields
+an untruth of a namespace; facts are believed as far as they go: they explain a difference that the fields
 have proven, and never decide whether there is one. Text that is not printable is refused, as it is shown on terminals.
 """
 
@@ -48,7 +48,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ManifestError(ValueError):
-    """What lies in the place of a manifest is none: the end of a sentence that says why."""
+    """Something else lies in the place of a manifest: the end of a sentence that says why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Manifest:
 
     Attributes:
         fields: those of its ``Namespace``, or of that of another version of this package.
-        facts: what helps a person who compares two, and decides nothing.
+        facts: help a person who compares two, and decide nothing.
         block_format: version of the format of its blocks.
         written_at: when it was first written, in UTC as ``2026-11-22T15:04:05Z``; empty: it was not yet.
     """

@@ -1,7 +1,7 @@
 """Keeps a namespace's manifest in the pool: writes it when the pool has been opened, and again where it was lost.
 
 On a thread of its own, once a minute, so that no request ever waits for it; and past the wrappers, as a manifest is
-read by people and programs that know nothing of headers, and by those who must not remove what they cannot read.
+read by people and programs that know nothing of headers, and by those who must not remove things that they cannot read.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read_manifest(store: StorageBackend, digest: str) -> Manifest | None:
         store: bare, without wrappers.
 
     Raises:
-        ManifestError: something else lies in its place, or the pool does not say what.
+        ManifestError: something else lies in its place, or the pool does not say.
     """
     status, data = _move_bytes(store, store.get, manifest_key(digest), bytes(MANIFEST_BYTES))
     if status is Status.ABSENT:

@@ -77,6 +77,10 @@ class BlockPool:
         """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
         return self._stack._exists(self._build_keys(hashes))
 
+    def exists_for_all(self, hashes: Sequence[bytes]) -> list[Status]:
+        """``exists`` as another instance would be answered: without the copies that only this one has."""
+        return self._stack._exists_for_all(self._build_keys(hashes))
+
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
 
@@ -254,7 +258,7 @@ def open_pool(
     """Open the configured store for one namespace, in its wrappers.
 
     Args:
-        facts: what helps a person who asks why two namespaces differ; they go into the namespace's manifest, which is
+        facts: help a person who asks why two namespaces differ; they go into the namespace's manifest, which is
             kept in the pool. None: there is no manifest, as for a namespace that is gone soon.
 
     Other arguments and errors are ``open_backend``'s.

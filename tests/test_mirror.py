@@ -96,6 +96,7 @@ TESTED_IN = {
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Both halves of the connector beside each other.
+    "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",

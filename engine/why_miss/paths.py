@@ -1,4 +1,4 @@
-"""The paths under ``/kvcache``: what this instance's blocks are, and why a request or a prompt was a miss.
+"""The paths under ``/kvcache``: the namespace of this instance's blocks, and why a request or a prompt was a miss.
 
 For routers and operators: a router passes only ``/v1`` on to instances, so that clients do not get here. Texts of
 requests are never told, only their shapes; those of a prompt that is sent here are.

@@ -1,7 +1,7 @@
 """The last requests of an instance, so that it can be told later why one was a miss.
 
-A request is taken down when it has ended, in the event loop: the engine's steps know nothing of it. What is kept is
-bounded by the tokens of all prompts together, 4 bytes each (and their messages, which are about as long).
+A request is taken down when it has ended, in the event loop: the engine's steps know nothing of it. The number kept is
+bounded by the tokens of all their prompts together, 4 bytes each (and their messages, which are about as long).
 """
 
 from __future__ import annotations

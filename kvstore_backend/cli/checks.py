@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,11 +21,13 @@ from kvstore_backend.config import (
     MooncakeSettings,
     has_active_port,
     list_rdma_devices,
+    offload_limit,
     set_native_defaults,
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, list_clusters_in_etcd
+from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
     "check_capacity",
@@ -38,6 +40,7 @@ __all__ = [
     "check_metadata_server",
     "check_protocol",
     "check_sharing",
+    "check_ssd",
     "check_tenants",
     "find_wheels",
 ]
@@ -51,6 +54,8 @@ _FULL_SHARE = 0.95
 # From here on a master evicts (--eviction_high_watermark_ratio), unless it was told otherwise: it does not tell.
 _WATERMARK = 0.9
 _PROMPT_TOKENS = 1000
+# Of the disk, that Mooncake's offloading takes by default.
+_SSD_SHARE = 0.9
 
 
 def check_library() -> Iterator[Finding]:
@@ -179,6 +184,43 @@ def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
                 yield fail("memory", text, "lower global_segment_size, or stop what else uses memory")
             else:
                 yield ok("memory", text)
+
+
+def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Whether Mooncake would take the folder for blocks that its memory has no room for, and the folder has room."""
+    if not settings.enable_ssd_offload:
+        return
+    path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
+    if refusal := _find_ssd_refusal(path):
+        yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
+        return
+    limit = offload_limit(environ)
+    disk = os.statvfs(path)
+    room = disk.f_bavail * disk.f_frsize
+    used = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file())
+    wanted = limit or int(_SSD_SHARE * disk.f_blocks * disk.f_frsize)
+    text = (
+        f"{path} holds {format_bytes(used)}, and may take {format_bytes(wanted)}"
+        f"{'' if limit else ', 90 % of its filesystem'}; {format_bytes(room)} are free there"
+    )
+    remedy = "make room, or set MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE to the bytes that it may take"
+    if room < settings.global_segment_size and used < wanted:
+        yield warn("ssd", f"{text}: less than the memory that it is to extend", remedy)
+    elif used + room < wanted:
+        yield warn("ssd", f"{text}: writes will fail before Mooncake begins to evict", remedy)
+    else:
+        yield ok("ssd", text)
+
+
+def _find_ssd_refusal(path: Path) -> str:
+    """Why Mooncake (``FileStorageConfig::ValidatePath``) would not take this folder; empty: it would."""
+    if not path.is_absolute() or ".." in path.parts:
+        return "is no absolute path without .."
+    if path.is_symlink():
+        return "is a symbolic link"
+    if not path.is_dir():
+        return "is no folder" if path.exists() else "does not exist"
+    return "" if os.access(path, os.W_OK) else "may not be written by this user"
 
 
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:

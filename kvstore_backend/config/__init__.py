@@ -21,8 +21,10 @@ from kvstore_backend.config.environment import (
     named_model,
     named_protocol,
     named_rdma_devices,
+    offload_limit,
     set_native_cluster,
     set_native_defaults,
+    set_snapshot_folder,
 )
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
@@ -57,6 +59,7 @@ __all__ = [
     "named_protocol",
     "named_rdma_devices",
     "names_protocol",
+    "offload_limit",
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",
@@ -64,4 +67,5 @@ __all__ = [
     "read_config",
     "set_native_cluster",
     "set_native_defaults",
+    "set_snapshot_folder",
 ]

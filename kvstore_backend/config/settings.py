@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.values import (
     ETCD_SCHEME,
     default_folder,
@@ -18,6 +19,7 @@ from kvstore_backend.config.values import (
     default_protocol,
     parse_device_names,
     parse_folder,
+    parse_kv_form,
     parse_master_address,
     parse_metadata_server,
     parse_positive_size,
@@ -146,13 +148,29 @@ class PoolConfig:
         store: the store that is shared.
         async_write: save in the background, as MindIE's ``asyncWrite`` says; where there is a fast store, from that.
         fast: a smaller, quicker store of this machine's own before the shared one.
+        kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly what
+            was computed; empty: as they are. Only the reference engine knows other forms.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings
     async_write: bool = field(default=False, metadata=_read_from("KVSTORE_ASYNC_WRITE", parse_switch))
     fast: MemorySettings | FileSettings | None = field(default=None, metadata=_read_from("KVSTORE_FAST_TIER"))
 
+    kv: str = field(default="", metadata=_read_from("KVSTORE_KV", parse_kv_form))
+
     @property
     def backend(self) -> str:
         """``mooncake``, ``file`` or ``memory``."""
         return self.store.backend
+
+    def require_plain(self, who: str) -> PoolConfig:
+        """This configuration, for ``who`` stores blocks as they are.
+
+        Raises:
+            ConfigError: it says otherwise.
+        """
+        if self.kv:
+            raise ConfigError(
+                f"kv is {self.kv!r} (KVSTORE_KV), and {who} stores blocks as they are: leave kv out, or use our engine"
+            )
+        return self

@@ -26,6 +26,7 @@ __all__ = [
     "default_protocol",
     "parse_device_names",
     "parse_folder",
+    "parse_kv_form",
     "parse_master_address",
     "parse_metadata_server",
     "parse_positive_size",
@@ -48,6 +49,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
+_KV_FORMS = ("int8", "fp8")
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
 
@@ -162,6 +164,13 @@ def parse_switch(value: object) -> bool:
     if not isinstance(value, str) or value.strip().lower() not in _SWITCHES:
         raise ValueError("it must be true or false")
     return _SWITCHES[value.strip().lower()]
+
+
+def parse_kv_form(value: object) -> str:
+    """The form in which blocks are stored, one of those that ``engine/kv_codec.py`` knows; empty for as they are."""
+    if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
+        raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks as they are")
+    return value.strip().lower()
 
 
 def parse_folder(value: object) -> Path:

@@ -61,7 +61,7 @@ class PooledClient:
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """What else the namespace's manifest is to say; asked once, by ``setup``."""
+        """Facts for the namespace's manifest; asked once, by ``setup``."""
         return {}
 
     def setup(
@@ -105,7 +105,7 @@ class PooledClient:
                 "ssd_offload_path": ssd_offload_path,
                 "tenant_id": tenant_id or None,
             },
-        )
+        ).require_plain("this client for other engines")
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
         self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS

@@ -60,7 +60,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         config = read_config(extra.get("pool"))
         if config is None:
             raise ConfigError('the configuration says that there is no pool ("backend": ""); start SGLang without one')
-        self._config = config
+        self._config = config.require_plain("KvstoreHiCache")
         self._weights_version = str(extra.get("weights_version", ""))
         self._comes_by_address = bool(extra.get("interface_v1"))
         model = extra.get("model_path") or storage_config.model_name or ""

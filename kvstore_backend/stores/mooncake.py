@@ -38,6 +38,7 @@ from kvstore_backend.config import (
     set_native_cluster,
     set_native_defaults,
 )
+from kvstore_backend.stores.ssd_folder import SsdFolder
 
 __all__ = [
     "INSTALL",
@@ -59,7 +60,7 @@ INSTALL = (
 )
 """The remedy where Mooncake is missing."""
 
-_NOT_FOUND, _UNREACHABLE = -704, -800
+_NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
@@ -117,7 +118,13 @@ class MooncakeStore(StorageBackend):
         self._calls = threading.Condition()
         self._running = 0
         self._closed = False
-        self._native = join_cluster(settings)
+        self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
+        try:
+            self._native = join_cluster(settings)
+        except PoolUnavailable:
+            if self._ssd is not None:
+                self._ssd.give_up()
+            raise
         self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
 
@@ -219,6 +226,8 @@ class MooncakeStore(StorageBackend):
             idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
             self._native.close()
+            if self._ssd is not None:
+                self._ssd.leave()
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
@@ -357,20 +366,26 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     if settings.etcd_addresses:
         set_native_cluster(settings)
     began = time.monotonic()
-    code = native.setup(
-        local_hostname,
-        settings.metadata_server,
-        settings.global_segment_size,
-        settings.local_buffer_size,
-        settings.protocol,
-        settings.rdma_devices,
-        settings.master_server_addr,
-        None,
-        settings.enable_ssd_offload,
-        settings.ssd_offload_path,
-        # Versions before 0.3.13 know no tenants.
-        *([settings.tenant_id] if settings.tenant_id != DEFAULT_TENANT else []),
-    )
+    try:
+        code = native.setup(
+            local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.rdma_devices,
+            settings.master_server_addr,
+            None,
+            settings.enable_ssd_offload,
+            settings.ssd_offload_path,
+            # Versions before 0.3.13 know no tenants.
+            *([settings.tenant_id] if settings.tenant_id != DEFAULT_TENANT else []),
+        )
+    except ValueError as exc:
+        raise PoolUnavailable(
+            f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
+            "absolute path of a folder that exists, may be written and is no link"
+        ) from exc
     pause = _PAUSE_FACTOR * (time.monotonic() - began)
     if code:
         raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
@@ -427,6 +442,11 @@ def _check_servers(settings: MooncakeSettings) -> None:
 
 
 def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
+    if code == _NO_OFFLOADING:
+        return (
+            f"the master at {settings.master_server_addr} does not offload to SSD: start it with --enable_offload=true "
+            "(kvstore master --ssd), or set enable_ssd_offload to false"
+        )
     if settings.etcd_addresses:
         return (
             f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "

@@ -1,8 +1,8 @@
-"""Why was it a miss? The questions that ``kvstore why-miss`` and an instance ask of what they know.
+"""Why was it a miss? The questions of ``kvstore why-miss`` and of instances, and their answers.
 
 verdict.py  Verdict: a reason, and a sentence that tells it
 setups.py   two set-ups beside each other, by the manifests of their namespaces
-parting.py  where two prompts part, and what kind of difference that is
+parting.py  where two prompts part, and the kind of the difference
 prompt.py   a prompt and the pool beside each other
 """
 

@@ -1,8 +1,8 @@
-"""Where two prompts part, and what stands there: a timestamp, a counter, white space, or simply other text.
+"""Where two prompts part, and the thing that stands there: a timestamp, a counter, white space, or simply other text.
 
 A block's hash covers all tokens before it, so everything behind the first token that differs is a miss. That token is
-seldom what a person looks for: a clock in the system prompt changes one digit. So the text around it is looked at, and
-named by its kind.
+seldom the thing that a person looks for: a clock in the system prompt changes one digit. So the text around it is
+looked at, and named by its kind.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def find_suspect(text: str, start: int = 0, end: int | None = None) -> tuple[str
     """The first thing in a text that is likely to be new in every request: its kind and itself; None: nothing is.
 
     Args:
-        start: only what reaches into the characters from here on is of interest ...
-        end: ... and before here; None: to the end of the text.
+        start: a find must reach into the characters from here on ...
+        end: ... and begin before here; None: anywhere.
     """
     found = [
         (match.start(), order, kind, match[0])
@@ -177,7 +177,7 @@ def _shapes(text: str) -> Iterator[str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """What the pattern finds around ``place``; empty: nothing."""
+    """The longest find of the pattern around ``place``; empty: nothing."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 

@@ -1,6 +1,6 @@
 """A prompt and the pool beside each other: which of its leading blocks are there, and why not the next one.
 
-The pool knows hashes only. That a block is missing is all it says; what there was before can be told where a block
+The pool knows hashes only. That a block is missing is all it says; more can be told where a block
 *behind* the missing one is there (it was evicted), where another salt, adapter or set-up has the blocks, or by the
 prompt that is thought to be stored, if a person has that.
 """
@@ -168,7 +168,7 @@ def _explain_parting(exists: Exists, manifest: Manifest, chain: _Chain, stored: 
 
 
 def _explain_unseen(chain: _Chain) -> Verdict:
-    """The first missing block, with what in it is likely to be new each time."""
+    """The first missing block, with anything in it that is likely to be new each time."""
     had = (
         f"the pool has the first {chain.leading} of {len(chain.statuses)} blocks, and "
         if chain.leading

@@ -1,6 +1,6 @@
 """Why a request was a miss: asked of the instances when somebody wants to know, never on a request's way.
 
-The instance that computed the prompt remembers it, and knows what the pool said. Where the likest prompt before was
+The instance that computed the prompt remembers it, and knows the pool's answer. Where the likest prompt before was
 another instance's, that one knows better: so it is shown the prompt, too.
 """
 
@@ -61,7 +61,7 @@ async def explain_miss(explanation: Mapping[str, Any], registry: Registry, upstr
 async def _ask_all(
     upstream: ConnectionPool, instances: list[Instance], inquiry: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What each instance knows of a prompt; nothing of one that does not tell."""
+    """The verdict of each instance on a prompt; empty of one that does not tell."""
     body = json.dumps(inquiry).encode()
 
     async def ask(instance: Instance) -> dict[str, Any]:

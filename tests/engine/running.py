@@ -15,6 +15,7 @@ import torch
 from engine.block_manager import BlockManager
 from engine.cache_hints import CacheHint
 from engine.core import EngineCore, Listener
+from engine.kv_codec import quantised_namespace
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, TokenOutput
@@ -85,6 +86,7 @@ class Engine:
         wait_for_pool: bool = True,
         start: bool = True,
         retrieval: RetrievalConfig | None = None,
+        kv: str = "",
     ) -> None:
         self.block_size = block_size
         self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
@@ -107,7 +109,7 @@ class Engine:
             self.runner,
             self.scheduler,
             self.metrics,
-            pool=BlockPool(backend, self.runner.namespace) if backend else None,
+            pool=BlockPool(backend, quantised_namespace(self.runner.namespace, kv)) if backend else None,
             save_outputs=save_outputs,
         )
         self._names = map(str, itertools.count())

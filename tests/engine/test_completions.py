@@ -248,3 +248,18 @@ def test_a_hint_that_is_none_is_refused_with_its_place(wordy: Completions) -> No
         hints_of(wordy, messages=[message])
     with pytest.raises(ApiError, match="messages: 5 of their parts have cache_control; 4 may"):
         hints_of(wordy, messages=[{**message, "cache_control": HOUR}] * 5)
+
+
+def test_a_hint_that_the_template_cannot_render_up_to_is_passed_over(
+    wordy: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = wordy._render_chat
+
+    def needs_a_question(body: Any, messages: list[dict[str, Any]], **more: Any) -> str:
+        if messages[-1]["role"] == "system":
+            raise ApiError(400, "there is no question")
+        return render(body, messages, **more)
+
+    monkeypatch.setattr(wordy, "_render_chat", needs_a_question)
+    messages = [{"role": "system", "content": "be kind", "cache_control": HOUR}, {"role": "user", "content": "hi"}]
+    assert hints_of(wordy, messages=messages) == []

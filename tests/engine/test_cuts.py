@@ -130,6 +130,8 @@ def test_what_another_cut_has_is_not_stored_twice(checkpoint: Path, written: Wri
         pool = BlockPool(CheckedBackend(store), engine.runner.namespace)
         hashes = extend_block_hashes([], longer, 16, root_hash())
         assert [bool(status) for status in pool.exists(hashes)] == [False] * LAST + [True] * (len(hashes) - LAST)
+        assert engine.core._connector is not None  # nor does it count as lost
+        assert set(engine.core._connector._saved.list_saved_blocks(99)) == set(hashes[LAST:])
     with Engine(checkpoint, store=sound(store)) as engine:
         again = engine.answer(longer)
         assert again.wait() == first

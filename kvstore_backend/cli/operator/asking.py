@@ -1,4 +1,4 @@
-"""Instances and routers, asked over HTTP what they know of blocks: every trouble is one sentence."""
+"""Instances and routers, asked over HTTP about blocks: every trouble is one sentence."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
 
 @contextlib.contextmanager
 def _silence_log() -> Iterator[None]:
-    """No log of this package, for the time being: what matters of it is in the commands' sentences."""
+    """No log of this package, for the time being: the commands' sentences tell all of it that matters."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

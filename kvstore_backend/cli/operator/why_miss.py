@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the reason.
 
     Raises:
-        ConfigError: what is asked cannot be told.
+        ConfigError: the question makes no sense.
         PoolUnavailable: the pool, an instance or the router cannot be reached, or knows nothing of it.
     """
     verdict = _judge(arguments)
@@ -109,7 +109,7 @@ def _explain_request(arguments: argparse.Namespace) -> Verdict:
 
 
 def _explain_prompt(arguments: argparse.Namespace) -> Verdict:
-    """A prompt beside what the pool has; no instance is asked."""
+    """A prompt beside the pool's blocks; no instance is asked."""
     prompt = _read_prompt(arguments.prompt_file, arguments)
     stored = _read_prompt(arguments.compare_with, arguments) if arguments.compare_with else None
     with open_holdings(arguments) as holdings:

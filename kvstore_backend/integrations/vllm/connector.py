@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
+from kvstore_backend.load_or_compute import DECISIONS
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
@@ -110,7 +112,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvstore_{blocks,bytes,seconds}_total`` among vLLM's metrics."""
+    """``vllm:kvstore_{blocks,bytes,seconds,load_or_compute}_total`` among vLLM's metrics."""
 
     def __init__(
         self,
@@ -134,6 +136,9 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._bytes = counter("bytes", "Bytes loaded", "operation")
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
+        self._decisions = counter(
+            "load_or_compute", "Requests whose blocks the pool had, by what was expected to be quicker", "decision"
+        )
 
     def observe(self, transfer_stats_data: dict[str, dict[str, float]], engine_idx: int = 0) -> None:
         """Add the counts of a ``KVStoreStats``."""
@@ -141,7 +146,9 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             labels = (*self.per_engine_labelvalues[engine_idx], namespace)
             for name, number in numbers.items():
                 operation, figure = name.split()
-                if figure in OUTCOMES:
+                if figure in DECISIONS:
+                    self._decisions.labels(*labels, figure).inc(number)
+                elif figure in OUTCOMES:
                     self._blocks.labels(*labels, operation, figure).inc(number)
                 else:
                     (self._bytes if figure == "bytes" else self._seconds).labels(*labels, operation).inc(number)
@@ -161,6 +168,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
+        self._step_began = 0.0
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -253,6 +261,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_handshake_metadata(self) -> _Rank | None:
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The first call of a step, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step_began = time.monotonic()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
 
@@ -268,6 +281,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
         """
         plan = self._get_connector_metadata().plan
+        self._mover.record_step(plan.num_tokens, time.monotonic() - self._step_began)
         self._mover.start_saves(plan.saves)
         self._mover.wait_for_saves(plan.awaited)
 
@@ -284,7 +298,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._loaded.blocks
 
     def build_connector_worker_meta(self) -> _Report | None:
-        return _Report(self._report) if self._report.ended or self._report.short else None
+        return None if self._report.is_empty else _Report(self._report)
 
     @property
     def _planner(self) -> SchedulerHalf:
@@ -307,7 +321,7 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
         raise ConfigError("the configuration says that there is no pool; leave --kv-transfer-config out")
     if isinstance(config.store, MemorySettings):
         raise ConfigError("a memory pool is one process's own, and vLLM has several: name a mooncake or a file pool")
-    return config
+    return config.require_plain("KVStoreConnector")
 
 
 def _read_prefill_wait(transfer: Any) -> float:

@@ -15,7 +15,6 @@ from fastapi.testclient import TestClient
 from engine.model_runner import load_tokenizer
 from kvstore_backend import BlockPool, extend_block_hashes, root_hash
 from kvstore_backend.cli import main
-from kvstore_backend.cli.operator import asking
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import write_manifest
 from kvstore_backend.stores.file import FileStore
@@ -66,6 +65,8 @@ def asked(client: TestClient) -> TestClient:
     wait_until(lambda: client.get("/kvcache").json()["pool"]["ready"], "the pool")
     chat(client, SYSTEM.replace("2026-11-22", "2026-11-20"), "first")
     chat(client, YESTERDAY, "second")
+    saved = {"messages": talk(YESTERDAY)}
+    wait_until(lambda: client.post("/kvcache/why_miss", json=saved).json()["reason"] == "hit", "the blocks in the pool")
     return client
 
 
@@ -73,12 +74,12 @@ def asked(client: TestClient) -> TestClient:
 def at_an_instance(asked: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the one at every address."""
 
-    def request(method: str, url: str, **more: Any) -> httpx.Response:
+    def request(method: str, url: str, **more: Any) -> Any:
         more.pop("trust_env")
         more.pop("timeout")
         return asked.request(method, httpx.URL(url).raw_path.decode(), **more)
 
-    monkeypatch.setattr(asking.httpx, "request", request)
+    monkeypatch.setattr(httpx, "request", request)
 
 
 @pytest.mark.usefixtures("at_an_instance")

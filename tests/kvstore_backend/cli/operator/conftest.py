@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from kvstore_backend.cli import main
@@ -9,8 +12,10 @@ from tests.kvstore_backend.cli.operator.pools import Commands, Ended
 
 
 @pytest.fixture
-def kvstore(capsys: pytest.CaptureFixture[str]) -> Commands:
-    """``kvstore ARGUMENTS``, in this process."""
+def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
+    """``kvstore ARGUMENTS``, in this process, whose log is as it was in the end: commands turn it down."""
+    logger = logging.getLogger("kvstore_backend")
+    level = logger.level
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
@@ -20,4 +25,5 @@ def kvstore(capsys: pytest.CaptureFixture[str]) -> Commands:
             status = int(exc.code or 0)
         return Ended(status, *capsys.readouterr())
 
-    return run
+    yield run
+    logger.setLevel(level)
