@@ -158,7 +158,7 @@ class ServingRequest:
                         return
             except Exception:
                 pass  # ``serve`` comes to the same, and handles it
-        request.run(self.serve())
+        request.run(self.serve_to_end())
 
     def _on_answer(self) -> None:
         """The attempt that ``start`` has sent has an answer, or at least the beginning of one, or has failed."""
@@ -180,9 +180,9 @@ class ServingRequest:
             self._story.end_attempt(attempt, "answered")
             self._finish()
         else:
-            self._request.run(self.serve())
+            self._request.run(self.serve_to_end())
 
-    async def serve(self) -> None:
+    async def serve_to_end(self) -> None:
         """Answer the request, or go on with it; nothing is raised."""
         response, services = self._response, self._services
         try:
@@ -230,7 +230,7 @@ class ServingRequest:
             self._services.admission.leave(self._story.client, uncharged)
         self._story.write_record(self._request, self._response, self._parsed, self.attempt)
 
-    def fail(self, ended: RequestEnded) -> None:
+    def end_early(self, ended: RequestEnded) -> None:
         """End the request: the task that works on it gets ``ended``."""
         if self._ended is None:
             self._ended = ended
@@ -258,7 +258,7 @@ class ServingRequest:
             self._story.request_id = ids.request_id
         attempt = self.attempt
         if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
-            self.fail(RequestEnded(_ABORTED))
+            self.end_early(RequestEnded(_ABORTED))
             return meant, ()
         self._is_aborted = True
         return meant, attempt.engine_ids.list_ids()
@@ -292,7 +292,7 @@ class ServingRequest:
         self._charged = tokens
 
     def _on_client_left(self) -> None:
-        self.fail(RequestEnded(None))
+        self.end_early(RequestEnded(None))
 
     @property
     def _is_large(self) -> bool:
