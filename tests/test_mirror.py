@@ -48,13 +48,16 @@ TESTED_IN = {
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
     "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
-    "router/serving/api.py": "tests/router/serving/test_attempt.py",
+    "router/serving/reading/api.py": "tests/router/serving/test_attempt.py",
     "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",
-    "router/serving/parsed_request.py": "tests/router/serving/test_fuzz.py",
+    "router/serving/reading/large.py": "tests/router/http/test_large_body.py",
+    "router/serving/reading/parsed_request.py": "tests/router/serving/test_fuzz.py",
     "router/settings/flags.py": "tests/router/settings/test_sources.py",
+    "router/serving/attempts.py": "tests/router/serving/test_attempt.py",
     "router/serving/request.py": "tests/router/serving/test_attempt.py",
     # The mergers, fed with an engine's events; and what they are for, over HTTP.
+    "router/serving/resume/choice.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/continuation.py": "tests/router/serving/resume/test_resuming.py",
     "router/serving/resume/events.py": "tests/router/serving/resume/test_stream.py",
     "router/serving/resume/obstacles.py": "tests/router/serving/resume/test_resuming.py",

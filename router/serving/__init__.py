@@ -1,9 +1,9 @@
 """The way of one request: selection, attempts, the response, resumption.
 
 proxy.py        the data plane: takes requests, knows those that live
-request.py      one request: its client, its attempts, its end
-parsed_request.py  the request as the router serves it: parsed, named, with the head that instances get
-api.py          the endpoints whose answers are generated
+request.py      one request: its client, its answer, its end
+reading/        the request as the router serves it: parsed, named, with the head that instances get
+attempts.py     the attempts at it, one after another
 retry.py        the instances it may still try, and the pause before the next attempt
 response.py     the response to its client
 keep_alive.py   comments to clients that wait for a stream's first token

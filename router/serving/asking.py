@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from router.fleet import Instance
-from router.http import ApiError, ConnectionPool, PreparedHead, splice_parts
-from router.serving.api import EngineIds
+from router.fleet import EngineKind, Instance
+from router.http import ApiError, ConnectionPool, PreparedHead, encode_member, splice_parts
 from router.serving.attempt import Leg
 from router.serving.dialects import LegAsk, NotAsPair, Pair, Pairs, ask_alone
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.api import EngineIds
+from router.serving.reading.parsed_request import ParsedRequest
 from router.serving.response import RequestEnded
+from router.serving.resume import (
+    CannotContinue,
+    ResponseMerger,
+    Resuming,
+    StreamMerger,
+    continue_stream,
+    tells_ids,
+)
 from router.serving.selection import Selection
 
 if TYPE_CHECKING:
     from router.telemetry import RequestTrace
 
-__all__ = ["Asking", "LegMaker", "ask_instances"]
+__all__ = ["Asking", "LegMaker", "ask_instances", "list_members"]
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
@@ -56,6 +64,39 @@ def ask_instances(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
             return Asking(selection, pair, answering, prefill, engine_ids)
     answering, engine_ids = ask_alone(selection.answering, parsed, request_id)
     return Asking(selection, None, answering, None, engine_ids)
+
+
+def list_members(
+    parsed: ParsedRequest,
+    engine: EngineKind,
+    merger: StreamMerger | ResponseMerger | None,
+    resuming: Resuming | None,
+) -> dict[str, bytes]:
+    """The members that the bodies of an attempt get in any dialect.
+
+    Args:
+        engine: of the answering instance.
+        merger: of the answer's segments, if it may have several.
+        resuming: there once an instance has put the request down: the answer so far is to be continued.
+
+    Raises:
+        RequestEnded: this engine cannot go on with the answer.
+    """
+    members: dict[str, bytes] = {}
+    if parsed.cache_salt:
+        members["cache_salt"] = parsed.cache_salt
+    if parsed.model:
+        members["model"] = parsed.model
+    if merger is None:
+        return members
+    assert parsed.body is not None
+    is_wanted = isinstance(merger, StreamMerger) and not parsed.body.members.get("return_token_ids")
+    if is_wanted and (engine is EngineKind.FASTDEPLOY or tells_ids(engine, parsed.api.is_chat)):
+        members["return_token_ids"] = b'"return_token_ids":true'
+    if resuming is not None:
+        going_on = _continue_answer(merger, engine, resuming, is_chat=parsed.api.is_chat)
+        members |= {name: encode_member(name, value) for name, value in going_on.items()}
+    return members
 
 
 class LegMaker:
@@ -142,3 +183,19 @@ def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, 
     if _PARAMS in first and _PARAMS in second:
         joined[_PARAMS] = first[_PARAMS][:-1] + b"," + second[_PARAMS].partition(b"{")[2]
     return joined
+
+
+def _continue_answer(
+    merger: StreamMerger | ResponseMerger, engine: EngineKind, resuming: Resuming, *, is_chat: bool
+) -> Mapping[str, Any]:
+    """The members by which an engine goes on with the answer so far.
+
+    Raises:
+        RequestEnded: this engine cannot.
+    """
+    if isinstance(merger, ResponseMerger):
+        return merger.resumption()
+    try:
+        return continue_stream(merger, engine, is_chat)
+    except CannotContinue as exc:
+        raise RequestEnded(resuming.explain(str(exc))) from None

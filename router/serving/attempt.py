@@ -21,7 +21,7 @@ import orjson
 from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
-from router.serving.api import EngineIds
+from router.serving.reading.api import EngineIds
 
 __all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed", "StreamStalled"]
 

@@ -13,7 +13,6 @@ from router.http import (
     ApiError,
     ClientRequest,
     Headers,
-    InferenceBody,
     Refused,
     Usage,
     end_to_end,
@@ -24,7 +23,7 @@ from router.http import (
 from router.serving.attempt import Attempt
 from router.serving.resume import ResponseMerger, StreamMerger
 
-__all__ = ["CLIENT_LEFT", "ClientResponse", "RequestEnded"]
+__all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse", "RequestEnded"]
 
 CLIENT_LEFT = 499
 """The status that is recorded where the client left before it had the whole response."""
@@ -58,7 +57,7 @@ class RequestEnded(Exception):
 
 
 class ClientResponse:
-    """The response to one client. Its public attributes are for reading.
+    """The response to one client. Its public attributes, but for ``merger``, are for reading.
 
     The router's own header lines, which say who served the request, are an argument wherever a head may be sent.
     """
@@ -91,27 +90,12 @@ class ClientResponse:
         self.is_resumed = False
         """Whether the last attempt went on behind what others had generated."""
         self.merger: StreamMerger | ResponseMerger | None = None
-        """Makes one response of segments; there from ``expect_segments`` on."""
+        """Makes one response of segments; set with the first attempt, where there may be several."""
         self._request = request
         # The last two pieces of the answer as the instance said it, in which the usage stands.
         self._before_last = self._last = b""
         # Prefill's figures of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
-
-    def expect_segments(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
-        """The response may come in several segments: an instance may preempt the request half-way, or die.
-
-        Args:
-            keeps_prompt: as ``StreamMerger`` has it.
-        """
-        if self.merger is None:
-            self.merger = StreamMerger(body, keeps_prompt) if body.members.get("stream") else ResponseMerger(body)
-
-    def hold_bytes(self, body: InferenceBody | None) -> int:
-        """How much of a response that is no event stream must be there before it is relayed."""
-        if body is None:
-            return 0
-        return MERGED_BYTES if isinstance(self.merger, ResponseMerger) else HELD_BYTES
 
     def holds_whole(self, attempt: Attempt) -> bool:
         """Whether all of a response that is no event stream is there, so that it can be sent in one piece.

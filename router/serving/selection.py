@@ -163,7 +163,7 @@ class Selector:
         return self._explain_none((), "").message if self._choice.empty else ""
 
     def token_seconds(self, role: Role) -> float:
-        """What a token of work takes an instance of this role, as policies have learned; 0 if none has."""
+        """Seconds that a token of work takes an instance of this role, as policies have learned; 0 if none has."""
         return max(self.policies_of(model)[role].token_seconds for model in ("", *self._siblings))
 
     def policies_of(self, model: str) -> Mapping[Role, Policy]:

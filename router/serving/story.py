@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from router.policies import Decision
     from router.serving.attempt import Attempt
     from router.serving.dialects import Pair
-    from router.serving.parsed_request import ParsedRequest
+    from router.serving.reading.parsed_request import ParsedRequest
     from router.serving.request import Services
     from router.serving.response import ClientResponse
     from router.serving.selection import Selection

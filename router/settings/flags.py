@@ -19,8 +19,9 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         """Args: those of ``argparse.ArgumentParser``, by name."""
         super().__init__(allow_abbrev=False, **kwargs)
-        version = f"kvrouter {importlib.metadata.version('fastdeploy-kvstore')}"
-        self.add_argument("-V", "--version", action="version", version=version, help="print the version and end")
+        self.add_argument(
+            "-V", "--version", action="version", version=_describe_version(), help="print the version and end"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise ``SettingsError``."""
@@ -46,3 +47,11 @@ def parse_port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
     return int(text)
+
+
+def _describe_version() -> str:
+    try:
+        own = importlib.metadata.version("fastdeploy-kvstore")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(not installed: run from its folder)"
+    return f"kvrouter {own}"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from router.fleet import Instance
 from router.http import ConnectionPool, Usage, encode_request_id
-from router.serving.api import EngineIds
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.api import EngineIds
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = [
     *("MIN_HANDED_OVER_TOKENS", "NO_MEMBERS", "LegAsk", "NotAsPair", "NotReady", "Pair", "list_dropped"),

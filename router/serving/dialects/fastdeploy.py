@@ -9,9 +9,9 @@ from typing import Any
 
 from router.fleet import Instance, Registration
 from router.http import encode_member
-from router.serving.api import EngineIds
 from router.serving.dialects.dialect import LegAsk, Pair
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.api import EngineIds
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["FastDeployPair", "ask_fastdeploy", "disaggregate_info"]
 

@@ -14,7 +14,7 @@ from router.serving.dialects.dialect import (
     list_dropped,
     name_in_header,
 )
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["InOrderPair", "ask_by_header", "cut_to_one_token"]
 

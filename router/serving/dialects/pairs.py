@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from router.fleet import EngineKind, Instance, KvConnector, Role
-from router.serving.api import EngineIds
 from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
 from router.serving.dialects.in_order import InOrderPair, ask_by_header
 from router.serving.dialects.sglang import SglangPair, ask_sglang, name_sglang_sequences
 from router.serving.dialects.vllm import MooncakePair, NixlPair
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.api import EngineIds
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["Pairs", "ask_alone"]
 

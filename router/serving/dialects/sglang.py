@@ -10,9 +10,9 @@ import random
 
 from router.fleet import Instance
 from router.http import encode_member
-from router.serving.api import EngineIds
 from router.serving.dialects.dialect import NO_MEMBERS, LegAsk, NotAsPair, Pair, list_dropped
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.api import EngineIds
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["SglangPair", "ask_sglang", "name_sglang_sequences"]
 

@@ -29,7 +29,7 @@ from router.serving.dialects.dialect import (
     name_in_header,
 )
 from router.serving.dialects.in_order import cut_to_one_token
-from router.serving.parsed_request import ParsedRequest
+from router.serving.reading.parsed_request import ParsedRequest
 
 __all__ = ["MooncakePair", "NixlPair"]
 

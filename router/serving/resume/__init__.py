@@ -20,9 +20,11 @@ obstacles.py     why a stream whose instance died would not go on exactly
 continuation.py  the request for the next instance, in the form that its engine takes
 stream.py        the merger of streams
 whole.py         the merger of whole responses
+choice.py        whether an answer may come in several segments, and by which merger they become one
 resuming.py      how often a request was put down, and whether it is taken up again
 """
 
+from router.serving.resume.choice import make_merger
 from router.serving.resume.continuation import CannotContinue, continue_stream
 from router.serving.resume.obstacles import find_obstacle, tells_ids
 from router.serving.resume.resuming import Resuming
@@ -36,5 +38,6 @@ __all__ = [
     "StreamMerger",
     "continue_stream",
     "find_obstacle",
+    "make_merger",
     "tells_ids",
 ]

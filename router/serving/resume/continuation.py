@@ -1,9 +1,9 @@
 """The request for the next instance: the client's, with the tokens so far, in the form that its engine takes.
 
 FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt. Completions of vLLM and SGLang take the
-ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, in place of what it would make
-of the messages; a version that does not know this makes the prompt of the messages, with the text so far as the last
-one. The merger compares what prompt the instance then tells with what it should be.
+ids of prompt and answer as the prompt. vLLM's chat takes them in ``kv_transfer_params``, in place of the prompt that it
+would make of the messages; a version that does not know this makes the prompt of the messages, with the text so far as
+the last one. The merger compares the prompt that the instance then tells with the one that it should be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.http import whole_number
 if TYPE_CHECKING:
     from router.serving.resume.stream import StreamMerger
 
-__all__ = ["CannotContinue", "continue_stream", "count_remaining", "resume_by_ids"]
+__all__ = ["CannotContinue", "continue_stream", "count_remaining", "needs_prompt", "resume_by_ids"]
 
 # Of vLLM's completions that do not say how long they may be.
 _COMPLETION_TOKENS = 16
@@ -25,6 +25,11 @@ _COMPLETION_TOKENS = 16
 
 class CannotContinue(Exception):
     """The stream cannot go on exactly; the message says why."""
+
+
+def needs_prompt(engine: EngineKind) -> bool:
+    """Whether engines of this kind go on only from ids of prompt and answer, so that the prompt's must be kept."""
+    return engine is not EngineKind.FASTDEPLOY
 
 
 def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def continue_stream(merger: StreamMerger, engine: EngineKind, is_chat: bool) -> 
     merger.expect_prompt(None)
     if not shown:
         return {}
-    if engine is EngineKind.FASTDEPLOY:
+    if not needs_prompt(engine):
         return resume_by_ids(members, shown)
     prompt = merger.prompt_ids
     if prompt is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -195,6 +196,19 @@ def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> N
     assert (python.preempt_retry_count, python.preempt_retry_exclude_decode) == (5, True)
     go = load_settings(["-port", "8080", "-splitwise=true", f"-config_path={path}"], {})
     assert (go.port, go.splitwise, go.host) == (8080, True, "127.0.0.1")
+
+
+def test_a_router_that_was_not_installed_runs_from_its_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", find_nothing)
+    assert load_settings(["--port", "52700"], {}).port == 52700
+    with pytest.raises(SystemExit):
+        load_settings(["--version"], {})
+    assert capsys.readouterr().out == "kvrouter (not installed: run from its folder)\n"
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

@@ -26,7 +26,7 @@ from router.http import (
 )
 from router.policies import RequestFeatures, request_features
 from router.serving.aborts import names_any
-from router.serving.api import GENERATING, Api, EngineIds
+from router.serving.reading.api import GENERATING, Api, EngineIds
 from router.serving.response import RequestEnded
 
 __all__ = ["ParsedRequest", "guess_ids"]

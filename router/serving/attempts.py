@@ -1,0 +1,246 @@
+"""The attempts at one request, one after another: who is asked, and how failures bear on the next."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from router.http import ApiError, TimedOut, UpstreamError
+from router.serving.asking import LegMaker, ask_instances, list_members
+from router.serving.attempt import Attempt, LegFailed, StreamStalled
+from router.serving.dialects import NotReady
+from router.serving.response import HELD_BYTES, MERGED_BYTES, RequestEnded
+from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle, make_merger
+from router.serving.retry import Retries
+from router.serving.selection import NoInstance
+
+if TYPE_CHECKING:
+    from router.serving.reading.parsed_request import ParsedRequest
+    from router.serving.request import Services
+    from router.serving.response import ClientResponse
+    from router.serving.selection import Selection
+    from router.serving.story import Story
+
+__all__ = ["ABORTED", "Attempts"]
+
+# A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
+MAX_ATTEMPTS = 6
+
+ABORTED = ApiError(409, "the request was aborted", "aborted")
+
+
+class Attempts:
+    """Of one request. Its public attributes, but for ``ended`` and ``is_aborted``, are for reading."""
+
+    __slots__ = (
+        *("_is_prepared", "_response", "_retries", "_services", "_story"),
+        *("current", "ended", "is_aborted", "number", "resuming"),
+    )
+
+    def __init__(self, services: Services, story: Story, response: ClientResponse) -> None:
+        self._services = services
+        self._story = story
+        self._response = response
+        self._retries = Retries()
+        self._is_prepared = False  # ``prepare`` has selected instances, and perhaps made an attempt
+        self.current: Attempt | None = None
+        """The one that runs, or ran last."""
+        self.number = 0
+        """How many were made."""
+        self.resuming: Resuming | None = None
+        """There once an instance has put the request down."""
+        self.ended: RequestEnded | None = None
+        """Ends the request instead of the next attempt."""
+        self.is_aborted = False
+        """Whether a client has told its engines to stop it: an attempt that fails now is the last."""
+
+    def prepare(self, parsed: ParsedRequest) -> Attempt:
+        """The first attempt, with which ``begin`` goes on; nothing is sent yet.
+
+        Raises:
+            Exception: as ``begin``, which comes to the same.
+        """
+        attempt = self._make_attempt(parsed, self._select_instances(parsed))
+        self._is_prepared = True
+        return attempt
+
+    def settle(self) -> None:
+        """The prepared attempt has its answer: ``begin`` would make another."""
+        self._is_prepared = False
+
+    async def begin(self, parsed: ParsedRequest) -> bytes:
+        """Make attempts until one has the first bytes of a response.
+
+        Raises:
+            LegFailed: no attempt had; this is the last one's failure.
+            NoRoom: the router cannot send it, to any instance.
+            RequestEnded: no instance could take the request, or the request was ended.
+        """
+        try:
+            selection = self._story.selection if self._is_prepared else None
+            selection = selection or self._select_instances(parsed)
+        except NoInstance as none:
+            raise RequestEnded(self._explain_none(none)) from None
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                attempt = self.current if self._is_prepared else None
+                self._is_prepared = False
+                while attempt is None:
+                    if self.ended is not None:
+                        raise self.ended
+                    if self.is_aborted:
+                        raise RequestEnded(ABORTED)
+                    try:
+                        attempt = self._make_attempt(parsed, selection)
+                    except NotReady as unready:  # again, if another request's failure had it forgotten meanwhile
+                        await self._learn_of_prefill(unready, selection)
+                return await attempt.begin()
+            except LegFailed as failure:
+                self._note_failure(failure, selection)
+                if not failure.another_may_serve or tried == MAX_ATTEMPTS:
+                    raise
+                self._services.metrics.count_retry(failure.instance.key)
+                await self._retries.record_failure_and_back_off(failure, selection)
+                try:
+                    selection = self._select_instances(parsed)
+                except NoInstance:
+                    raise failure from None
+
+    async def go_on_after_preemption(self) -> None:
+        """Prepare the next segment of a request that its decode instance preempted.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        merger, selection, services = self._response.merger, self._story.selection, self._services
+        assert merger is not None
+        assert selection is not None
+        decode = selection.answering
+        self._story.end_attempt(self.current, "preempted")
+        services.metrics.count_preemption(decode.key)
+        if services.settings.preempt_retry_exclude_decode:
+            self._retries.avoid(decode.key)
+        self.resuming = self.resuming or Resuming(services.settings)
+        error = await self.resuming.prepare_after_preemption(merger, decode, services.upstream)
+        assert self.current is not None
+        self._response.end_segment(self.current)
+        if error is not None:
+            raise RequestEnded(error)
+
+    def go_on_after_break(self, parsed: ParsedRequest, attempt: Attempt, exc: UpstreamError) -> None:
+        """Prepare the next segment of a stream whose instance died, broke off or hung.
+
+        Raises:
+            RequestEnded: it cannot be continued.
+        """
+        response, services, instance = self._response, self._services, attempt.answering.instance
+        if isinstance(exc, StreamStalled):
+            attempt.give_up()
+            error = ApiError(504, str(exc), "stream_stalled")
+        else:
+            attempt.break_off(exc)
+            role = instance.role.value
+            error = ApiError(502, f"{role} instance failed in the middle of its answer: {exc}", f"{role}_failed")
+        self._story.end_attempt(attempt, f"broke off: {exc}")
+        merger = response.merger if isinstance(response.merger, StreamMerger) else None
+        if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
+            raise RequestEnded(error) from exc
+        self.resuming = self.resuming or Resuming(services.settings)
+        is_chat = parsed.api.is_chat
+        failed = self.resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
+        if failed is None and merger is None and response.bytes_sent:
+            engine = instance.registration.engine
+            why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
+            failed = self.resuming.explain(why or "its tokens' ids are not known")
+        if failed is not None:
+            raise RequestEnded(failed) from exc
+        response.end_segment(attempt)
+        services.metrics.count_resumption(instance.key)
+        self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+
+    def _explain_none(self, none: NoInstance) -> ApiError:
+        """Why no instance can be asked, and, of a stream that was broken off, why it was."""
+        if self.resuming is not None and self.resuming.is_broken:
+            return self.resuming.explain("no other instance can take it")
+        return none.error
+
+    def _select_instances(self, parsed: ParsedRequest) -> Selection:
+        """Those for the next attempt; raises ``NoInstance`` if there are none."""
+        keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
+        if keeper is not None:
+            return self._services.selector.choose_keeper(parsed.features, keeper)
+        return self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
+
+    async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
+        """Ask prefill for the facts that its pair needs.
+
+        Raises:
+            LegFailed: it does not tell.
+        """
+        assert selection.prefill is not None
+        self._story.selection = selection
+        try:
+            await unready.learn(self._services.upstream)
+        except UpstreamError as exc:
+            raise LegFailed(selection.prefill, str(exc)) from exc
+
+    def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
+        """Prepare the exchanges with the selected instances; nothing is sent yet.
+
+        Raises:
+            NotReady: something has to be learnt of the pair first.
+            RequestEnded: they cannot serve it.
+        """
+        services, response = self._services, self._response
+        # An engine may still know the id of the attempt before.
+        request_id = f"{self._story.request_id}-retry{self.number}" if self.number else self._story.request_id
+        asking = ask_instances(services.pairs, selection, parsed, request_id)
+        self.number += 1
+        pair = asking.pair
+        self._story.selection, self._story.pair = asking.selection, pair
+        if services.is_debugging:
+            self._story.log_choice(parsed.features.prompt_tokens)
+        engine = asking.selection.answering.registration.engine
+        if response.merger is None and parsed.body is not None and parsed.api.is_continuable:
+            response.merger = make_merger(
+                parsed.body,
+                engine,
+                is_chat=parsed.api.is_chat,
+                may_be_preempted=pair is not None and pair.merges_segments,
+                may_be_resumed=services.settings.stream_resume_count > 0,
+            )
+        members = list_members(parsed, engine, response.merger, self.resuming)
+        maker = LegMaker(services.upstream, parsed, asking, members, self._retries.stale, self._story.trace)
+        answering, prefill = maker.make_legs()
+        held = MERGED_BYTES if isinstance(response.merger, ResponseMerger) else HELD_BYTES
+        self.current = Attempt(
+            answering,
+            prefill,
+            asking.engine_ids,
+            ask_decode=partial(maker.ask_decode, answering) if pair is not None and pair.is_prefill_first else None,
+            may_err_late=pair is not None and pair.may_err_late,
+            hold_bytes=0 if parsed.body is None else held,
+            aborter=services.aborter,
+            on_trouble=services.health.on_trouble,
+        )
+        return self.current
+
+    def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
+        """An attempt failed: end its other leg, and blame the instance where neither request nor partner is to blame.
+
+        Raises:
+            RequestEnded: it failed because its client aborted it.
+        """
+        if self.current is not None:
+            self.current.give_up(culprit=failure.instance)
+        if selection.prefill is not None:
+            self._services.pairs.forget_prefill(selection.prefill)
+        self._story.end_attempt(self.current, str(failure))
+        if self.is_aborted:
+            raise RequestEnded(ABORTED) from failure
+        is_broken = failure.response is None or failure.response.status >= 500
+        if is_broken and not failure.stale and not failure.in_hand_over:
+            failure.instance.record_failure(time.monotonic(), str(failure))
