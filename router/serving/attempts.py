@@ -69,7 +69,7 @@ class Attempts:
         """The prepared attempt has its answer: ``begin`` would make another."""
         self._is_prepared = False
 
-    async def begin(self, parsed: ParsedRequest) -> bytes:
+    async def begin_response(self, parsed: ParsedRequest) -> bytes:
         """Make attempts until one has the first bytes of a response.
 
         Raises:

@@ -102,7 +102,7 @@ class ServingRequest:
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
-        # What ``start`` leaves to ``serve``, beside an attempt: an answer that was preempted; an exception.
+        # What ``start`` leaves to ``serve_to_end``, beside an attempt: an answer that was preempted; an exception.
         self._is_preempted = False
         self._failure: Exception | None = None
 
@@ -115,7 +115,7 @@ class ServingRequest:
         """Answer the request; nothing is raised.
 
         Where no stream is asked for, the first attempt is sent at once, and an answer that comes whole is relayed as it
-        comes: neither needs a task. All else is for one that runs ``serve``.
+        comes: neither needs a task. All else is for one that runs ``serve_to_end``.
         """
         services, request = self._services, self._request
         self._live.add(self)
@@ -130,7 +130,7 @@ class ServingRequest:
                 if not parsed.wants_stream and self._attempts.prepare(parsed).send(self._on_answer):
                     return
             except Exception:
-                pass  # ``serve`` comes to the same, and handles it
+                pass  # ``serve_to_end`` comes to the same, and handles it
         request.run(self.serve_to_end())
 
     def _on_answer(self) -> None:
@@ -351,7 +351,7 @@ class ServingRequest:
         """
         response = self._response
         if not self._is_preempted:
-            first = await self._attempts.begin(parsed)
+            first = await self._attempts.begin_response(parsed)
             attempt = self._attempts.current
             assert attempt is not None
             if parsed.api.keeps_answers:
