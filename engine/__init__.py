@@ -13,6 +13,7 @@ generation/          one request's way through the instance, by its role: mixed,
 detokenizer.py       token ids -> text, piece by piece
 token_bytes.py       token id -> the bytes it stands for
 core.py              the loop on the engine's one thread: admit, schedule, run, sample, emit
+cache_hints.py       cache_control: how long a prompt's blocks are worth keeping, as a request says it
 request.py           Request, as a client asks for it, and Sequence, as the engine works on it
 scheduler.py         which sequence computes how many tokens in the next step; free of tensors
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
@@ -23,9 +24,12 @@ attention/           attention over paged KV memory: exact, and sparse by retrie
 retrieval_config.py  the sizes of sparse attention; free of tensors
 prefill_progress.py  how far long prompts are, in the log
 sampler.py           logits -> the next token of each sequence
+kv_codec.py          KV blocks in fewer bytes, in the pool
 pool_connector.py    between the engine's blocks and the pool: loads and saves on threads of their own
+saved_blocks.py      cached blocks that the pool had, for putting them again where it has lost them
+kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
-load_or_compute.py   whether loading blocks from the pool is quicker than computing them
+why_miss/            why a request that is over was a miss, told by what the instance remembers
 staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV

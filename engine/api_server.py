@@ -52,6 +52,7 @@ from engine.http_server import (
     find_request_id,
     read_body,
 )
+from engine.kv_codec import quantised_namespace
 from engine.memory_budget import choose_num_blocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import (
@@ -76,8 +77,11 @@ from engine.registration import host_ip_towards, read_token, router_url, send_he
 from engine.request import Request as EngineRequest
 from engine.scheduler import Scheduler
 from engine.tracing import Tracer, open_tracer
-from kvstore_backend import ConfigError, KVStoreError, load_config, open_pool
+from engine.why_miss.explainer import MissExplainer
+from engine.why_miss.paths import add_kvcache_paths
+from kvstore_backend import BlockPool, ConfigError, KVStoreError, PoolConfig, load_config, open_pool
 from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
+from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance", "create_app", "main"]
 
@@ -149,15 +153,8 @@ class Instance:
             prefix_caching=args.enable_prefix_caching,
             pool=pool_config is not None,
         )
-        self.core = EngineCore(
-            runner,
-            scheduler,
-            self.metrics,
-            pool=in_background(partial(open_pool, pool_config, runner.namespace, self.metrics.registry))
-            if pool_config
-            else None,
-            save_outputs=args.enable_output_caching,
-        )
+        pool = _open_pool(pool_config, runner, self.metrics) if pool_config else None
+        self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
         tokenizer = load_tokenizer(folder)
         self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
@@ -177,6 +174,8 @@ class Instance:
             runner.default_max_tokens,
             self.dialect,
         )
+        manifest = Manifest((pool or runner).namespace.fields, runner.facts)
+        self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)
         self.messages = Messages(self.completions)
@@ -273,6 +272,12 @@ class Instance:
         }
 
 
+def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
+    """The pool, on threads that yield to compute."""
+    namespace = quantised_namespace(runner.namespace, config.kv)
+    return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))
+
+
 def create_app(instance: Instance) -> FastAPI:
     """The HTTP face of ``instance``."""
     # FastAPI's pages about itself load their scripts from the internet.
@@ -290,6 +295,7 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
+    add_kvcache_paths(app, instance.explainer, instance.completions)
     return app
 
 

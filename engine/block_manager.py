@@ -13,7 +13,7 @@ sequence's hashes until one is missing is the walk from the root.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 __all__ = ["BlockManager", "NoFreeBlocks"]
 
@@ -58,6 +58,26 @@ class BlockManager:
             if block_hash not in self._block_of:
                 return count
         return len(hashes)
+
+    def has_contents(self, block_hash: bytes) -> bool:
+        """Whether a block has these contents."""
+        return block_hash in self._block_of
+
+    def iterate_hashes(self) -> Iterator[bytes]:
+        """The hashes of idle blocks, those used last first, then of blocks that are held."""
+        for block in reversed(self._unused):
+            if (block_hash := self._hash_of[block]) is not None:
+                yield block_hash
+        for block_hash, block in self._block_of.items():
+            if self._references[block]:
+                yield block_hash
+
+    def use_in_order(self, hashes: Sequence[bytes]) -> None:
+        """Let the idle ones of these published hashes be reused after all others, the first of them last."""
+        for block_hash in reversed(hashes):
+            block = self._block_of.get(block_hash)
+            if block is not None and block in self._unused:
+                self._unused.move_to_end(block)
 
     def num_idle(self, hashes: Sequence[bytes]) -> int:
         """How many of these published hashes' blocks nobody holds: taking them up makes them unavailable."""

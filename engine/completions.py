@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import inspect
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
 import orjson
 
+from engine.cache_hints import CacheHint, count_common, find_marks
 from engine.dialects import FastDeployDialect, PairDialect
 from engine.generation import Choices, Generations, Piece
 from engine.protocol import (
@@ -33,6 +34,8 @@ __all__ = ["CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
+# As many as Anthropic's API takes: each is rendered and encoded by itself.
+_MAX_MARKS = 4
 ENGINE_FAILED = "the engine failed while computing this request; its log says why"
 
 
@@ -109,10 +112,22 @@ class Completions:
 
     async def begin_chat_choices(self, body: ChatBody) -> Choices:
         """As ``begin_chat``, without the form of the response."""
-        return self._begin_choices(body, body.prompt_token_ids or await self._encode_chat(body), "prompt_token_ids")
+        if body.prompt_token_ids:
+            return self._begin_choices(body, body.prompt_token_ids, "prompt_token_ids")
+        tokens = await self.encode_chat(body)
+        return self._begin_choices(body, tokens, "prompt_token_ids", await self._find_hints(body, tokens))
 
     async def begin_completion(self, body: CompletionBody) -> CompletionResponse:
         """POST /v1/completions, checked and ready to run.
+
+        Raises:
+            ApiError: no prompt, several prompts, or one that does not fit.
+        """
+        prompt = await self.encode_completion(body)
+        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
+
+    async def encode_completion(self, body: CompletionBody) -> list[int]:
+        """The tokens of a plain prompt.
 
         Raises:
             ApiError: no prompt, several prompts, or one that does not fit.
@@ -126,8 +141,9 @@ class Completions:
             raise ApiError(400, "prompt: it is missing or empty; give a text or a list of token ids", param="prompt")
         if isinstance(prompt, str):
             # Special tokens, such as Llama's first one: a chat template writes them itself.
-            prompt = await self._encode_text(prompt, "prompt", add_special_tokens=True)
-        return TextResponse(self._begin_choices(body, prompt, "prompt"), body, self.model, self._token_bytes)
+            return await self._encode_text(prompt, "prompt", add_special_tokens=True)
+        tokens: list[int] = prompt
+        return tokens
 
     async def tokenize_prompt(self, body: TokenizeBody) -> dict[str, Any]:
         """POST /tokenize.
@@ -153,7 +169,29 @@ class Completions:
         text = self.tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
-    def _begin_choices(self, body: GenerationBody, prompt: list[int], param: str) -> Choices:
+    async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:
+        """The hints at messages and their parts, in tokens of the whole prompt."""
+        try:
+            marks = list(find_marks(body.messages))
+        except ValueError as exc:
+            raise ApiError(400, str(exc), param="messages") from None
+        if len(marks) > _MAX_MARKS:
+            message = f"messages: {len(marks)} of their parts have cache_control; {_MAX_MARKS} may"
+            raise ApiError(400, message, param="messages")
+        hints = []
+        for mark in marks:
+            *before, last = body.messages[: mark.message + 1]
+            shown = last if mark.text is None else {**last, "content": mark.text}
+            try:
+                text = self._render_chat(body, [*before, shown], lets_assistant_speak=False)
+            except ApiError:  # some templates render no conversation without a question, and a hint is only a hint
+                continue
+            hints.append(CacheHint(count_common(tokens, await self._encode_text(text, "messages")), mark.seconds))
+        return hints
+
+    def _begin_choices(
+        self, body: GenerationBody, prompt: list[int], param: str, hints: Sequence[CacheHint] = ()
+    ) -> Choices:
         tokens = prompt + (body.completion_token_ids or [])
         if not tokens:
             raise ApiError(400, "the prompt has no tokens")
@@ -180,6 +218,8 @@ class Completions:
             params=sampling_params(body, max_tokens=room, default_max_tokens=self._default_max_tokens),
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
+            messages=body.messages if isinstance(body, ChatBody) else (),
+            hints=(*hints, *([CacheHint(len(prompt), body.cache_control.seconds)] if body.cache_control else [])),
         )
         return self._generations.begin_choices(request, self._dialect.read_pair(body, request_id), body.n)
 
@@ -205,7 +245,7 @@ class Completions:
             code="context_length_exceeded",
         )
 
-    async def _encode_chat(self, body: ChatBody) -> list[int]:
+    async def encode_chat(self, body: ChatBody) -> list[int]:
         """The tokens of the messages, rendered; with ``continue_final_message`` the last one is the answer's beginning.
 
         Its tokens are then those that its text has after the others', as if it had been generated up to there.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.pool_use import Reason
+from kvstore_backend.load_or_compute import DECISIONS
 
 __all__ = ["EngineMetrics"]
 
@@ -62,7 +63,16 @@ class EngineMetrics:
             "reason",
             [reason.value for reason in Reason if reason is not Reason.HIT],
         )
+        self.load_or_compute = self._add_counters(
+            "kvstore_load_or_compute",
+            "Requests of whose prompt the pool had blocks, by what was expected to be quicker: load, compute",
+            "decision",
+            DECISIONS,
+        )
         self.saved_blocks = self._add_counter("kvstore_saved_blocks", "Blocks known to be in the pool after a save")
+        self.refilled_blocks = self._add_counter(
+            "kvstore_refilled_blocks", "Blocks of this instance's cache that the pool has again after it had lost some"
+        )
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
         self.finished = Counter(
             "kvstore_requests_finished",

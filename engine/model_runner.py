@@ -26,6 +26,7 @@ from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
+from kvstore_backend.manifest import collect_facts
 
 __all__ = [
     "KVShape",
@@ -161,6 +162,7 @@ class ModelRunner:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.shape = KVShape(config.num_hidden_layers, kv_heads, block_size, head_dim, dtype)
+        self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
         self.namespace = Namespace(
             model=fingerprint_model(folder),
             kv_dtype=str(dtype).removeprefix("torch."),

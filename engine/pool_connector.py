@@ -15,16 +15,19 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from engine.background import yield_to_compute
-from engine.load_or_compute import LoadOrCompute
+from engine.kept_blocks import KeptBlocks
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
+from engine.saved_blocks import SavedBlocks
 from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
+from kvstore_backend.refill import Refill
 from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
@@ -51,7 +54,7 @@ class PoolConnector:
         save_outputs: save full blocks of generated text too, not only of prompts.
         staged: blocks pass through host memory that is no KV memory. Default: unless the KV memory is the host's and
             has room for three of the longest sequences: one that a hung load keeps, one that a hung save does, and
-            one to run.
+            one to run. Blocks that the pool has in another form (``kv_codec.py``) always do.
     """
 
     def __init__(
@@ -76,11 +79,15 @@ class PoolConnector:
         self._load_or_compute = LoadOrCompute(runner.shape.block_size)
         self._max_pending = max(1, int(_SAVE_SHARE * runner.kv.shape[0]))
         self._pending_save_blocks = 0
+        self._kept = KeptBlocks()
         self._block_bytes = runner.shape.nbytes
         if staged is None:
-            staged = runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
+            is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
+            staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
+        self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
+        self._refill = Refill(pool, self._saved, metrics.refilled_blocks.inc, start_thread=yield_to_compute)
 
     @property
     def is_open(self) -> bool:
@@ -107,6 +114,7 @@ class PoolConnector:
             return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
+            self._saved.note_blocks(hashes[: outcome.count])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
@@ -124,7 +132,9 @@ class PoolConnector:
         present, asked = self._look_up(load), len(load.hashes)
         if not present:
             return 0
-        if not self._load_or_compute.should_load(present, load.num_running):
+        decision = self._load_or_compute.decide(present, load.num_running)
+        self._metrics.load_or_compute.labels(decision).inc()
+        if decision == "compute":
             text = f"computing was expected to be quicker ({present} of {asked} blocks there; {self._load_or_compute})"
             load.use = PoolUse(Reason.SLOW, text)
             return 0
@@ -144,13 +154,15 @@ class PoolConnector:
         present = count_leading(statuses)
         load.look_up = start, time.monotonic()
         log_look_up(load.request_id, load.first, load.hashes, statuses, present, load.look_up[1] - start)
+        load.num_behind = statuses.count(Status.OK) - present
         if not present:
-            load.use = self._explain_miss(statuses, len(load.hashes))
+            load.use = self._explain_miss(statuses, load)
         return present
 
-    def _explain_miss(self, statuses: SequenceOf[Status], asked: int) -> PoolUse:
+    def _explain_miss(self, statuses: SequenceOf[Status], load: _Load) -> PoolUse:
         if statuses and statuses[0] is Status.ABSENT:
-            return PoolUse(Reason.ABSENT, f"not in the pool (it lacks the first of {asked} blocks)")
+            text = f"not in the pool (it lacks the first of {len(load.hashes)} blocks)"
+            return PoolUse(Reason.ABSENT, text, load.num_behind)
         health = self._pool.health()
         return PoolUse(Reason.FAILED, "the look-up failed" if health.ok else f"pool away: {health.detail}")
 
@@ -173,18 +185,25 @@ class PoolConnector:
         first, last = sequence.num_saved, tokens // sequence.block_size
         if first >= last:
             return
-        blocks = sequence.block_table[first:last]
         pending = self._pending_save_blocks
-        if not self._pool.is_ready or (pending and pending + len(blocks) > self._max_pending):
+        if not self._pool.is_ready or (pending and pending + last - first > self._max_pending):
             if is_last:
-                self._metrics.unsaved_blocks.inc(len(blocks))
+                self._metrics.unsaved_blocks.inc(last - first)
                 why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
-                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, len(blocks), why)
+                log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, last - first, why)
             return
-        hashes = sequence.hashes()[first:last]
+        for begin, end, seconds in self._kept.split_blocks(sequence, first, last):
+            self._start_save_of(sequence, begin, end, seconds)
+        sequence.num_saved = last
+
+    def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
+        """Begin to save some of the blocks; with ``keep_seconds`` also those that the pool has."""
+        blocks, hashes = sequence.block_table[first:last], sequence.hashes()[first:last]
 
         def on_end(outcome: Outcome) -> None:
             self._pending_save_blocks -= len(blocks)
+            if outcome.count == len(blocks):
+                self._saved.note_blocks(hashes)
             sequence.pending_saves -= 1
             sequence.saves.num_done += outcome.count
             sequence.saves.ended_at = time.monotonic()
@@ -192,6 +211,8 @@ class PoolConnector:
             self._metrics.unsaved_blocks.inc(len(blocks) - outcome.count)
             name = sequence.request.request_id
             log_save(name, first, hashes, outcome.count, self._block_bytes, outcome.seconds)
+            if keep_seconds and outcome.count < len(hashes):
+                self._kept.forget_blocks(hashes)
             self._on_saved(sequence)
 
         self._scheduler.blocks.hold_blocks(blocks)
@@ -199,8 +220,8 @@ class PoolConnector:
         sequence.pending_saves += 1
         sequence.saves.num_begun += len(blocks)
         sequence.saves.began_at = sequence.saves.began_at or time.monotonic()
-        sequence.num_saved = last
-        self._transfers.save(hashes, blocks, on_end, partial(self._scheduler.blocks.release_blocks, blocks))
+        release = partial(self._scheduler.blocks.release_blocks, blocks)
+        self._transfers.save(hashes, blocks, on_end, release, keep_seconds=keep_seconds)
 
     def skip_prompt(self, sequence: Sequence) -> None:
         """Save nothing of the prompt: the instance that computed it does."""
@@ -223,6 +244,7 @@ class PoolConnector:
 
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
+        self._refill.close()
         self._transfers.close()
 
 
@@ -234,6 +256,7 @@ class _Load:
         self.first = first
         self.hashes = hashes
         self.num_running = num_running  # whom computing the blocks would delay
+        self.num_behind = 0  # blocks that the pool has behind the first one that it lacks
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
         self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
         self.reading: tuple[float, float] | None = None
@@ -245,7 +268,8 @@ class _Load:
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
         rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
-        return PoolUse(Reason.HIT, f"it had {present} of {asked} blocks, of which {count} arrived{rest}")
+        text = f"it had {present} of {asked} blocks, of which {count} arrived{rest}"
+        return PoolUse(Reason.HIT, text, self.num_behind)
 
 
 def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:

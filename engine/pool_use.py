@@ -26,10 +26,15 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolUse:
-    """The reason, and a part of a sentence that tells it with its figures."""
+    """The reason, and a part of a sentence that tells it with its figures.
+
+    Attributes:
+        num_behind: blocks that the pool had behind the first one that it lacked, where they are of no use.
+    """
 
     reason: Reason
     text: str
+    num_behind: int = 0
 
 
 NOT_ASKED = PoolUse(Reason.ENDED, "ended before the pool had answered")

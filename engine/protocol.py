@@ -18,6 +18,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from engine.cache_hints import CacheControl
 from engine.request import SamplingParams
 
 __all__ = [
@@ -202,6 +203,8 @@ class GenerationBody(Body):
     """Generated before, by an instance that preempted the request: they go on the prompt (FastDeploy's contract)."""
     return_token_ids: bool = False
     cache_salt: str | None = None
+    cache_control: CacheControl | None = None
+    """How long the prompt's blocks are worth keeping; it may stand at messages and their parts, too."""
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
+from engine.cache_hints import CacheHint
 from engine.pool_use import NOT_ASKED, PoolUse
 from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -44,7 +47,8 @@ class Request:
 
     Blocks are shared only among requests of the same ``cache_salt``. ``choice_of`` is the id of the request that this
     is a further choice of; "" where it is none. The last ``num_begun`` tokens of the prompt are the answer's beginning,
-    whose text the client has.
+    whose text the client has. ``messages`` are those that the prompt was rendered from, if it was;
+    ``hints`` say how long its blocks are worth keeping.
     """
 
     request_id: str
@@ -53,6 +57,8 @@ class Request:
     cache_salt: str = ""
     choice_of: str = ""
     num_begun: int = 0
+    messages: SequenceOf[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    hints: tuple[CacheHint, ...] = ()
 
 
 class State(enum.Enum):

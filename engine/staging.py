@@ -1,13 +1,19 @@
-"""Host memory through which KV blocks pass on their way between a GPU, or memory that is short, and the pool."""
+"""Host memory through which KV blocks pass on their way between a GPU, or memory that is short, and the pool.
+
+And where they become smaller for it (``kv_codec.py``): on the device, before they are copied.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from engine.kv_codec import Codec, PlainCodec, choose_codec
 from kvstore_backend import BlockPool, Span, Value
+from kvstore_backend.backend import HEADROOM_BYTES
 from kvstore_backend.transfers import Window
 
 __all__ = ["StagedMemory", "Staging"]
@@ -24,40 +30,53 @@ class Staging:
 
     Args:
         kv: the KV memory, ``[block, ...]``.
+        codec: the form of blocks in the buffer; not given: as in KV memory.
     """
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: torch.Tensor, codec: Codec | None = None) -> None:
         self._kv = kv
-        self._block_bytes = kv[0].numel() * kv.element_size()
-        self.capacity = max(1, min(len(kv), _BUFFER_BYTES // self._block_bytes))
+        self._codec = codec or PlainCodec(kv)
+        self.capacity = max(1, min(len(kv), _BUFFER_BYTES // (kv[0].numel() * kv.element_size())))
         """How many blocks it holds."""
-        self._buffer = torch.empty((self.capacity, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+        self._block_bytes = math.prod(self._codec.shape) * self._codec.dtype.itemsize
+        self._stride = HEADROOM_BYTES + self._block_bytes
+        self._memory = torch.empty(self.capacity * self._stride, dtype=torch.uint8, pin_memory=kv.is_cuda)
         self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None
 
     @property
     def span(self) -> Span:
-        """Where the buffer lies."""
-        return Span(self._buffer.data_ptr(), self.capacity * self._block_bytes)
+        """Where the buffer lies; each block of it has headroom."""
+        return Span(self._memory.data_ptr(), self._memory.nbytes)
 
     @property
     def is_pinned(self) -> bool:
         """Whether a GPU can copy to and from it directly."""
-        return self._buffer.is_pinned()
+        return self._memory.is_pinned()
 
     def values(self, count: int) -> list[Value]:
         """Where its first ``count`` blocks lie, for the pool."""
-        address = self._buffer.data_ptr()
-        return [(Span(address + i * self._block_bytes, self._block_bytes),) for i in range(count)]
+        address = self._memory.data_ptr() + HEADROOM_BYTES
+        return [(Span(address + i * self._stride, self._block_bytes),) for i in range(count)]
 
     def fetch_blocks(self, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` (at most ``capacity``) of the KV memory to the beginning of the buffer."""
         with self._beside_the_engine():
-            self._buffer[: len(blocks)].copy_(self._kv[list(blocks)], non_blocking=True)
+            here = self._memory[: len(blocks) * self._stride]
+            there = torch.empty_like(here, device=self._kv.device) if self._kv.is_cuda else here
+            self._cut_rows(there).copy_(self._codec.encode(self._kv[list(blocks)]))
+            if there is not here:
+                here.copy_(there, non_blocking=True)
 
     def deliver_blocks(self, blocks: Sequence[int]) -> None:
         """Copy as many blocks from the beginning of the buffer to ``blocks`` of the KV memory."""
         with self._beside_the_engine():
-            self._kv[list(blocks)] = self._buffer[: len(blocks)].to(self._kv.device, non_blocking=True)
+            encoded = self._memory[: len(blocks) * self._stride].to(self._kv.device, non_blocking=True)
+            self._kv[list(blocks)] = self._codec.decode(self._cut_rows(encoded))
+
+    def _cut_rows(self, memory: torch.Tensor) -> torch.Tensor:
+        """``[block, ...]`` of encoded blocks in memory that is laid out as the buffer."""
+        rows = memory.view(-1, self._stride)[:, HEADROOM_BYTES:]
+        return rows.view(self._codec.dtype).unflatten(1, self._codec.shape)
 
     @contextlib.contextmanager
     def _beside_the_engine(self) -> Iterator[None]:
@@ -79,7 +98,7 @@ class StagedMemory:
 
     Args:
         kv: the KV memory, ``[block, ...]``.
-        pool: told of every buffer.
+        pool: told of every buffer; its namespace says in which form it has blocks.
     """
 
     def __init__(self, kv: torch.Tensor, pool: BlockPool) -> None:
@@ -105,8 +124,8 @@ class _Lane:
 
     def renew(self) -> None:
         """Go on with another buffer."""
-        self.staging = Staging(self._kv)
-        self._pool.register(*self.staging.span)
+        self.staging = Staging(self._kv, choose_codec(self._pool.namespace, self._kv))
+        self._pool.register(*self.staging.span, headroom=True)
 
     def unregister(self, staging: Staging) -> None:
         """Tell the pool of the end of a buffer that was replaced."""

@@ -11,13 +11,19 @@ An engine sees a ``BlockPool``; under it stand wrappers, one around the other, a
 pool.py        BlockPool: the engine's view, block hashes in and block bytes out; open_pool puts the parts together
 block_hash.py  token ids -> chained block hashes
 namespace.py   Namespace: everything that makes blocks interchangeable; a key is built and parsed here alone
+manifest.py    the manifest of a namespace: a small JSON object in the pool, the meaning of its digest
+manifest_keeper.py  writes it, on a thread of its own, and again where the pool lost it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
 transfers.py   loads and saves on their way, for engines that do not wait for the pool
+load_or_compute.py  whether loading blocks from the pool is quicker than computing them
+verdict.py     the same for a whole pool and an instance, measured: kvstore doctor --instance
+refill.py      blocks that the pool has lost are put again by an instance that still holds them
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig
 integrations/  other engines' contracts, met by this pool
-cli/           kvstore doctor, bench, stats, master
+why_miss/      why blocks were not there: two set-ups, or a prompt and the pool, beside each other
+cli/           kvstore doctor, bench, stats, master, and an operator's: ls, pin, clear, warm, export, import, why-miss
 """
 
 from kvstore_backend.backend import (

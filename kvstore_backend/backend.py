@@ -16,7 +16,7 @@ import abc
 import contextlib
 import ctypes
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_keys",
     "check_values",
     "memory_views",
+    "split_by_size",
 ]
 
 HEADROOM_BYTES = 128
@@ -109,10 +110,10 @@ class StoreStats:
 class StorageBackend(abc.ABC):
     """Batched put / get / exists / remove of immutable values.
 
-    Callers call ``put``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand them to
-    ``_put``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and trust their
-    arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at the door it
-    came in by.
+    Callers call ``put``, ``keep``, ``get``, ``exists``, ``remove`` and ``clear``, which check their arguments and hand
+    them to ``_put``, ``_keep``, ``_get``, ``_exists``, ``_remove`` and ``_clear``: those are a store's to write, and
+    trust their arguments. A backend around a backend calls those of the inner one, so that a batch is checked once, at
+    the door it came in by.
 
     Rules that every implementation keeps, and ``tests/kvstore_backend/conformance`` checks:
 
@@ -138,6 +139,24 @@ class StorageBackend(abc.ABC):
         """
         check_values(keys, values)
         return self._put(keys, values)
+
+    def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """Store ``values[i]`` under ``keys[i]`` also where that is present, and spare it from eviction for a time.
+
+        For as long as there is something else to evict. A store that knows no such thing stores those that are absent.
+
+        Args:
+            keys: of values that are to be kept.
+            values: theirs, whether or not they are stored already.
+            seconds: for how long from now; 0: it is evicted like any other again.
+
+        Raises:
+            ValueError: as ``put``, or ``seconds`` is negative.
+        """
+        check_values(keys, values)
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        return self._keep(keys, values, seconds)
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         """Read ``keys[i]`` into the memory of ``targets[i]``.
@@ -210,6 +229,10 @@ class StorageBackend(abc.ABC):
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         """``put``, of arguments that were checked."""
 
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """``keep``, of arguments that were checked."""
+        return self._put(keys, values)
+
     @abc.abstractmethod
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         """``get``, of arguments that were checked."""
@@ -253,6 +276,18 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
             total += nbytes
         if total == 0:
             raise ValueError(f"values[{i}] is empty; a value has at least one byte")
+
+
+def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """The parts of ``sizes``, in their order, that each add up to at most so much, or have one member."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield slice(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield slice(first, len(sizes))
 
 
 def memory_views(value: Value) -> list[memoryview]:

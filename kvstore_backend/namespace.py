@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,22 @@ from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Namespace", "fingerprint_model", "parse_key"]
+__all__ = [
+    "BLOCK_PREFIX",
+    "FORMAT_VERSION",
+    "Namespace",
+    "digest_fields",
+    "fingerprint_config",
+    "fingerprint_model",
+    "key_prefix",
+    "parse_key",
+]
 
 FORMAT_VERSION = 2
 """Raised when the stored bytes of a block change their meaning; blocks of another version are never read."""
+
+BLOCK_PREFIX = "kv1-"
+"""The beginning of the keys of all blocks."""
 
 _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
@@ -48,6 +60,8 @@ class Namespace:
         layout: order of a block's axes, such as ``"layer,kv,head,token,dim"``.
         tp_size: tensor-parallel size.
         tp_rank: this rank.
+        tenant: whose blocks these are; empty: everybody's. Where a pool's master keeps tenants apart, it does so by
+            itself; this keeps them apart where it does not.
     """
 
     model: str
@@ -60,12 +74,20 @@ class Namespace:
     weights_version: str = ""
     tp_size: int = 1
     tp_rank: int = 0
+    tenant: str = ""
+
+    @cached_property
+    def fields(self) -> dict[str, str | int]:
+        """Names and values; no tenant where it is empty, as blocks of before there were tenants keep their digest."""
+        fields = asdict(self)
+        if not self.tenant:
+            del fields["tenant"]
+        return fields
 
     @cached_property
     def digest(self) -> str:
         """32 hex digits that differ whenever any field or the format version does."""
-        fields = {"format": FORMAT_VERSION, **asdict(self)}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+        return digest_fields(self.fields, FORMAT_VERSION)
 
     def key(self, block_hash: bytes) -> str:
         """The key of the block with this hash."""
@@ -74,7 +96,23 @@ class Namespace:
     @cached_property
     def prefix(self) -> str:
         """The beginning of all keys of this namespace."""
-        return f"kv1-{self.digest}-"
+        return key_prefix(self.digest)
+
+
+def key_prefix(digest: str) -> str:
+    """The beginning of all keys of the namespace with this digest."""
+    return f"{BLOCK_PREFIX}{digest}-"
+
+
+def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
+    """``Namespace.digest`` of these fields, which another version of this package may have more or fewer of.
+
+    Args:
+        fields: names and values, texts and numbers.
+        block_format: the ``FORMAT_VERSION`` of that version.
+    """
+    text = json.dumps({"format": block_format, **fields}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def parse_key(key: str) -> tuple[bytes, bytes]:
@@ -111,6 +149,15 @@ def fingerprint_model(folder: str | Path) -> str:
     except OSError as exc:
         raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
     return digest.hexdigest()[:32]
+
+
+def fingerprint_config(folder: str | Path) -> str:
+    """Digest of a checkpoint's configuration alone, equal for two sets of weights of one architecture.
+
+    Raises:
+        ConfigError: the folder's config.json is missing or unreadable.
+    """
+    return hashlib.sha256(_read_configuration(Path(folder))).hexdigest()[:32]
 
 
 def _read_identity(folder: Path) -> Iterator[bytes]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Info
 
 from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.manifest import Manifest
+from kvstore_backend.manifest_keeper import ManifestKeeper
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.file import FileStore
@@ -26,7 +29,7 @@ from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
-__all__ = ["BlockPool", "count_leading", "default_backend", "open_backend", "open_pool", "open_store"]
+__all__ = ["BlockPool", "count_leading", "default_backend", "name_tenant", "open_backend", "open_pool", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +55,14 @@ class BlockPool:
     back later. Look-ups touch no memory, and never wait beyond their deadline.
     """
 
-    def __init__(self, backend: StorageBackend, namespace: Namespace) -> None:
-        """Take over ``backend``, a stack or a store alone: closing this pool closes it."""
+    def __init__(self, backend: StorageBackend, namespace: Namespace, keeper: ManifestKeeper | None = None) -> None:
+        """Take over ``backend``, a stack or a store alone, and the keeper of the namespace's manifest, if there is one.
+
+        Closing this pool closes both.
+        """
         self.namespace = namespace
         self._stack = as_stack(backend)
+        self._keeper = keeper
 
     def __repr__(self) -> str:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
@@ -69,6 +76,10 @@ class BlockPool:
     def exists(self, hashes: Sequence[bytes]) -> list[Status]:
         """Which blocks the pool has now, wherever in the sequence; ``lookup`` counts those of use to a whole prefix."""
         return self._stack._exists(self._build_keys(hashes))
+
+    def exists_for_all(self, hashes: Sequence[bytes]) -> list[Status]:
+        """``exists`` as another instance would be answered: without the copies that only this one has."""
+        return self._stack._exists_for_all(self._build_keys(hashes))
 
     def load(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """Read block ``i`` into ``targets[i]``; how many leading blocks arrived whole.
@@ -109,6 +120,18 @@ class BlockPool:
         check_values(keys, sources)
         return self._wait_out_late_calls(self._stack._put(keys, sources))
 
+    def keep_blocks(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """Store block ``i`` from ``sources[i]``, also where the pool has it, and have it kept from eviction so long.
+
+        For as long as there is something else to evict; the time begins anew for blocks that are kept already.
+
+        Raises:
+            ValueError: as ``load``, or ``seconds`` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        return self._wait_out_late_calls(self.keep_by_deadline(hashes, sources, seconds))
+
     def load_by_deadline(self, hashes: Sequence[bytes], targets: Sequence[Value]) -> int:
         """``load`` for ``transfers.py``, which keeps the targets from others until ``wait_for_late_calls``."""
         return count_leading(self._get_statuses(hashes, targets))
@@ -117,12 +140,23 @@ class BlockPool:
         """``save`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
         return self._save_missing(hashes, sources)
 
+    def keep_by_deadline(self, hashes: Sequence[bytes], sources: Sequence[Value], seconds: float) -> list[Status]:
+        """``keep_blocks`` for ``transfers.py``, which keeps the sources as they are until ``wait_for_late_calls``."""
+        keys = self._build_keys(hashes)
+        check_values(keys, sources)
+        return self._stack._keep(keys, sources, seconds)
+
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; ``ABSENT`` where there was nothing to remove.
 
         With ``force`` also those that somebody may be reading now.
         """
         return self._stack._remove(self._build_keys(hashes), force=force)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The namespace in words, with the facts that were given to ``open_pool``."""
+        return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
 
     @property
     def is_ready(self) -> bool:
@@ -166,6 +200,8 @@ class BlockPool:
 
     def close(self) -> None:
         """Close the backend; a second call does nothing."""
+        if self._keeper is not None:
+            self._keeper.close()
         self._stack.close()
 
     def __enter__(self) -> BlockPool:
@@ -212,12 +248,41 @@ def open_pool(
     registry: CollectorRegistry | None = None,
     *,
     background: bool = True,
+    facts: Mapping[str, str] | None = None,
 ) -> BlockPool:
-    """Open the configured store for one namespace, in its wrappers; arguments and errors are ``open_backend``'s."""
-    return BlockPool(open_backend(config, registry, background=background), namespace)
+    """Open the configured store for one namespace, in its wrappers.
+
+    Args:
+        facts: help a person who asks why two namespaces differ; they go into the namespace's manifest, which is
+            kept in the pool. None: there is no manifest, as for a namespace that is gone soon.
+
+    Other arguments and errors are ``open_backend``'s.
+    """
+    namespace = name_tenant(config, namespace)
+    if registry is not None:
+        told = {"backend": config.backend, "tenant": namespace.tenant, "namespace": namespace.digest}
+        Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry).info(told)
+    if facts is None:
+        return BlockPool(open_backend(config, registry, background=background), namespace)
+    keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))
+    stack = open_backend(config, registry, background=background, on_open=keeper.attach_store)
+    keeper.watch_readiness(lambda: stack.is_ready)
+    return BlockPool(stack, namespace, keeper)
 
 
-def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, *, background: bool = True) -> Stack:
+def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
+    """``namespace`` with the tenant that ``config`` names; where that names none, as it is."""
+    tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
+    return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
+
+
+def open_backend(
+    config: PoolConfig,
+    registry: CollectorRegistry | None = None,
+    *,
+    background: bool = True,
+    on_open: Callable[[StorageBackend], None] | None = None,
+) -> Stack:
     """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
     Args:
@@ -225,6 +290,7 @@ def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, 
         registry: where the pool's metrics are registered; none: there are none. One registry takes one pool.
         background: return at once and open the store on another thread, trying until it can be opened; the pool is
             not ready and everything a miss until then. Else open it now.
+        on_open: called with the bare store each time that it has been opened.
 
     Raises:
         PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false any
@@ -239,7 +305,10 @@ def open_backend(config: PoolConfig, registry: CollectorRegistry | None = None, 
     )
 
     def open_with_checks() -> StorageBackend:
-        return CheckedBackend(open_store(config), rejected)
+        store = open_store(config)
+        if on_open is not None:
+            on_open(store)
+        return CheckedBackend(store, rejected)
 
     guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
     whole: Stack = guarded

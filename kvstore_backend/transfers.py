@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore_backend.backend import Value
+from kvstore_backend.backend import Status, Value
 from kvstore_backend.pool import BlockPool
 
 __all__ = ["DirectMemory", "Outcome", "ReadLeading", "TransferMemory", "Transfers", "Window"]
@@ -205,11 +205,22 @@ class Transfers:
         blocks: Sequence[int],
         on_end: Callable[[Outcome], None],
         on_release: Callable[[], None],
+        *,
+        keep_seconds: float = 0.0,
     ) -> None:
-        """Begin to write ``blocks``, whose contents must not change before ``on_release``."""
+        """Begin to write ``blocks``, whose contents must not change before ``on_release``.
+
+        With ``keep_seconds`` also those that the pool has: to keep them from eviction for so long.
+        """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
+
+        def write(hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
+            if keep_seconds:
+                return self._pool.keep_by_deadline(hashes, sources, keep_seconds)
+            return self._pool.save_by_deadline(hashes, sources)
+
         self._submit_work(
-            self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer), _SAVE_FAILED)
+            self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
         )
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
@@ -282,16 +293,16 @@ class Transfers:
                 break
         return loaded
 
-    def _write_blocks(self, transfer: _Transfer) -> int:
+    def _write_blocks(
+        self, transfer: _Transfer, write: Callable[[Sequence[bytes], Sequence[Value]], list[Status]]
+    ) -> int:
         """Write all blocks; how many the pool has now."""
         begun = saved = 0
         while begun < len(transfer.blocks) and transfer.set_aside is None:
             window = self._memory.open_outgoing(transfer.blocks[begun:])
             size, count = len(window.values), 0
             try:
-                count = sum(
-                    map(bool, self._pool.save_by_deadline(transfer.hashes[begun : begun + size], window.values))
-                )
+                count = sum(map(bool, write(transfer.hashes[begun : begun + size], window.values)))
             finally:
                 if count < size:
                     self._set_aside_if_late(transfer, window)

@@ -63,7 +63,7 @@ from router.serving import (
 )
 from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
-from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, open_tracer
+from router.telemetry import CONTENT_TYPE, MAX_RECORDS, Audit, InstancesNeeded, RouterMetrics, explain_miss, open_tracer
 
 __all__ = ["RouterApp"]
 
@@ -421,13 +421,33 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/admin/explain/{request_id:path}")
     async def explain_placing(request_id: str) -> Response:
-        explanation = router.audit.explain_request(request_id)
-        if explanation is None:
-            explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
-        if explanation is None:
-            message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
-            return error_reply(ApiError(404, message, "unknown_request"))
-        return json_reply(200, explanation)
+        try:
+            return json_reply(200, await _find_explanation(router, request_id))
+        except Refused as refused:
+            return refusal_reply(refused)
+
+    @app.get("/admin/why_miss/{request_id:path}")
+    async def explain_request_miss(request_id: str) -> Response:
+        try:
+            explanation = await _find_explanation(router, request_id)
+        except Refused as refused:
+            return refusal_reply(refused)
+        return json_reply(200, await explain_miss(explanation, router.registry, router.upstream))
+
+
+async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:
+    """The explanation of a request, which any of the router's processes may have.
+
+    Raises:
+        Refused: none of them has it.
+    """
+    explanation = router.audit.explain_request(request_id)
+    if explanation is None:
+        explanation = next(iter(await router.link.ask_others("explain", request_id, everywhere=True)), None)
+    if explanation is None:
+        message = f"request {request_id!r} is none of the last {MAX_RECORDS} that have ended"
+        raise Refused(ApiError(404, message, "unknown_request"))
+    return explanation
 
 
 def _add_clients(app: FastAPI, router: RouterApp) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from tests.support.ascend import AscendMachine
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
+from tests.support.small_model import write_few_words
 
 # No test asserts on a clock: the machine may be busy.
 hypothesis.settings.register_profile("no clock", deadline=None)
@@ -27,6 +29,11 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays to the end: the collector need not look through it again and again."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
     """One real Mooncake master for all tests that do it no harm; a test that kills one starts its own.
@@ -37,6 +44,12 @@ def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moonca
     log = tmp_path_factory.mktemp("mooncake") / "master.log"
     with running_mooncake_master(log, "--default_kv_lease_ttl=200") as master:
         yield master
+
+
+@pytest.fixture(scope="session")
+def few_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint that answers in words."""
+    return write_few_words(tmp_path_factory.mktemp("models") / "few")
 
 
 @pytest.fixture

@@ -66,6 +66,22 @@ TESTED_IN = {
     # Every backend passes the same suite.
     "kvstore_backend/backend.py": "tests/kvstore_backend/conformance/suite.py",
     "kvstore_backend/wrappers/wrapper.py": "tests/kvstore_backend/conformance/test_wrappers.py",
+    # An operator's commands: on folders, and on real masters where only those can do it.
+    **{
+        f"kvstore_backend/cli/operator/{name}.py": f"tests/kvstore_backend/cli/operator/test_{tested}.py"
+        for name, tested in (
+            ("archive", "copy"),
+            ("catalogue", "ls"),
+            ("command", "ls"),
+            ("pin", "mooncake"),
+            ("pool", "clear"),
+            ("scope", "clear"),
+            ("values", "copy"),
+        )
+    },
+    "kvstore_backend/stores/holdings.py": "tests/kvstore_backend/cli/operator/test_mooncake.py",
+    # A master's HTTP side, by the commands that ask it.
+    "kvstore_backend/stores/mooncake_admin.py": "tests/kvstore_backend/cli/test_commands.py",
     # The file store, from several processes.
     "kvstore_backend/stores/file/folder.py": "tests/kvstore_backend/stores/test_file.py",
     "kvstore_backend/stores/file/ledger.py": "tests/kvstore_backend/stores/test_file.py",
@@ -73,13 +89,14 @@ TESTED_IN = {
     "kvstore_backend/config/settings.py": "tests/kvstore_backend/config/test_sources.py",
     # Commands, run as a user runs them.
     "kvstore_backend/cli/__main__.py": "tests/kvstore_backend/cli/test_commands.py",
-    "kvstore_backend/cli/admin.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/bench.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/master.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/report.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
+    "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
     # Both halves of the connector beside each other.
+    "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.nursery import run_forked
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "public_surface.json"
@@ -14,9 +14,7 @@ RECORD = ROOT / "tests" / "public_surface.json"
 
 def test_what_users_type_and_read_has_not_changed() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "public_surface")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
-    )
+    done = run_forked(command)
     assert done.returncode == 0, done.stderr[-2000:]
     recorded, now = RECORD.read_text().splitlines(), done.stdout.splitlines()
     changes = list(difflib.unified_diff(recorded, now, "recorded", "now", lineterm="", n=3))

@@ -35,7 +35,7 @@ class MessagesBody(PlainBody):
         "tool_choice": (({"type": "none"}, {"type": "auto"}), _NO_TOOLS),
         "tools": (([],), _NO_TOOLS),
     }
-    ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {"betas", "cache_control", "metadata"}
+    ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {"betas", "metadata"}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
@@ -90,8 +90,8 @@ def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": _read_content(f"messages.{index}.content", message.get("content"))}
 
 
-def _read_content(name: str, content: Any) -> str:
-    """A text, or the texts of a list of blocks."""
+def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
+    """A text, or the texts of a list of blocks; the blocks themselves where one of them has ``cache_control``."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -100,6 +100,8 @@ def _read_content(name: str, content: Any) -> str:
         kind = block.get("type") if isinstance(block, dict) else block
         if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
             raise ApiError(400, f"{name}.{index}: a block of type {quote_short(kind)}; only text is supported")
+    if any(block.get("cache_control") is not None for block in content):
+        return content
     return "".join(block["text"] for block in content)
 
 

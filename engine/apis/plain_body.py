@@ -16,6 +16,7 @@ _PASSED_ON = frozenset(
         "bootstrap_host",
         "bootstrap_port",
         "bootstrap_room",
+        "cache_control",
         "cache_salt",
         "chat_template_kwargs",
         "completion_token_ids",

@@ -20,6 +20,7 @@ from engine.request import Request, Sequence, TokenLogprobs, TokenOutput
 from engine.retrieval_config import Regime
 from engine.trace import log_prompt_sources
 from engine.tracing import Phase, RequestTrace, Tracer
+from engine.why_miss.recent_requests import RecentRequests
 
 __all__ = ["Generation", "Piece", "SharedParts", "call_in_loop"]
 
@@ -47,6 +48,7 @@ class SharedParts:
         host: this instance's address, where prefill instances reach it.
         tracer: where requests are traced.
         live: the requests that are being answered; not by id, for nothing keeps clients from using one twice.
+        recent: those that have ended.
     """
 
     core: EngineCore
@@ -58,6 +60,7 @@ class SharedParts:
     host: str = "127.0.0.1"
     tracer: Tracer | None = None
     live: set[Generation] = field(default_factory=set)
+    recent: RecentRequests = field(default_factory=RecentRequests)
 
 
 class Generation(ABC):
@@ -92,6 +95,7 @@ class Generation(ABC):
                 yield piece
         finally:
             self._parts.live.remove(self)
+            self._parts.recent.add_sequence(self.sequence)
             if self._trace is not None:
                 self._end_trace(self._trace, piece.finish_reason if piece else None)
 

@@ -18,6 +18,7 @@ from engine.generation.prefill import PrefillGeneration
 from engine.protocol import DisaggregateInfo
 from engine.request import Request
 from engine.tracing import Tracer
+from engine.why_miss.recent_requests import RecentRequests
 
 __all__ = ["Generations"]
 
@@ -77,6 +78,11 @@ class Generations:
     def begin_choices(self, request: Request, info: PairInfo | None, count: int) -> Choices:
         """As ``begin``, for ``count`` answers to one prompt."""
         return Choices([self.begin(derive_choice(request, i), info_of_choice(info, i)) for i in range(count)])
+
+    @property
+    def recent(self) -> RecentRequests:
+        """The last requests that have ended."""
+        return self._parts.recent
 
     @property
     def num_live(self) -> int:

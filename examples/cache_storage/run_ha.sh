@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Two instances that share a Mooncake pool with three masters, of which one leads, elected through etcd. The leader is
-# killed while an answer is being generated. Exits 0 only if no request went without its answer and a brand-new prompt
-# was afterwards computed by one instance and read from the pool, through the new leader, by the other.
+# killed while an answer is being generated. Exits 0 only if no request went without its answer, a brand-new prompt was
+# afterwards computed by one instance and read from the pool, through the new leader, by the other, and so was one that
+# had been stored before: the masters write to etcd what is stored where (docs/pool_survival.md says how long that goes).
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh
@@ -48,7 +49,7 @@ start_masters() {
     for i in 0 1 2; do
         say "starting master $((i + 1)) of 3 (port ${RPC_PORTS[i]})"
         start "master_$((i + 1))" "$ROOT/.venv/bin/mooncake_master" --enable_ha=true --cluster_id="$CLUSTER_ID" \
-            --etcd_endpoints="http://127.0.0.1:$ETCD_PORT" \
+            --etcd_endpoints="http://127.0.0.1:$ETCD_PORT" --enable_oplog=true \
             --rpc_address=127.0.0.1 --rpc_port="${RPC_PORTS[i]}" \
             --metrics_host=127.0.0.1 --metrics_port="${METRICS_PORTS[i]}"
         EXPENDABLE+=" master_$((i + 1))"

@@ -43,7 +43,7 @@ MAX_TOKENS, MIN_TOKENS = 200, 130
 PROMPT_TOKENS = 2000
 SAMPLES = 3
 SPEEDUP = 5.0
-NAMESPACED = "kv1-"  # the beginning of our backend's keys
+NAMESPACED, MANIFEST = "kv1-", "kvstore-manifest/"  # the beginnings of our backend's keys
 
 Message = dict[str, str]
 Seen = TypeVar("Seen")
@@ -145,16 +145,21 @@ def metric(port: int, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
+def list_keys(master_metrics: int) -> list[str]:
+    """The keys that the pool's master knows."""
+    url = f"http://127.0.0.1:{master_metrics}/get_all_keys"
+    page = subprocess.run(["curl", "-sS", "--max-time", "30", url], capture_output=True, text=True, check=False)
+    return page.stdout.split()
+
+
 def pool_keys(master_metrics: int) -> int:
-    """How many keys the pool's master knows."""
-    return int(metric(master_metrics, "master_key_count") or 0)
+    """How many blocks the pool's master knows."""
+    return sum(key.startswith(NAMESPACED) for key in list_keys(master_metrics))
 
 
 def check_keys_are_ours(master_metrics: int) -> None:
     """Every block in the pool must be our backend's, whose keys have a namespace; Mooncake's own client adds none."""
-    url = f"http://127.0.0.1:{master_metrics}/get_all_keys"
-    page = subprocess.run(["curl", "-sS", "--max-time", "30", url], capture_output=True, text=True, check=False)
-    keys = page.stdout.split()
+    keys = [key for key in list_keys(master_metrics) if not key.startswith(MANIFEST)]
     foreign = [key for key in keys if not key.startswith(NAMESPACED)]
     if foreign or not keys:
         found = f"{len(foreign)} keys such as {foreign[0]}" if foreign else "no key"

@@ -36,6 +36,7 @@ from verify import (
     wait_for,
 )
 
+SEEDS_KEPT = (101, 102, 103)
 HEALING = 90.0  # seconds from the leader's death until the pool must have been shared again
 
 
@@ -79,18 +80,27 @@ class Check:
 
     def is_shared(self, seed: int, leader: Master, what: str, seconds: float) -> bool:
         """Whether instance 1 read from the pool a prompt never seen before, after instance 0 had computed it."""
+        stored = self.store(seed, leader, what, seconds)
+        return stored is not None and self.is_read(seed, stored, what)
+
+    def store(self, seed: int, leader: Master, what: str, seconds: float) -> Answer | None:
+        """Have instance 0 compute a prompt; its answer, once the pool has the prompt's blocks, in so many seconds."""
         keys = pool_keys(leader.metrics_port)
         first, _ = self.ask(0, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         blocks = (first.prompt_tokens - 1) // BLOCK
         give_up = time.monotonic() + seconds
         while pool_keys(leader.metrics_port) < keys + blocks * self._keys_per_block:
             if time.monotonic() > give_up:
-                return False
+                return None
             time.sleep(0.05)
+        return first
+
+    def is_read(self, seed: int, first: Answer, what: str) -> bool:
+        """Whether instance 1 reads from the pool a prompt that instance 0 answered, and answers the same."""
         second, found = self.ask(1, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         if second.text != first.text:
             fail(f"instance 1 answers {what} otherwise than instance 0")
-        return found.pool >= blocks * BLOCK
+        return found.pool >= (first.prompt_tokens - 1) // BLOCK * BLOCK
 
 
 def conversation(check: Check, leader: Master) -> None:
@@ -122,6 +132,7 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
     # One miss proves nothing: a look-up that a busy machine holds up beyond its deadline is a miss, too.
     if not any(check.is_shared(seed, old, "a new prompt", seconds=30) for seed in seeds_before):
         fail("no prompt that instance 0 had computed was read from the pool by instance 1, with nothing killed yet")
+    kept = {seed: check.store(seed, old, "a prompt of before", seconds=30) for seed in SEEDS_KEPT}
     conversation(check, old)
     killed = time.monotonic()
     new = wait_for(lambda: None if (now := leading()) == old else now, "no other master took the lead")
@@ -133,9 +144,13 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
         if time.monotonic() > killed + HEALING:
             print_table(HEADS, check.rows)
             fail(f"no new prompt was shared through the new leader within {HEALING:.0f} s")
+    if not any(first and check.is_read(seed, first, "a prompt of before") for seed, first in kept.items()):
+        print_table(HEADS, check.rows)
+        fail("no prompt that was stored before the leader was killed was read from the pool afterwards")
     print_table(HEADS, check.rows)
     print("verified: every turn was answered though the leading master was killed during one; afterwards a brand-new")
     print("          prompt that instance 0 computed was read from the pool by instance 1, through the new leader.")
+    print("          What had been stored before was still there.")
     check_keys_are_ours(new.metrics_port)
 
 

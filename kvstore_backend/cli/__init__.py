@@ -11,7 +11,7 @@ bench.py     kvstore bench: throughput and latency of the bare store and of the 
 stats.py     kvstore stats: figures of a pool and of its instances
 master.py    kvstore master: starts a Mooncake master
 native_flags.py  the flags of mooncake_master itself
-admin.py     a Mooncake master's HTTP side, and the masters that etcd knows
+operator/    an operator's commands on blocks: ls, pin, clear, warm, export, import, why-miss
 progress.py  how far long work is: a bar on a terminal, lines in a pipe
 report.py    findings, tables and JSON on standard output
 """

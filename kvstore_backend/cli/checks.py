@@ -8,23 +8,26 @@ import importlib.metadata
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
-from kvstore_backend.cli.admin import MasterAdmin, list_clusters_in_etcd
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
 from kvstore_backend.config import (
+    DEFAULT_TENANT,
     FileSettings,
     MooncakeSettings,
     has_active_port,
     list_rdma_devices,
+    offload_limit,
     set_native_defaults,
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, list_clusters_in_etcd
+from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
     "check_capacity",
@@ -37,6 +40,8 @@ __all__ = [
     "check_metadata_server",
     "check_protocol",
     "check_sharing",
+    "check_ssd",
+    "check_tenants",
     "find_wheels",
 ]
 
@@ -46,7 +51,11 @@ _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "moo
 # Of CANN, which the build for Ascend cards needs.
 _CANN_LIBRARIES = ("libascendcl", "libllm_datadist", "libmetadef", "libhccl", "libhixl")
 _FULL_SHARE = 0.95
+# From here on a master evicts (--eviction_high_watermark_ratio), unless it was told otherwise: it does not tell.
+_WATERMARK = 0.9
 _PROMPT_TOKENS = 1000
+# Of the disk, that Mooncake's offloading takes by default.
+_SSD_SHARE = 0.9
 
 
 def check_library() -> Iterator[Finding]:
@@ -177,6 +186,43 @@ def check_memory(settings: MooncakeSettings) -> Iterator[Finding]:
                 yield ok("memory", text)
 
 
+def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Whether Mooncake would take the folder for blocks that its memory has no room for, and the folder has room."""
+    if not settings.enable_ssd_offload:
+        return
+    path = Path(settings.ssd_offload_path or DEFAULT_FOLDER)
+    if refusal := _find_ssd_refusal(path):
+        yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
+        return
+    limit = offload_limit(environ)
+    disk = os.statvfs(path)
+    room = disk.f_bavail * disk.f_frsize
+    used = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file())
+    wanted = limit or int(_SSD_SHARE * disk.f_blocks * disk.f_frsize)
+    text = (
+        f"{path} holds {format_bytes(used)}, and may take {format_bytes(wanted)}"
+        f"{'' if limit else ', 90 % of its filesystem'}; {format_bytes(room)} are free there"
+    )
+    remedy = "make room, or set MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE to the bytes that it may take"
+    if room < settings.global_segment_size and used < wanted:
+        yield warn("ssd", f"{text}: less than the memory that it is to extend", remedy)
+    elif used + room < wanted:
+        yield warn("ssd", f"{text}: writes will fail before Mooncake begins to evict", remedy)
+    else:
+        yield ok("ssd", text)
+
+
+def _find_ssd_refusal(path: Path) -> str:
+    """Why Mooncake (``FileStorageConfig::ValidatePath``) would not take this folder; empty: it would."""
+    if not path.is_absolute() or ".." in path.parts:
+        return "is no absolute path without .."
+    if path.is_symlink():
+        return "is a symbolic link"
+    if not path.is_dir():
+        return "is no folder" if path.exists() else "does not exist"
+    return "" if os.access(path, os.W_OK) else "may not be written by this user"
+
+
 def check_master(settings: MooncakeSettings) -> tuple[list[Finding], str]:
     """Whether a master can be reached, and the ``host:port`` of the one that leads; empty where it is not known."""
     if settings.etcd_addresses:
@@ -270,14 +316,6 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
             "master's flags", f"the master at {admin.address} is a {health['role']}, and not ready", "wait for it"
         )
         return
-    if admin.has_tenants():
-        yield warn(
-            "master's flags",
-            "the master keeps tenants apart (--enable_multi_tenants); we are the tenant default",
-            "give that tenant a quota in the master's quota file",
-        )
-    else:
-        yield ok("master's flags", "one tenant: whoever reaches the master may read and remove every block")
     yield ok(
         "master's flags",
         "lease, eviction watermark and threads cannot be told from outside; wanted: a lease of 10 s "
@@ -290,6 +328,39 @@ def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Find
             "master's flags",
             f"{refused} writes have found no room since the master started",
             "more memory (global_segment_size), or an earlier eviction (--eviction_high_watermark_ratio=0.85)",
+        )
+
+
+def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Finding]:
+    """Whether the master knows this tenant, and keeps each from evicting the others' blocks."""
+    subject, name = "tenant", settings.tenant_id
+    if not admin.has_tenants():
+        yield ok(subject, "the master knows one: whoever reaches it may read and remove every block")
+        if name != DEFAULT_TENANT:
+            yield warn(
+                subject,
+                f"{name!r} has no quota of its own: the master keeps no tenants apart; only names of blocks do",
+                "start the master with --tenants FILE, or leave tenant_id out",
+            )
+        return
+    accounts = {account.name: account for account in admin.fetch_accounts()}
+    if (own := accounts.get(name)) is None:
+        yield fail(
+            subject,
+            f"the master knows no tenant {name!r}, so it refuses every block",
+            f"give it a quota in the file of --tenants, or: curl -X PUT 'http://{admin.address}/api/v1/tenant_quotas?"
+            f"tenant_id={name}' -d '{{\"requested_quota_bytes\": 1073741824}}'",
+        )
+        return
+    yield ok(subject, f"{name!r} uses {format_bytes(own.used)} of {format_bytes(own.granted)}")
+    promised = sum(account.granted for account in accounts.values())
+    capacity = admin.fetch_metrics().get("master_total_capacity_bytes", 0.0)
+    if promised > _WATERMARK * capacity:
+        yield warn(
+            subject,
+            f"all quotas together are {format_bytes(promised)} of a pool of {format_bytes(capacity)}: when "
+            f"{_WATERMARK:.0%} are full the master evicts the oldest blocks, whosever they are",
+            "lower the quotas, so that together they stay below --eviction_high_watermark_ratio of the memory",
         )
 
 

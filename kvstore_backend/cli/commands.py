@@ -17,12 +17,19 @@ from typing import NoReturn
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, doctor, master, stats
 from kvstore_backend.cli.checks import find_wheels
+from kvstore_backend.cli.operator import OPERATOR_COMMANDS, Command
 from kvstore_backend.config import did_you_mean
 
 __all__ = ["main"]
 
 _DISTRIBUTION = "fastdeploy-kvstore"
-_COMMANDS = {module.__name__.rpartition(".")[2]: module for module in (doctor, bench, stats, master)}
+_COMMANDS = {
+    "doctor": Command.of_module(doctor),
+    "bench": Command.of_module(bench),
+    "stats": Command.of_module(stats),
+    "master": Command.of_module(master),
+    **OPERATOR_COMMANDS,
+}
 # A command that takes longer to stop says so.
 _SILENT_SECONDS = 2.0
 
@@ -58,8 +65,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     added = {}
     for name, command in _COMMANDS.items():
-        summary = (command.__doc__ or "").splitlines()[0]
-        added[name] = commands.add_parser(name, help=summary, description=summary)
+        added[name] = commands.add_parser(name, help=command.summary, description=command.summary)
         command.add_arguments(added[name])
         added[name].set_defaults(run=command.run, command=name)
     if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import httpx
 
-from kvstore_backend.backend import ConfigError
+from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli import ascend, checks
-from kvstore_backend.cli.admin import find_admin
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, print_findings, print_json, warn
 from kvstore_backend.cli.sizing import context_cost, hccl_sizing, kv_bytes_per_token
-from kvstore_backend.cli.trial import try_pool
+from kvstore_backend.cli.trial import native_log_to, try_pool
 from kvstore_backend.config import (
     FileSettings,
     MemorySettings,
@@ -27,6 +26,8 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
+from kvstore_backend.stores.mooncake_admin import find_admin
+from kvstore_backend.verdict import Comparison, InstanceUnavailable, time_computing, time_loading
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a checkpoint whose KV the pool is to hold")
+    parser.add_argument(
+        "--instance",
+        metavar="URL",
+        help="an idle instance of that checkpoint: loading from the pool is compared with its computing",
+    )
     parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
     parser.add_argument(
         "--cards",
@@ -108,12 +114,12 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from checks.check_folder(config.fast)
     match config.store:
         case MooncakeSettings():
-            yield from _diagnose_mooncake(config, config.store, kv_bytes, arguments.master_metrics, is_mindie)
+            yield from _diagnose_mooncake(config, config.store, kv_bytes, arguments, is_mindie)
         case FileSettings():
-            yield from _diagnose_file(config, config.store, kv_bytes)
+            yield from _diagnose_file(config, config.store, kv_bytes, arguments.instance)
         case MemorySettings():
             yield warn("sharing", "memory is each process's own; nothing is shared", "mooncake, or file on one machine")
-            yield from try_pool(config)
+            yield from _try_and_compare(config, config, kv_bytes, arguments.instance)
 
 
 def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
@@ -149,7 +155,11 @@ def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | 
 
 
 def _diagnose_mooncake(
-    config: PoolConfig, settings: MooncakeSettings, kv_bytes: int | None, metrics: str | None, is_mindie: bool
+    config: PoolConfig,
+    settings: MooncakeSettings,
+    kv_bytes: int | None,
+    arguments: argparse.Namespace,
+    is_mindie: bool,
 ) -> Iterator[Finding]:
     found_master, address = checks.check_master(settings)
     findings = [
@@ -158,34 +168,90 @@ def _diagnose_mooncake(
         *(ascend.check_machine(needs_buffers=is_mindie) if settings.protocol == "ascend" else ()),
         *checks.check_hostname(settings),
         *checks.check_memory(settings),
+        *checks.check_ssd(settings),
         *found_master,
         *checks.check_metadata_server(settings),
     ]
-    admin = find_admin(address, metrics) if address else None
+    admin = find_admin(address, arguments.master_metrics) if address else None
+    measured = settings
     try:
         if address:
             findings += checks.check_master_flags(admin, address)
+        if admin is not None:
+            findings += checks.check_tenants(settings, admin)
+            if any(segment.capacity for segment in admin.list_segments()):
+                # From others' memory, as most hits come, not from this process's own.
+                measured = replace(settings, global_segment_size=0)
         findings += [*checks.check_capacity(settings, admin, kv_bytes), *checks.check_sharing(settings, admin)]
     except (httpx.HTTPError, ValueError) as exc:
         text = f"what the master tells of itself cannot be read: {exc}"
         findings.append(warn("master's flags", text, "check that --master-metrics is this master's --metrics_port"))
     yield from findings
     if all(finding.level != "fail" for finding in findings):
-        yield from try_pool(config)
+        # Not in the folder itself: a client that joins with it clears away what another is just writing there.
+        with tempfile.TemporaryDirectory(prefix="kvstore-doctor-") as folder:
+            tried, measured = (replace(each, ssd_offload_path=folder) for each in (settings, measured))
+            yield from _try_and_compare(
+                replace(config, store=tried), replace(config, store=measured), kv_bytes, arguments.instance
+            )
 
 
-def _diagnose_file(config: PoolConfig, settings: FileSettings, kv_bytes: int | None) -> Iterator[Finding]:
+def _diagnose_file(
+    config: PoolConfig, settings: FileSettings, kv_bytes: int | None, instance: str | None
+) -> Iterator[Finding]:
     findings = [*checks.check_folder(settings), *checks.check_capacity(settings, None, kv_bytes)]
     yield from findings
     if any(finding.level == "fail" for finding in findings):
         return
     if settings.path.exists():
-        yield from try_pool(config)
+        yield from _try_and_compare(config, config, kv_bytes, instance)
         return
     # Another folder of the same filesystem: looking at a pool that nobody has used yet, or misspelt, must not make it.
     parent = next(each for each in settings.path.parents if each.exists())
     with tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent) as folder:
-        yield from try_pool(replace(config, store=replace(settings, path=Path(folder))))
+        elsewhere = replace(config, store=replace(settings, path=Path(folder)))
+        yield from _try_and_compare(elsewhere, elsewhere, kv_bytes, instance)
+
+
+def _try_and_compare(
+    config: PoolConfig, measured: PoolConfig, kv_bytes: int | None, instance: str | None
+) -> Iterator[Finding]:
+    """The trial of ``config``, and where all is well, how loading from ``measured`` compares with an instance."""
+    findings = try_pool(config)
+    yield from findings
+    if instance is None or any(finding.level == "fail" for finding in findings):
+        return
+    if kv_bytes is None:
+        yield warn(
+            "worth it",
+            "loading cannot be compared with computing: the size of the instance's KV is not known",
+            "give --model the folder of its checkpoint",
+        )
+        return
+    url = instance if "://" in instance else f"http://{instance}"
+    try:
+        with tempfile.TemporaryFile() as log, native_log_to(log):
+            loading = time_loading(measured, kv_bytes)
+        yield _judge_pool(Comparison(*loading, time_computing(url)), kv_bytes)
+    except (PoolUnavailable, InstanceUnavailable) as exc:
+        yield warn("worth it", f"loading could not be compared with computing: {exc}", "try again, or leave --instance")
+
+
+def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
+    """The verdict, in figures of a prompt of 1000 tokens."""
+    load, compute = comparison.seconds_to_load(1000), 1000 * comparison.compute_seconds
+    text = (
+        f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {1000 * load:.3g} ms to load, and this instance "
+        f"{1000 * compute:.3g} ms to compute"
+    )
+    least = comparison.least_tokens
+    if least is None:
+        return warn(
+            "worth it",
+            f"this pool loses: {text}",
+            "a quicker network or protocol, or smaller blocks (kv=int8); until then instances compute such hits",
+        )
+    return ok("worth it", f"{text}: hits of {max(1, least)} tokens or more pay")
 
 
 def _describe_config(config: PoolConfig) -> str:

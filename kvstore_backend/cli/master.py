@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.native_flags import list_native_flags, parse_native_flags
-from kvstore_backend.config import parse_switch
+from kvstore_backend.config import parse_switch, set_snapshot_folder
 from kvstore_backend.stores.mooncake import INSTALL
 
 __all__ = ["add_arguments", "build_command", "run"]
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_addresses(parser.add_argument)
     _add_eviction(parser.add_argument)
     _add_behaviour(parser.add_argument)
+    _add_keeping(parser.add_argument)
     parser.add_argument("--print", action="store_true", help="only print what would be started")
     parser.epilog = "Flags of mooncake_master itself are taken, too, by their own names, and passed on."
     parser.set_defaults(native=[], own_flags=sorted(parser._option_string_actions))
@@ -119,6 +120,34 @@ def _add_behaviour(add: Callable[..., object]) -> None:
     )
 
 
+def _add_keeping(add: Callable[..., object]) -> None:
+    add(
+        "--snapshot-dir",
+        metavar="FOLDER",
+        help="write there what is stored where, and know it again when started anew: for pools whose clients check "
+        "what they read, as ours do (docs/pool_survival.md); default: a master that was started anew knows nothing",
+    )
+    add(
+        "--snapshot-interval",
+        "--snapshot_interval_seconds",
+        type=int,
+        default=10,
+        metavar="SECONDS",
+        help="how often, with --snapshot-dir (default %(default)s)",
+    )
+    add(
+        "--oplog",
+        "--enable_oplog",
+        type=parse_switch,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BOOL",
+        help="with --etcd: write there what is stored where, so that the next leader knows it; nothing of that is ever "
+        "taken away, and when etcd is full the pool takes no more blocks (docs/pool_survival.md)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Become the master; does not return where it can be started.
 
@@ -132,7 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.print:
         for port in (arguments.port, arguments.metadata_port, arguments.metrics_port):
             _check_port(arguments.host, port)
-    print(f"# {shlex.join(command)}")
+    environ = set_snapshot_folder(arguments.snapshot_dir) if arguments.snapshot_dir else {}
+    print(f"# {shlex.join([*(f'{name}={value}' for name, value in environ.items()), *command])}")
     for line in _client_lines(arguments):
         print(line)
     if not arguments.print:
@@ -176,6 +206,12 @@ def build_command(arguments: argparse.Namespace) -> list[str]:
         flags["enable_ha"] = "true"
         flags["etcd_endpoints"] = ";".join(f"http://{each}" for each in arguments.etcd.split(";"))
         flags["cluster_id"] = arguments.cluster_id
+        if arguments.oplog:
+            flags["enable_oplog"] = "true"
+    if arguments.snapshot_dir:
+        flags["enable_snapshot"] = flags["enable_snapshot_restore"] = "true"
+        flags["snapshot_object_store_type"] = "local"
+        flags["snapshot_interval_seconds"] = arguments.snapshot_interval
     if arguments.native:
         flags |= parse_native_flags(arguments.native, list_native_flags(program), arguments.own_flags)
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
@@ -191,6 +227,14 @@ def _check_values(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag_of(name)} is {share}; it must be a share between 0 and 1")
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
+    if arguments.oplog and not arguments.etcd:
+        raise ConfigError("--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir")
+    if arguments.snapshot_dir and arguments.etcd:
+        raise ConfigError(
+            "--snapshot-dir is of no use with --etcd: Mooncake's next leader does not read it; see --oplog"
+        )
+    if arguments.snapshot_interval < 1:
+        raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be a second or more")
     tenants = arguments.tenants
     if tenants and not (Path(tenants).is_file() and os.access(tenants, os.R_OK)):
         raise ConfigError(f"--tenants is {tenants!r}; it must be a file of quotas that can be read")

@@ -6,6 +6,7 @@ import argparse
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,11 +21,12 @@ from rich.text import Text
 
 from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
 from kvstore_backend.cli import checks
-from kvstore_backend.cli.admin import MasterAdmin, find_admin, find_clients_gone
 from kvstore_backend.cli.report import format_bytes, format_table, print_json
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_admin, find_clients_gone
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,6 +53,7 @@ class _PoolFigures:
     reads: int | None = None
     reads_found: int | None = None
     keys_by_namespace: dict[str, int] = field(default_factory=dict)
+    tenants: dict[str, TenantAccount] = field(default_factory=dict)
     instances: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -169,7 +172,8 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
         )
     try:
         metrics = admin.fetch_metrics()
-        names = Counter(_namespace_of(key) for key in admin.list_keys())
+        names = Counter(_namespace_of(key) for key in admin.stream_keys())
+        tenants = {account.name: account for account in admin.fetch_accounts()}
         clients, gone = _count_clients(admin, settings, int(metrics["master_active_clients"]))
         return _PoolFigures(
             "mooncake",
@@ -183,6 +187,7 @@ def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None
             reads=int(metrics["total_get_nums_"]),
             reads_found=int(metrics["valid_get_nums_"]),
             keys_by_namespace=dict(names.most_common()),
+            tenants=tenants,
         )
     except (httpx.HTTPError, ValueError) as exc:
         raise PoolUnavailable(f"the master's metrics at {admin.address} cannot be read: {exc}") from exc
@@ -217,6 +222,8 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 def _namespace_of(key: str) -> str:
     """The digest in a block's key."""
+    if key.startswith(MANIFEST_PREFIX):
+        return "(manifests)"
     try:
         digest, _ = parse_key(key)
     except ValueError:
@@ -264,9 +271,11 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
     """
     lines = _describe_pool(figures, before, seconds)
     lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
+    if figures.tenants:
+        lines += ["", *_describe_tenants(figures.tenants.values())]
     if not figures.instances:
         return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
-    return lines + _describe_instances(figures, before, seconds)
+    return [*lines, "", *_describe_instances(figures, before, seconds)]
 
 
 def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
@@ -298,9 +307,10 @@ def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: 
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
+    """The tables of instances' counters; arguments are those of ``_describe_figures``."""
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
-    lines = ["", *format_table(("instance", *heads), total)]
+    lines = format_table(("instance", *heads), total)
     if before is None:
         return lines
     grown = []
@@ -309,6 +319,27 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
             pairs = zip(earlier.values(), row.values(), strict=True)
             grown.append((name, *(_format_growth(then, now, seconds) for then, now in pairs)))
     return [*lines, "", *format_table(("a second", *heads), grown)]
+
+
+def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
+    """The table of accounts, and a line on namespaces."""
+    heads = ("tenant", "used", "of", "", "asked for", "evicted for itself", "writes without room")
+    rows = [
+        (
+            each.name,
+            format_bytes(each.used),
+            format_bytes(each.granted),
+            f"{each.used / each.granted if each.granted else 0:.0%}",
+            format_bytes(each.quota),
+            format_bytes(each.evicted),
+            each.refused,
+        )
+        for each in accounts
+    ]
+    return [
+        *format_table(heads, rows),
+        "namespaces are those of the tenant default: Mooncake lists no other's keys",
+    ]
 
 
 def _format_growth(then: float, now: float, seconds: float) -> str:

@@ -20,7 +20,7 @@ from kvstore_backend.config import PoolConfig
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
 
-__all__ = ["TRIAL_NAMESPACE", "try_pool"]
+__all__ = ["TRIAL_NAMESPACE", "native_log_to", "try_pool"]
 
 TRIAL_NAMESPACE = Namespace("kvstore-doctor", "uint8", 1, 1, 1, 1, "bytes")
 _BLOCK_BYTES = 64 << 10
@@ -35,7 +35,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
     # A daemon: a native call that never returns must not keep the process.
     thread = threading.Thread(target=lambda: findings.extend(_run_trial(config, steps.append)), daemon=True)
     with tempfile.TemporaryFile() as native_log:
-        with _native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
+        with native_log_to(native_log) as outside, show_progress("trial", len(_STEPS), outside) as tell:
             thread.start()
             give_up_at = time.monotonic() + _DEADLINE_SECONDS
             while True:
@@ -56,7 +56,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def _native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
+def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
     """Mooncake complains on the process's standard error even when all is well; let it do so into ``file``, and give
     what was standard error before."""
     sys.stderr.flush()

@@ -21,16 +21,25 @@ from kvstore_backend.config.environment import (
     named_model,
     named_protocol,
     named_rdma_devices,
+    offload_limit,
     set_native_cluster,
     set_native_defaults,
+    set_snapshot_folder,
 )
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.rdma import has_active_port, list_rdma_devices
-from kvstore_backend.config.settings import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
+from kvstore_backend.config.settings import (
+    DEFAULT_TENANT,
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+)
 from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
-from kvstore_backend.config.values import parse_size, parse_switch
+from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
 
 __all__ = [
+    "DEFAULT_TENANT",
     "FileSettings",
     "MemorySettings",
     "MooncakeSettings",
@@ -50,10 +59,13 @@ __all__ = [
     "named_protocol",
     "named_rdma_devices",
     "names_protocol",
+    "offload_limit",
     "parse_mindie_pool",
     "parse_size",
     "parse_switch",
+    "parse_tenant",
     "read_config",
     "set_native_cluster",
     "set_native_defaults",
+    "set_snapshot_folder",
 ]

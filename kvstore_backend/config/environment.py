@@ -16,8 +16,10 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "offload_limit",
     "set_native_cluster",
     "set_native_defaults",
+    "set_snapshot_folder",
 ]
 
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
@@ -59,6 +61,15 @@ def named_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | Non
     return (os.environ if environ is None else environ).get("MOONCAKE_RDMA_DEVICES", "").strip()
 
 
+def offload_limit(environ: Mapping[str, str] | None = None) -> int:
+    """The bytes that Mooncake may write to its SSD folder; 0: it is not said, and Mooncake takes 90 % of the disk."""
+    environ = os.environ if environ is None else environ
+    for name in ("MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE", "MOONCAKE_BUCKET_MAX_TOTAL_SIZE"):
+        if (text := environ.get(name, "").strip()).isascii() and text.isdigit():
+            return int(text)
+    return 0
+
+
 def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``MC_LEGACY_RPC_PORT_BINDING`` has Mooncake listen at the port that ``local_hostname`` names."""
     return "MC_LEGACY_RPC_PORT_BINDING" in (os.environ if environ is None else environ)
@@ -76,3 +87,14 @@ def set_native_defaults() -> None:
 def set_native_cluster(settings: MooncakeSettings) -> None:
     """Tell Mooncake's native library which cluster's leader to ask etcd for; it reads that when it joins."""
     os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
+
+
+def set_snapshot_folder(folder: str) -> dict[str, str]:
+    """Tell a Mooncake master that this process becomes where its snapshots are; the variables that say it."""
+    # Without the second a master that is started anew forgets all blocks but those that a lease protects right then.
+    variables = {
+        "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),
+        "MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1",
+    }
+    os.environ.update(variables)
+    return variables

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.values import (
     ETCD_SCHEME,
     default_folder,
@@ -18,6 +19,7 @@ from kvstore_backend.config.values import (
     default_protocol,
     parse_device_names,
     parse_folder,
+    parse_kv_form,
     parse_master_address,
     parse_metadata_server,
     parse_positive_size,
@@ -25,10 +27,22 @@ from kvstore_backend.config.values import (
     parse_segment_size,
     parse_size,
     parse_switch,
+    parse_tenant,
     parse_text,
 )
 
-__all__ = ["STORE_SETTINGS", "FileSettings", "MemorySettings", "MooncakeSettings", "PoolConfig", "StoreSettings"]
+__all__ = [
+    "DEFAULT_TENANT",
+    "STORE_SETTINGS",
+    "FileSettings",
+    "MemorySettings",
+    "MooncakeSettings",
+    "PoolConfig",
+    "StoreSettings",
+]
+
+DEFAULT_TENANT = "default"
+"""Mooncake's name for the tenant of those who name none."""
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None) -> dict[str, object]:
@@ -57,6 +71,8 @@ class MooncakeSettings:
         global_segment_size: bytes of this machine's memory given to the pool; 0 for none.
         local_buffer_size: bytes of Mooncake's own staging, which our calls do not need.
         cluster_id: of the masters behind etcd, as their ``--cluster_id`` says.
+        tenant_id: whose blocks these are, and whose quota they count against, where the master keeps tenants apart
+            (``--enable_multi_tenants``).
         enable_ssd_offload: let Mooncake keep blocks on this machine's SSD where its memory has no room; its master must
             run with ``--enable_offload=true``.
         ssd_offload_path: the folder for that.
@@ -76,6 +92,7 @@ class MooncakeSettings:
     )
     local_buffer_size: int = field(default=128 << 20, metadata=_read_from("MOONCAKE_LOCAL_BUFFER_SIZE", parse_size))
     cluster_id: str = field(default="mooncake_cluster", metadata=_read_from("MC_STORE_CLUSTER_ID", parse_text))
+    tenant_id: str = field(default=DEFAULT_TENANT, metadata=_read_from("MOONCAKE_TENANT_ID", parse_tenant))
     enable_ssd_offload: bool = field(default=False, metadata=_read_from("MOONCAKE_ENABLE_SSD_OFFLOAD", parse_switch))
     ssd_offload_path: str = field(default="", metadata=_read_from("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", parse_text))
 
@@ -131,13 +148,29 @@ class PoolConfig:
         store: the store that is shared.
         async_write: save in the background, as MindIE's ``asyncWrite`` says; where there is a fast store, from that.
         fast: a smaller, quicker store of this machine's own before the shared one.
+        kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly what
+            was computed; empty: as they are. Only the reference engine knows other forms.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings
     async_write: bool = field(default=False, metadata=_read_from("KVSTORE_ASYNC_WRITE", parse_switch))
     fast: MemorySettings | FileSettings | None = field(default=None, metadata=_read_from("KVSTORE_FAST_TIER"))
 
+    kv: str = field(default="", metadata=_read_from("KVSTORE_KV", parse_kv_form))
+
     @property
     def backend(self) -> str:
         """``mooncake``, ``file`` or ``memory``."""
         return self.store.backend
+
+    def require_plain(self, who: str) -> PoolConfig:
+        """This configuration, for ``who`` stores blocks as they are.
+
+        Raises:
+            ConfigError: it says otherwise.
+        """
+        if self.kv:
+            raise ConfigError(
+                f"kv is {self.kv!r} (KVSTORE_KV), and {who} stores blocks as they are: leave kv out, or use our engine"
+            )
+        return self

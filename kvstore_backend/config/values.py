@@ -26,6 +26,7 @@ __all__ = [
     "default_protocol",
     "parse_device_names",
     "parse_folder",
+    "parse_kv_form",
     "parse_master_address",
     "parse_metadata_server",
     "parse_positive_size",
@@ -33,6 +34,7 @@ __all__ = [
     "parse_segment_size",
     "parse_size",
     "parse_switch",
+    "parse_tenant",
     "parse_text",
 ]
 
@@ -47,6 +49,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)", re.IGNORECASE)
 # Mooncake cannot allocate a smaller segment.
 _MIN_SEGMENT_BYTES = 16 << 20
+_KV_FORMS = ("int8", "fp8")
 _SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 
 
@@ -88,6 +91,13 @@ def parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("it must be text")
     return value.strip()
+
+
+def parse_tenant(value: object) -> str:
+    """The name of a tenant, as Mooncake's master takes it."""
+    if not (text := parse_text(value)) or text.startswith("_") or not text.isprintable():
+        raise ValueError("a tenant's name has printable characters and does not begin with _, such as team-a")
+    return text
 
 
 def parse_master_address(value: object) -> str:
@@ -154,6 +164,13 @@ def parse_switch(value: object) -> bool:
     if not isinstance(value, str) or value.strip().lower() not in _SWITCHES:
         raise ValueError("it must be true or false")
     return _SWITCHES[value.strip().lower()]
+
+
+def parse_kv_form(value: object) -> str:
+    """The form in which blocks are stored, one of those that ``engine/kv_codec.py`` knows; empty for as they are."""
+    if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
+        raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks as they are")
+    return value.strip().lower()
 
 
 def parse_folder(value: object) -> Path:

@@ -26,6 +26,7 @@ from pathlib import Path
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.config import fastdeploy_plugins, find_checkpoint, named_model
 from kvstore_backend.integrations.mooncake_client import PooledClient
+from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.stores.mooncake import replace_client
 
@@ -60,6 +61,9 @@ class FastDeployClient(PooledClient):
     def namespace(self) -> Namespace:
         return process_namespace(sys.argv)
 
+    def facts(self) -> dict[str, str]:
+        return collect_facts(_find_model(_parse_options(sys.argv)), "FastDeploy", "FastDeploy")
+
 
 def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Namespace:
     """The namespace of the blocks that a process of FastDeploy with this command line holds.
@@ -72,19 +76,7 @@ def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = N
         ConfigError: the model is not named, or is no folder of a checkpoint; or a shape is none.
     """
     options = _parse_options(argv)
-    model = options.get("model_path") or options.get("model") or named_model(environ)
-    if not model:
-        raise ConfigError(
-            "this version of FastDeploy does not tell its transfer process which model it serves, and without that "
-            "models would read each other's blocks: set KVSTORE_MODEL to the model's folder"
-        )
-    try:
-        model = find_checkpoint(model, environ)
-    except ConfigError as exc:
-        raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
-    if not Path(model).is_dir():
-        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
-    fingerprint = fingerprint_model(model)
+    fingerprint = fingerprint_model(_find_model(options, environ))
     if "key_cache_shape" in options:
         return _transfer_process_namespace(options, fingerprint)
     options = {**_DEFAULTS, **options}
@@ -99,6 +91,27 @@ def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = N
         layout=f"fastdeploy v1 {_speculative_settings(options)}".strip(),
         tp_size=_parse_number(options, "tensor_parallel_size"),
     )
+
+
+def _find_model(options: Mapping[str, str], environ: Mapping[str, str] | None = None) -> str:
+    """The folder of the checkpoint that a process with these options serves.
+
+    Raises:
+        ConfigError: the model is not named, or is no folder here.
+    """
+    model = options.get("model_path") or options.get("model") or named_model(environ)
+    if not model:
+        raise ConfigError(
+            "this version of FastDeploy does not tell its transfer process which model it serves, and without that "
+            "models would read each other's blocks: set KVSTORE_MODEL to the model's folder"
+        )
+    try:
+        model = find_checkpoint(model, environ)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
+    if not Path(model).is_dir():
+        raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
+    return model
 
 
 def _transfer_process_namespace(options: Mapping[str, str], fingerprint: str) -> Namespace:

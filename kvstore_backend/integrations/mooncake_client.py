@@ -60,6 +60,10 @@ class PooledClient:
         """
         raise NotImplementedError
 
+    def facts(self) -> dict[str, str]:
+        """Facts for the namespace's manifest; asked once, by ``setup``."""
+        return {}
+
     def setup(
         self,
         local_hostname: str,
@@ -72,6 +76,7 @@ class PooledClient:
         engine: object = None,
         enable_ssd_offload: bool = False,
         ssd_offload_path: str = "",
+        tenant_id: str = "",
     ) -> int:
         """Join the pool, as the arguments say; further settings (asynchronous writes, a fast tier) as configured.
 
@@ -98,10 +103,11 @@ class PooledClient:
                 "master_server_addr": master_server_addr,
                 "enable_ssd_offload": enable_ssd_offload,
                 "ssd_offload_path": ssd_offload_path,
+                "tenant_id": tenant_id or None,
             },
-        )
+        ).require_plain("this client for other engines")
         # Where the engine gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), these are gathered too.
-        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False)
+        self._pool = open_pool(config, namespace, CollectorRegistry(), background=False, facts=self.facts())
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
         return _DONE

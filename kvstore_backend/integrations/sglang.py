@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvstore_backend.backend import ConfigError, Span, Status, Value
 from kvstore_backend.config import read_config
+from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool, open_pool
 
@@ -59,13 +60,14 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         config = read_config(extra.get("pool"))
         if config is None:
             raise ConfigError('the configuration says that there is no pool ("backend": ""); start SGLang without one')
-        self._config = config
+        self._config = config.require_plain("KvstoreHiCache")
         self._weights_version = str(extra.get("weights_version", ""))
         self._comes_by_address = bool(extra.get("interface_v1"))
         model = extra.get("model_path") or storage_config.model_name or ""
         if not Path(model).is_dir():
             raise ConfigError(f'the model {model!r} is no folder here; say "model_path" in the extra configuration')
         self._fingerprint = fingerprint_model(model)
+        self._facts = collect_facts(model, "SGLang", "SGLang")
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[bool, BlockPool] = {}
 
@@ -225,7 +227,8 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         # Where SGLang gathers its processes' metrics (PROMETHEUS_MULTIPROC_DIR), those of the first pool are gathered
         # too; a second one's would be written over them.
         registry = None if self._pools else CollectorRegistry()
-        self._pools[is_shared] = open_pool(self._config, self._build_namespace(host, is_shared=is_shared), registry)
+        namespace = self._build_namespace(host, is_shared=is_shared)
+        self._pools[is_shared] = open_pool(self._config, namespace, registry, facts=self._facts)
 
     def _hash_keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
         suffix = "" if name == "kv" else f".{name}"

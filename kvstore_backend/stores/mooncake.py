@@ -8,15 +8,19 @@ opened, and ``kvstore doctor`` import mooncake.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore_backend.backend import (
     Health,
@@ -25,8 +29,16 @@ from kvstore_backend.backend import (
     StorageBackend,
     StoreStats,
     Value,
+    split_by_size,
 )
-from kvstore_backend.config import MooncakeSettings, is_named_port_bound, set_native_cluster, set_native_defaults
+from kvstore_backend.config import (
+    DEFAULT_TENANT,
+    MooncakeSettings,
+    is_named_port_bound,
+    set_native_cluster,
+    set_native_defaults,
+)
+from kvstore_backend.stores.ssd_folder import SsdFolder
 
 __all__ = [
     "INSTALL",
@@ -48,7 +60,7 @@ INSTALL = (
 )
 """The remedy where Mooncake is missing."""
 
-_NOT_FOUND, _UNREACHABLE = -704, -800
+_NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
@@ -69,6 +81,8 @@ _MAX_RETRIES = 30
 _RETRY_SECONDS = 0.5
 # Longer than any native call was seen to last (30 s, where a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _MAX_CALL_SECONDS = 40.0
+# Values that lie in several pieces are copied together for ``keep``, so many bytes at a time.
+_STAGING_BYTES = 16 << 20
 # Native clients that were not closed: dropping the last reference would close them.
 _LEFT_OPEN: list[Any] = []
 # The native client's class, where another stands in its place for everybody else.
@@ -104,7 +118,13 @@ class MooncakeStore(StorageBackend):
         self._calls = threading.Condition()
         self._running = 0
         self._closed = False
-        self._native = join_cluster(settings)
+        self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
+        try:
+            self._native = join_cluster(settings)
+        except PoolUnavailable:
+            if self._ssd is not None:
+                self._ssd.give_up()
+            raise
         self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
 
@@ -119,6 +139,19 @@ class MooncakeStore(StorageBackend):
         if _UNREACHABLE in codes and time.monotonic() - begun < _MAX_FAILING_SECONDS:
             self._put_again(keys, addresses, sizes, codes)
         return [_STORED.get(code, Status.FAILED) for code in codes]
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """Writes the values once more, in place: only a write changes how long Mooncake keeps them.
+
+        For the moment that the write takes, others do not find them.
+        """
+        pin = _pin_for(seconds)
+        statuses: list[Status] = []
+        for part in split_by_size([sum([nbytes for _, nbytes in value]) for value in values], _STAGING_BYTES):
+            with self._stage_values(values[part]) as (addresses, sizes):
+                codes = self._call_native(keys[part], self._native.batch_upsert_from, addresses, sizes, pin)
+            statuses += [_STORED.get(code, Status.FAILED) for code in codes]
+        return statuses
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         addresses, sizes = _addresses_and_sizes(targets)
@@ -135,9 +168,28 @@ class MooncakeStore(StorageBackend):
         return [_REMOVED.get(code, Status.FAILED) for code in self._call_native(keys, self._native.batch_remove, force)]
 
     def _clear(self, prefix: str) -> Status:
+        return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
+
+    def clear_and_count(self, prefix: str) -> int | None:
+        """``clear``; how many keys were removed, or None where that cannot be said."""
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
-        return Status.OK if removed is not None and removed >= 0 else Status.FAILED
+        return removed if removed is not None and removed >= 0 else None
+
+    def measure_values(self, keys: Sequence[str]) -> list[int | None]:
+        """The bytes of each value; None: there is none.
+
+        Like a read it grants a lease, so values that were found are not evicted for a while.
+
+        Raises:
+            PoolUnavailable: the cluster does not answer.
+        """
+        sizes = self._call_native(keys, lambda asked: [self._native.get_size(key) for key in asked])
+        for size in sizes:
+            if size is None or (size <= 0 and size != _NOT_FOUND):
+                address = self._settings.master_server_addr
+                raise PoolUnavailable(f"the Mooncake master at {address} answers a question for a size with {size}")
+        return [None if size == _NOT_FOUND else size for size in sizes]
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         with self._enter_call() as may_call:
@@ -174,6 +226,8 @@ class MooncakeStore(StorageBackend):
             idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
             self._native.close()
+            if self._ssd is not None:
+                self._ssd.leave()
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning("The pool's client was not closed cleanly: %s", health.detail if idle else "calls still run")
@@ -198,6 +252,25 @@ class MooncakeStore(StorageBackend):
             again = self._put_once([keys[i] for i in lost], [addresses[i] for i in lost], [sizes[i] for i in lost])
             for i, code in zip(lost, again, strict=True):
                 codes[i] = code
+
+    @contextlib.contextmanager
+    def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
+        """The address of each value in one piece, and its size: the pieces of others are copied together."""
+        sizes = [sum([nbytes for _, nbytes in value]) for value in values]
+        if all(len(value) == 1 for value in values):
+            yield [value[0].address for value in values], sizes
+            return
+        staging: NDArray[np.uint8] = np.empty(sum(sizes), dtype=np.uint8)
+        address: int = staging.ctypes.data
+        addresses = [address + before for before in accumulate(sizes[:-1], initial=0)]
+        for span in chain.from_iterable(values):
+            ctypes.memmove(address, span.address, span.nbytes)
+            address += span.nbytes
+        self.register(staging.ctypes.data, staging.nbytes)
+        try:
+            yield addresses, sizes
+        finally:
+            self.unregister(staging.ctypes.data, staging.nbytes)
 
     @contextlib.contextmanager
     def _enter_call(self) -> Iterator[bool]:
@@ -293,18 +366,26 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     if settings.etcd_addresses:
         set_native_cluster(settings)
     began = time.monotonic()
-    code = native.setup(
-        local_hostname,
-        settings.metadata_server,
-        settings.global_segment_size,
-        settings.local_buffer_size,
-        settings.protocol,
-        settings.rdma_devices,
-        settings.master_server_addr,
-        None,
-        settings.enable_ssd_offload,
-        settings.ssd_offload_path,
-    )
+    try:
+        code = native.setup(
+            local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.rdma_devices,
+            settings.master_server_addr,
+            None,
+            settings.enable_ssd_offload,
+            settings.ssd_offload_path,
+            # Versions before 0.3.13 know no tenants.
+            *([settings.tenant_id] if settings.tenant_id != DEFAULT_TENANT else []),
+        )
+    except ValueError as exc:
+        raise PoolUnavailable(
+            f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
+            "absolute path of a folder that exists, may be written and is no link"
+        ) from exc
     pause = _PAUSE_FACTOR * (time.monotonic() - began)
     if code:
         raise PoolUnavailable(_explain_failed_setup(settings, code), pause)
@@ -317,6 +398,17 @@ def _prefer_memory_of(native: Any) -> Any:
 
     config = ReplicateConfig()
     config.preferred_segment = native.get_hostname()
+    return config
+
+
+def _pin_for(seconds: float) -> Any:
+    """The configuration of writes that keep values for so long, or no longer than others."""
+    from mooncake.store import ReplicateConfig, SoftPinAction
+
+    config = ReplicateConfig()
+    config.soft_pin_action = SoftPinAction.ENABLE if seconds else SoftPinAction.DISABLE
+    if seconds:
+        config.soft_pin_ttl_ms = max(1, round(1000 * seconds))
     return config
 
 
@@ -350,6 +442,11 @@ def _check_servers(settings: MooncakeSettings) -> None:
 
 
 def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
+    if code == _NO_OFFLOADING:
+        return (
+            f"the master at {settings.master_server_addr} does not offload to SSD: start it with --enable_offload=true "
+            "(kvstore master --ssd), or set enable_ssd_offload to false"
+        )
     if settings.etcd_addresses:
         return (
             f"joining the Mooncake cluster {settings.cluster_id!r} by way of {settings.master_server_addr} failed with "

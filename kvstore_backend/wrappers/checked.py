@@ -9,6 +9,8 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
 Someone who can write to the pool on purpose can also write a fitting header (``docs/operations/security.md``).
+
+Several threads hash a large batch (``parts.py``). No block counts before all of its bytes were verified.
 """
 
 from __future__ import annotations
@@ -17,12 +19,10 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
 from kvstore_backend.namespace import FORMAT_VERSION, parse_key
+from kvstore_backend.wrappers.parts import Parts, count_bytes
 from kvstore_backend.wrappers.wrapper import Wrapper
 
-__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend"]
+__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend", "find_fault"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
-# A value smaller than this is hashed in less time than it takes to hand it to another thread.
-_PARALLEL_BYTES = 512 << 10
-_HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
 class CheckedBackend(Wrapper):
@@ -74,29 +72,66 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
-        self._hashers = ThreadPoolExecutor(_HASHERS, "pool-checksum")
+        self._outgoing = Parts(hashes_first=True)
+        self._incoming = Parts(hashes_first=False)
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
-        with self._lay_out(values) as whole:
-            for key, value, checksum, place in zip(keys, values, self._hash_values(values), whole, strict=True):
-                _HeaderMemory.from_address(place[0].address).raw = _build_header(key, value, checksum)
-            return self._store._put(keys, whole)
+        return self._store_values(keys, values, self._store._put)
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._store_values(keys, values, lambda keys, whole: self._store._keep(keys, whole, seconds))
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        statuses = [Status.FAILED] * len(keys)
+        rejected: list[str] = []
         with self._lay_out(targets) as whole:
-            statuses = self._store._get(keys, whole)
-            # Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
-            read = [i for i, status in enumerate(statuses) if status is Status.OK]
-            checksums = self._hash_values([targets[i] for i in read])
-            for i, checksum in zip(read, checksums, strict=True):
-                header = _HeaderMemory.from_address(whole[i][0].address).raw
-                if header != (wanted := _build_header(keys[i], targets[i], checksum)):
-                    self._reject_block(keys[i], _find_wrong_field(header, wanted))
-                    statuses[i] = Status.ABSENT
-        rejected = [keys[i] for i in read if statuses[i] is Status.ABSENT]
+
+            def fetch(part: slice) -> None:
+                statuses[part] = self._store._get(keys[part], whole[part])
+
+            def verify(part: slice) -> None:
+                for i in range(part.start, part.stop):
+                    if statuses[i] is Status.OK and not self._verify_block(keys[i], targets[i], whole[i]):
+                        statuses[i] = Status.ABSENT
+                        rejected.append(keys[i])
+
+            self._incoming.move(targets, statuses, verify, fetch)
         if rejected:
             self._store._remove(rejected, force=True)
         return statuses
+
+    def _store_values(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Value],
+        store: Callable[[Sequence[str], Sequence[Value]], list[Status]],
+    ) -> list[Status]:
+        """The answers of ``store``, which is given the values with their headers before them."""
+        statuses = [Status.FAILED] * len(keys)
+        with self._lay_out(values) as whole:
+
+            def seal(part: slice) -> None:
+                for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
+                    header = _build_header(key, value, _hash_value(value))
+                    _HeaderMemory.from_address(place[0].address).raw = header
+
+            def send(part: slice) -> None:
+                statuses[part] = store(keys[part], whole[part])
+
+            self._outgoing.move(values, statuses, seal, send)
+        return statuses
+
+    def _verify_block(self, key: str, target: Value, place: Value) -> bool:
+        """Whether the bytes that were read are this block's.
+
+        Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
+        """
+        header = _HeaderMemory.from_address(place[0].address).raw
+        wanted = _build_header(key, target, _hash_value(target))
+        if header == wanted:
+            return True
+        self._reject_block(key, _find_wrong_field(header, wanted))
+        return False
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         if headroom:
@@ -151,16 +186,24 @@ class CheckedBackend(Wrapper):
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
 
-    def _hash_values(self, values: Sequence[Value]) -> list[int]:
-        """The checksum of each value; large ones by several threads at once, as hashing lets go of Python's lock."""
-        if len(values) > 1 and sum(nbytes for _, nbytes in values[0]) >= _PARALLEL_BYTES:
-            return list(self._hashers.map(_hash_value, values))
-        return [_hash_value(value) for value in values]
-
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+
+
+def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
+    """The fault of the bytes that a pool has stored under ``key``: one of ``REASONS``, or None.
+
+    Args:
+        key: a block's.
+        stored: header and payload, as they were read.
+    """
+    if stored.nbytes <= HEADER_BYTES:
+        return "size"
+    payload = [Span(stored.ctypes.data + HEADER_BYTES, stored.nbytes - HEADER_BYTES)]
+    header, wanted = stored[:HEADER_BYTES].tobytes(), _build_header(key, payload, _hash_value(payload))
+    return None if header == wanted else _find_wrong_field(header, wanted)
 
 
 def _hash_value(value: Value) -> int:
@@ -174,8 +217,7 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, checksum: int) -> bytes:
-    nbytes = value[0][1] if len(value) == 1 else sum([nbytes for _, nbytes in value])
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, nbytes, checksum, _build_identity(key))
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:

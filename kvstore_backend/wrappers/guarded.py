@@ -168,6 +168,11 @@ class GuardedBackend(Stack):
             keys, self.deadlines.seconds_for(values), "put", lambda store: store._put(keys, values)
         )
 
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._ask_statuses(
+            keys, self.deadlines.seconds_for(values), "keep", lambda store: store._keep(keys, values, seconds)
+        )
+
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         seconds = self.deadlines.seconds_for(targets)
         return self._watch_failures(self._ask_statuses(keys, seconds, "get", lambda store: store._get(keys, targets)))

@@ -20,7 +20,8 @@ __all__ = ["MeteredBackend", "StateCollector"]
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Of a call's answers the first of these says its outcome.
 _DECIDING = (Status.FAILED, Status.OK)
-_OPERATIONS = ("put", "get", "exists", "exists_for_all", "remove")
+_TRANSFERS = ("put", "keep", "get")
+_OPERATIONS = (*_TRANSFERS, "exists", "exists_for_all", "remove")
 
 
 class MeteredBackend(StackWrapper):
@@ -44,7 +45,7 @@ class MeteredBackend(StackWrapper):
             registry=registry,
         )
         self._calls = {operation: calls.labels(operation) for operation in _OPERATIONS}
-        self._bytes = {operation: nbytes.labels(operation) for operation in ("put", "get")}
+        self._bytes = {operation: nbytes.labels(operation) for operation in _TRANSFERS}
         self._blocks = {
             operation: [(status, blocks.labels(operation, status.value)) for status in Status]
             for operation in _OPERATIONS
@@ -52,6 +53,9 @@ class MeteredBackend(StackWrapper):
 
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return self._count_transfer("put", values, lambda: self._store._put(keys, values))
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._count_transfer("keep", values, lambda: self._store._keep(keys, values, seconds))
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return self._count_transfer("get", targets, lambda: self._store._get(keys, targets))

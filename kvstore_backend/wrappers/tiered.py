@@ -55,6 +55,9 @@ class TieredBackend(Stack):
         large = self._large._put(keys, values)
         return self._fail_if_late([one or other for one, other in zip(fast, large, strict=True)], fast)
 
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._copy_to_fast(keys, values, self._large._keep(keys, values, seconds))
+
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         is_asked = self._fast.is_ready
         statuses = self._fast._get(keys, targets)

@@ -92,6 +92,9 @@ class Wrapper(StorageBackend):
     def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         return self._store._put(keys, values)
 
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        return self._store._keep(keys, values, seconds)
+
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         return self._store._get(keys, targets)
 

@@ -178,7 +178,9 @@ class Supervisor:
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.wire)
-        if self._stop is not None:
+        if self._is_stopping:  # the others were told so while this one started
+            worker.wire.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - time.monotonic()))
+        elif self._stop is not None:
             self._hub.announce_leave()
 
     def _on_message(self, worker: _Worker, message: list[Any]) -> None:

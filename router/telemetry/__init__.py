@@ -4,6 +4,7 @@ audit.py     Audit: one record a request, its line in the access log, and its ex
 metrics.py   RouterMetrics: figures for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     the figures of several processes as one
+why_miss.py  why a request was a miss, asked of the instances on demand
 need.py      InstancesNeeded: how many instances the traffic needs, for autoscalers
 """
 
@@ -12,6 +13,7 @@ from router.telemetry.merge import add_counts
 from router.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 from router.telemetry.need import InstancesNeeded
 from router.telemetry.tracing import RequestTrace, Tracer, open_tracer
+from router.telemetry.why_miss import explain_miss
 
 __all__ = [
     "CONTENT_TYPE",
@@ -25,5 +27,6 @@ __all__ = [
     "RouterMetrics",
     "Tracer",
     "add_counts",
+    "explain_miss",
     "open_tracer",
 ]

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import yaml
 
-from engine.make_model import make_model
 from tests.end_to_end.cluster import Instance, Router, instance, router
 from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster, mooncake_master
@@ -120,10 +119,9 @@ class System:
 
 @contextmanager
 def monitored_system(
-    folder: Path, *, router_flags: Sequence[str] = (), prefill_flags: Sequence[str] = ()
+    folder: Path, model: Path, *, router_flags: Sequence[str] = (), prefill_flags: Sequence[str] = ()
 ) -> Iterator[System]:
     """The system, with everything there that Prometheus is to find, and Prometheus."""
-    make_model(folder / "model")
     redis = RedisServer(folder)
     redis.start()
     flags = ["--shared-state", redis.url, "--workers", "2", "--max-concurrent-requests", "2", *router_flags]
@@ -138,8 +136,8 @@ def monitored_system(
         pooled: dict[str, Any] = {"master": master, "segment": str(SEGMENT_BYTES)}
         as_prefill = ("--splitwise-role", "prefill", *towards, *prefill_flags)
         with (
-            instance(folder, folder / "model", *as_prefill, **pooled) as prefill,
-            instance(folder, folder / "model", "--splitwise-role", "decode", *towards, **pooled) as decode,
+            instance(folder, model, *as_prefill, **pooled) as prefill,
+            instance(folder, model, "--splitwise-role", "decode", *towards, **pooled) as decode,
         ):
             running_router.wait_for(prefill=1, decode=1)
             running = System(master, redis, running_router, prefill, decode, reader)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +46,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("system")
-    with monitored_system(folder, router_flags=PROBES, prefill_flags=("--max-num-seqs", "1")) as running:
+    with monitored_system(folder, few_words, router_flags=PROBES, prefill_flags=("--max-num-seqs", "1")) as running:
         yield running
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -32,9 +33,9 @@ pytestmark = [needs_prometheus, needs_redis, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Iterator[System]:
     """All that runs, and Prometheus beside it."""
-    with monitored_system(tmp_path_factory.mktemp("system")) as running:
+    with monitored_system(tmp_path_factory.mktemp("system"), few_words) as running:
         yield running
 
 

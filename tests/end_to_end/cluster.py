@@ -79,7 +79,7 @@ def router(
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
-    with child(argv, folder / f"router-{port}.out", environ) as process:
+    with child(argv, folder / f"router-{port}.out", environ, is_forked="--workers" not in flags) as process:
         process.wait_for(lambda: _answers(port), "answering")
         yield Router(process, port)
 

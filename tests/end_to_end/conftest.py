@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.make_model import make_model
 from tests.end_to_end.cluster import Instance, instance
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small checkpoint that the examples use."""
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    return folder
+def model(few_words: Path) -> Path:
+    """The checkpoint of all instances: computing takes the examples' model most of a test's time."""
+    return few_words
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import pytest
 from engine.api_server import Instance, InstanceServer
 from engine.args import parse_args
 from tests.end_to_end.cluster import Router, router
-from tests.engine.checkpoints import write_few_words
 from tests.support.waiting import wait_until
 
 MODEL = "few"
@@ -43,11 +42,6 @@ def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> I
     finally:
         server.should_exit = True
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_few_words(tmp_path_factory.mktemp("models") / "few")
 
 
 @pytest.fixture(scope="module")

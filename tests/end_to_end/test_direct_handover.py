@@ -168,8 +168,8 @@ def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Inst
 
         with relayed(port, stop_decode) as between:
             # An answer that takes long enough to be seen while it is made.
-            expected["e"] = text(ask(cold.url, conversation("e"), max_tokens=200))
-            legs = pair.ask(conversation("e"), between, max_tokens=200)
+            expected["e"] = text(ask(cold.url, conversation("e"), max_tokens=800))
+            legs = pair.ask(conversation("e"), between, max_tokens=800)
             wait_until(is_writing, "prefill to write")
             prefill.process.kill()
             decode.process.signal(signal.SIGCONT)

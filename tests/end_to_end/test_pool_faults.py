@@ -64,8 +64,10 @@ def test_master_hung_for_a_while(pair: tuple[MooncakeMaster, Instance, Instance]
     master, first, second = pair
     assert hit(first, second, "before")
     master.process.signal(signal.SIGSTOP)
-    until = time.monotonic() + HUNG_SECONDS
-    while time.monotonic() < until:
+    began = time.monotonic()
+    for moment in (0.0, 0.5, 1.0):
+        at = began + moment * HUNG_SECONDS
+        wait_until(lambda at=at: time.monotonic() >= at, "a moment of its hang", 2 * HUNG_SECONDS, 0.2)  # type: ignore[misc]
         keeps_talking(first, second, cold, 3)
     master.process.signal(signal.SIGCONT)
     attempts = iter(range(1000))

@@ -65,7 +65,7 @@ def without_transfer_engine(folder: Path) -> dict[str, str]:
 
 def check_that_blocks_are_free_while_they_are_looked_up(url: str, decode: Instance) -> None:
     """Of a prompt that is offloaded."""
-    body = {"messages": conversations("offloaded")[-1], "max_tokens": 2000, "temperature": 0, "stream": True}
+    body = {"messages": conversations("offloaded")[-1], "max_tokens": 2500, "temperature": 0, "stream": True}
     with plain_http.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=100) as answer:
         lines = answer.iter_lines()
         next(lines)

@@ -25,7 +25,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Tr
 
 def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(traced: TracedSystem) -> None:
     receiver = traced.receiver
-    began, ended = ask_for_trace(traced, 80, 2)
+    began, ended = ask_for_trace(traced, 800, 2)
 
     (request,) = receiver.wait_for(1, service="kvrouter", kind="server")
     assert {span.trace_id for span in receiver.spans} == {TRACE}
@@ -53,7 +53,7 @@ def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(tra
     assert taken.start < given.end
     decoding = only_child(decode, "decode")
     assert taken.end <= decoding.start + SLACK
-    assert decoding.attributes["engine.decoded_tokens"] == 79
+    assert decoding.attributes["engine.decoded_tokens"] == 799
     # It lasts to the end of the stream, as the client saw it.
     assert began < decoding.start < decoding.end <= ended + SLACK
     assert decode.end - decoding.end < 0.5 * (decoding.end - decoding.start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from engine import make_model
+from tests.support.small_model import write_few_words
 
 __all__ = [
     "ARCHITECTURES",
@@ -30,7 +30,6 @@ __all__ = [
     "config_of",
     "write_characters_in_parts",
     "write_checkpoint",
-    "write_few_words",
 ]
 
 VOCAB_SIZE = 300
@@ -106,23 +105,6 @@ def byte_fallback_tokenizer(**settings: Any) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
     )
-
-
-_SMALL: dict[str, Any] = {
-    "HIDDEN": 128,
-    "LAYERS": 2,
-    "INTERMEDIATE": 64,
-    "HEADS": 4,
-    "KV_HEADS": 2,
-    "HEAD_DIM": 32,
-}
-
-
-def write_few_words(folder: Path) -> Path:
-    """The checkpoint of ``engine.make_model`` in small: it answers in words, too, and takes a millisecond for each."""
-    with unittest.mock.patch.multiple(make_model, **_SMALL):
-        make_model.make_model(folder)
-    return folder
 
 
 def write_characters_in_parts(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 from engine.make_model import make_model
 from engine.model_runner import load_tokenizer
-from tests.engine.checkpoints import CHECKPOINTS, write_characters_in_parts, write_checkpoint, write_few_words
+from tests.engine.checkpoints import CHECKPOINTS, write_characters_in_parts, write_checkpoint
 
 # For models this small, handing work to a second thread takes longer than doing it.
 torch.set_num_threads(1)
@@ -28,12 +28,6 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "words"
     make_model(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def few_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint that answers in words."""
-    return write_few_words(tmp_path_factory.mktemp("models") / "few")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from engine.block_manager import BlockManager
+from engine.cache_hints import CacheHint
 from engine.core import EngineCore, Listener
+from engine.kv_codec import quantised_namespace
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, TokenOutput
@@ -84,6 +86,7 @@ class Engine:
         wait_for_pool: bool = True,
         start: bool = True,
         retrieval: RetrievalConfig | None = None,
+        kv: str = "",
     ) -> None:
         self.block_size = block_size
         self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
@@ -106,7 +109,7 @@ class Engine:
             self.runner,
             self.scheduler,
             self.metrics,
-            pool=BlockPool(backend, self.runner.namespace) if backend else None,
+            pool=BlockPool(backend, quantised_namespace(self.runner.namespace, kv)) if backend else None,
             save_outputs=save_outputs,
         )
         self._names = map(str, itertools.count())
@@ -123,10 +126,19 @@ class Engine:
         """A metric's value now."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    def begin(self, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", **params: Any) -> Answering:
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        salt: str = "",
+        hints: tuple[CacheHint, ...] = (),
+        **params: Any,
+    ) -> Answering:
         """Submit a prompt; greedy unless ``params`` say otherwise."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
-        sequence = EngineSequence(Request(next(self._names), tuple(prompt), sampling, salt), self.block_size)
+        request = Request(next(self._names), tuple(prompt), sampling, salt, hints=hints)
+        sequence = EngineSequence(request, self.block_size)
         answering = Answering(sequence)
         self.core.submit(sequence, answering.listener)
         return answering

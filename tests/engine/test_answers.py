@@ -11,7 +11,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,26 @@ class Checkpoint:
     reference: Reference
 
 
+@pytest.fixture(scope="module")
+def find_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """The checkpoint of a name, and its reference's answers, which are asked for once."""
+
+    @functools.cache
+    def find(name: str) -> Checkpoint:
+        folder = write_checkpoint(CHECKPOINTS[name](), tmp_path_factory.mktemp("models") / name)
+        return Checkpoint(folder, Reference(folder))
+
+    return find
+
+
 @pytest.fixture(scope="module", params=CHECKPOINTS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = write_checkpoint(CHECKPOINTS[request.param](), tmp_path_factory.mktemp("models") / request.param)
-    return Checkpoint(folder, Reference(folder))
+def checkpoint(request: pytest.FixtureRequest, find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
+    return find_checkpoint(request.param)
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    config = CHECKPOINTS["qwen2-grouped-untied"]()
-    folder = write_checkpoint(config, tmp_path_factory.mktemp("models") / "qwen2")
-    return Checkpoint(folder, Reference(folder))
+def qwen2(find_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
+    return find_checkpoint("qwen2-grouped-untied")
 
 
 def test_the_reference_makes_clear_and_varied_choices(checkpoint: Checkpoint) -> None:

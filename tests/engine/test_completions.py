@@ -200,9 +200,66 @@ async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
         raise ZeroDivisionError
 
     completions = SimpleNamespace(list_models=fail)
-    instance: Any = SimpleNamespace(run_lifespan=None, completions=completions, dialect=FastDeployDialect())
+    instance: Any = SimpleNamespace(
+        run_lifespan=None, completions=completions, dialect=FastDeployDialect(), explainer=None
+    )
     transport = httpx.ASGITransport(create_app(instance), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         answer = await client.get("/v1/models")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "this instance failed (ZeroDivisionError); its log says why"
+
+
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.fixture
+def wordy(few_words: Path, word_tokenizer: Any) -> Iterator[Completions]:
+    """Of a model that has all of the tokenizer's words."""
+    with Engine(few_words) as running:
+        yield completions_of(running, word_tokenizer, 200)
+
+
+def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]:
+    """The hints of a chat's request: tokens and seconds."""
+
+    async def begin() -> list[tuple[int, float]]:
+        choices = await completions.begin_chat_choices(ChatBody(max_tokens=1, **fields))
+        return [(hint.num_tokens, hint.seconds) for hint in choices.request.hints]
+
+    return asyncio.run(begin())
+
+
+def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(wordy: Completions) -> None:
+    part = {"type": "text", "text": "where is", "cache_control": HOUR}
+    rest = {"type": "text", "text": " the river"}
+    plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "where is the river"}]
+    marked = [{**plain[0], "cache_control": HOUR}, {"role": "user", "content": [part, rest]}]
+    assert hints_of(wordy, messages=plain) == []
+    (system, one), (until_part, other) = hints_of(wordy, messages=marked)
+    [(whole, minutes)] = hints_of(wordy, messages=plain, cache_control={"type": "ephemeral"})
+    assert 0 < system < until_part < whole
+    assert (one, other, minutes) == (3600, 3600, 300)
+
+
+def test_a_hint_that_is_none_is_refused_with_its_place(wordy: Completions) -> None:
+    message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral", "ttl": "9d"}}
+    with pytest.raises(ApiError, match=r"messages\.0\.cache_control\.ttl: Input should be a time such as 5m or 1h"):
+        hints_of(wordy, messages=[message])
+    with pytest.raises(ApiError, match="messages: 5 of their parts have cache_control; 4 may"):
+        hints_of(wordy, messages=[{**message, "cache_control": HOUR}] * 5)
+
+
+def test_a_hint_that_the_template_cannot_render_up_to_is_passed_over(
+    wordy: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = wordy._render_chat
+
+    def needs_a_question(body: Any, messages: list[dict[str, Any]], **more: Any) -> str:
+        if messages[-1]["role"] == "system":
+            raise ApiError(400, "there is no question")
+        return render(body, messages, **more)
+
+    monkeypatch.setattr(wordy, "_render_chat", needs_a_question)
+    messages = [{"role": "system", "content": "be kind", "cache_control": HOUR}, {"role": "user", "content": "hi"}]
+    assert hints_of(wordy, messages=messages) == []

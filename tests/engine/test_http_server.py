@@ -46,6 +46,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
             metrics=EngineMetrics(),
             dialect=FastDeployDialect(),
             tracer=None,
+            explainer=None,
             generations=generations,
             completions=Completions(generations, word_tokenizer, "tiny", 200, engine.runner.vocab_size),
         )

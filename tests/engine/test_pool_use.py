@@ -134,3 +134,21 @@ def test_a_prompt_of_which_a_part_is_there(engine: Engine) -> None:
     answering = engine.answer(PROMPT[:48] + OTHER, 1)
     text = "it had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
     assert told(answering) == (Reason.HIT, text)
+
+
+def test_an_instance_computes_what_a_slow_pool_has_until_the_pool_is_quick_again(tiny_checkpoint: Path) -> None:
+    prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=33) for seed in range(22)]
+    store = FaultyStore(MemoryStore(64 << 20))
+    with Engine(tiny_checkpoint, store=store) as engine:
+        answers = [engine.answer(prompt).wait() for prompt in prompts]
+    with Engine(tiny_checkpoint, store=store) as engine:
+        engine.answer([1] * 15)  # some steps to learn from
+        store.load_seconds = 0.25
+        asked = [engine.answer(prompt) for prompt in prompts[:5]]
+        store.load_seconds = 0.0
+        asked += [engine.answer(prompt) for prompt in prompts[5:]]
+    assert [one.wait() for one in asked] == answers
+    loaded = [one.sequence.pool_cached_tokens for one in asked]
+    assert loaded == [32] * 4 + [0] * 15 + [32] * 3
+    assert engine.metric("kvstore_load_or_compute_total", decision="load") == 7
+    assert engine.metric("kvstore_load_or_compute_total", decision="compute") == 15

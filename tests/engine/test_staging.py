@@ -9,6 +9,7 @@ import torch
 
 from engine.staging import StagedMemory, Staging
 from kvstore_backend import BlockPool, Span
+from kvstore_backend.backend import HEADROOM_BYTES
 from kvstore_backend.stores.memory import MemoryStore
 from tests.faults.blocks import NAMESPACE
 
@@ -60,7 +61,11 @@ def test_a_buffer_holds_a_block_however_large_and_no_more_than_there_are(monkeyp
     monkeypatch.setattr("engine.staging._BUFFER_BYTES", 100)
     staging = Staging(kv_memory("cpu"))
     assert staging.capacity == 1
-    assert staging.span == staging.values(1)[0][0]
+    (block,) = staging.values(1)[0]
+    assert (block.address, block.nbytes) == (
+        staging.span.address + HEADROOM_BYTES,
+        staging.span.nbytes - HEADROOM_BYTES,
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -82,6 +87,7 @@ class Registered(MemoryStore):
         self.spans: set[Span] = set()
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        assert headroom
         self.spans.add(Span(address, nbytes))
 
     def unregister(self, address: int, nbytes: int) -> None:
@@ -100,7 +106,7 @@ def test_a_buffer_that_was_set_aside_is_replaced_and_unregistered_when_it_is_tak
     assert span != late_span
     late.take_back()
     assert len(store.spans) == 2
-    assert late_span.address not in {registered.address for registered in store.spans}
+    assert late_span.address - HEADROOM_BYTES not in {registered.address for registered in store.spans}
 
 
 def test_a_window_takes_as_many_leading_blocks_as_a_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.make_model import make_model
+from kvstore_backend.backend import Status
 from tests.end_to_end.cluster import QUESTION, Instance, ask, instance
 from tests.faults.client import Owner
 from tests.faults.report import STARTS
 from tests.support.mooncake import MooncakeMaster, mooncake_master
+from tests.support.ports import free_ports
 from tests.support.processes import Child, child
-from tests.support.waiting import wait_until
+from tests.support.waiting import port_answers, wait_until
 
 ROUNDS = int(os.environ.get("RESTART_ROUNDS", "2"))
+SNAPSHOT_WRITTEN = "successfully persisted state"
 ENGINE_ROUNDS = int(os.environ.get("RESTART_ROUNDS", "1"))
 
 pytestmark = pytest.mark.timeout(120 + 60 * ROUNDS)
@@ -37,10 +39,8 @@ def own_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    return folder
+def model(few_words: Path) -> Path:
+    return few_words
 
 
 @contextlib.contextmanager
@@ -105,6 +105,33 @@ def test_an_engine_starts_and_saves_its_first_blocks_right_after_anothers_crash(
             assert answer["status"] == 200
             assert _count_saves(running) == (3, 0)
             running.process.kill()
+
+
+def test_a_master_with_snapshots_knows_what_was_stored_before_it_was_killed(tmp_path: Path) -> None:
+    rpc, metadata, metrics = free_ports(3)
+    ports = [f"--port={rpc}", f"--metadata-port={metadata}", f"--metrics-port={metrics}"]
+    kept = [f"--snapshot-dir={tmp_path / 'snapshots'}", "--snapshot-interval=1", "--lease=200ms"]
+    command = [sys.executable, "-m", "kvstore_backend.cli", "master", *ports, *kept]
+
+    @contextlib.contextmanager
+    def master(log: str) -> Iterator[MooncakeMaster]:
+        with child(command, tmp_path / log) as process:
+            process.wait_for(lambda: port_answers(rpc) and port_answers(metadata), "answering")
+            yield MooncakeMaster(process, rpc, metadata, metrics)
+
+    with contextlib.ExitStack() as stack:
+        with master("first.log") as first:
+            owner = stack.enter_context(Owner(first.config()))
+            assert owner.put("a", b"stored") is owner.put("b", b"too") is Status.OK
+            written = first.process.output.count(SNAPSHOT_WRITTEN)
+            first.process.wait_for(
+                lambda: first.process.output.count(SNAPSHOT_WRITTEN) > written + 3, "two snapshots", deadline_s=60
+            )
+            first.kill()
+        stack.enter_context(master("second.log"))
+        wait_until(lambda: owner.get("a", 6) == b"stored", "what was stored")
+        assert owner.get("b", 3) == b"too"
+        wait_until(lambda: owner.put("c", b"new") is Status.OK and owner.get("c", 3) == b"new", "new values")
 
 
 def _count_saves(running: Instance) -> tuple[float, float]:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import PoolUnavailable, Status, Value
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Status, Value
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 from kvstore_backend.config import FileSettings, MemorySettings, PoolConfig, load_config
 from kvstore_backend.namespace import Namespace
-from kvstore_backend.pool import BlockPool, default_backend, open_pool, open_store
+from kvstore_backend.pool import BlockPool, default_backend, name_tenant, open_pool, open_store
 from kvstore_backend.stores.memory import MemoryStore
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
@@ -26,6 +26,17 @@ from tests.support.waiting import wait_until
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 NBYTES = 64
 NAMESPACE = Namespace("model", "float32", 4, 2, 2, 2, "layer,kv,head,token,dim")
+
+
+def test_a_namespace_has_the_tenant_that_the_configuration_names() -> None:
+    url = "mooncake://h:1?protocol=tcp"
+    assert name_tenant(load_config(url, environ={}), NAMESPACE) is NAMESPACE
+    named = name_tenant(load_config(url, environ={"MOONCAKE_TENANT_ID": "team-a"}), NAMESPACE)
+    assert named == replace(NAMESPACE, tenant="team-a")
+    assert named.digest != NAMESPACE.digest
+    assert "tenant" not in NAMESPACE.fields
+    with pytest.raises(ConfigError, match="MOONCAKE_TENANT_ID is '_a'; a tenant's name has printable characters"):
+        load_config(url, environ={"MOONCAKE_TENANT_ID": "_a"})
 
 
 class Recorder(MemoryStore):
@@ -318,6 +329,8 @@ class TestOpening:
             assert registry.get_sample_value("kvstore_bytes_total", {"operation": "put"}) == 3 * NBYTES
             assert registry.get_sample_value("kvstore_breaker_open") == 0
         assert registry.get_sample_value("kvstore_breaker_open") == 1
+        told = {"backend": "memory", "tenant": "", "namespace": NAMESPACE.digest}
+        assert registry.get_sample_value("kvstore_pool_info", told) == 1
 
     def test_asynchronous_writes_are_readable_at_once_and_counted(self) -> None:
         registry = CollectorRegistry()

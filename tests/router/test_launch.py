@@ -20,6 +20,7 @@ from router.launch import INTERRUPT_GRACE_SECONDS
 from tests.router.stand_in import Received, Responder, StandIn, stalls
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
+from tests.support.nursery import run_forked
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
@@ -30,13 +31,13 @@ LAUNCH = [sys.executable, "-m", "router.launch"]
 
 def launch(*flags: str) -> subprocess.CompletedProcess[str]:
     """A start that ends by itself."""
-    return subprocess.run([*LAUNCH, *flags], capture_output=True, text=True, timeout=60)
+    return run_forked([*LAUNCH, *flags])
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Child]:
     """A router process in mixed mode at a free port."""
-    with child([*LAUNCH, "--host", "127.0.0.1", "--port", "0"], tmp_path / "router.log") as process:
+    with child([*LAUNCH, "--host", "127.0.0.1", "--port", "0"], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
         yield process
 
@@ -83,7 +84,7 @@ def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: l
 
 
 def test_the_version_is_one_line() -> None:
-    ended = launch("--version")
+    ended = subprocess.run([*LAUNCH, "--version"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert re.fullmatch(r"kvrouter \d+\.\d+\.\d+\n", ended.stdout)
 
@@ -132,7 +133,7 @@ def test_workers_warn_once_of_what_is_the_same_for_all(tmp_path: Path) -> None:
 
 def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
     flags = ["--host", "127.0.0.1", "--port", "0", "--splitwise", "--decode-policy", "random"]
-    with child([*LAUNCH, *flags], tmp_path / "router.log") as process:
+    with child([*LAUNCH, *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "the startup line")
         assert "prefill by pool_aware, decode by random" in process.output
 
@@ -209,7 +210,7 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
 
 def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
     flags = ["--port", "0", "--shutdown-delay-secs", "0.1"]
-    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log") as process:
+    with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
@@ -247,7 +248,7 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
         command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--access-log", "off", *flags]
         if switch == "flag":
             environ.pop("FD_DEBUG")
-        with child(command, tmp_path / f"{level}.log", env=environ) as process:
+        with child(command, tmp_path / f"{level}.log", env=environ, is_forked=True) as process:
             process.wait_for(lambda process=process: "router listens at" in process.output, "listening")  # type: ignore[misc]
             url = url_of(process)
             instance.register(url)

@@ -19,11 +19,12 @@ from router.register import ENGINES, KV_CONNECTORS, ROLES
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.certificates import make_certificate
+from tests.support.nursery import run_forked
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
 
-REGISTER = [sys.executable, "-c", "import router.register as r; r.HEARTBEAT_SECONDS = 0.05; r.sys.exit(r.main())"]
+REGISTER = [sys.executable, "-m", "tests.router.quick_sidecar"]
 Beside = Callable[..., AbstractContextManager[Child]]
 
 
@@ -34,7 +35,7 @@ def beside(tmp_path: Path) -> Beside:
     @contextlib.contextmanager
     def start(router: str, port: int, *flags: str) -> Iterator[Child]:
         command = [*REGISTER, "--router", router, "--port", str(port), *flags]
-        with child(command, tmp_path / "sidecar.log") as sidecar:
+        with child(command, tmp_path / "sidecar.log", is_forked=True) as sidecar:
             yield sidecar
 
     return start
@@ -256,7 +257,7 @@ def test_its_names_are_the_routers_and_it_loads_nothing_else_of_it() -> None:
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_sentence(flags: list[str], said: str) -> None:
     right = ["--router", "127.0.0.1:1", "--role", "mixed", "--port", "1"]
     command = [sys.executable, "-m", "router.register", *right, *flags]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = run_forked(command)
     assert run.returncode == 2
     assert said in run.stderr
     assert len(run.stderr.splitlines()) == 1

@@ -1,5 +1,5 @@
-"""Runs a module as ``python -m`` does, in a process forked from one that has loaded what instances need: loading torch
-and transformers takes each instance 4 s of computing, and the tests start some thirty."""
+"""Runs a module or a script of ours as ``python`` does, in a process forked from one that has loaded what they need:
+loading torch and transformers takes an instance 4 s of computing, and the router a second; the tests start hundreds."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ForkedProcess"]
+__all__ = ["ForkedProcess", "run_forked"]
 
-PRELOADED = "engine.api_server"
+PRELOADED = ("kvstore_backend.cli", "router.launch", "router.register")
+PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server")
 
 
 class ForkedProcess:
-    """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]``."""
+    """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]`` or ``[python, script]``."""
 
-    def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path | None) -> None:
-        python, dash_m, *words = argv
-        assert (python, dash_m) == (sys.executable, "-m")
+    def __init__(
+        self, argv: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        """
+        Args:
+            outputs: the files of standard output and standard error, to which it appends.
+        """
+        python, *words = argv
+        assert python == sys.executable
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
-        arguments = (words, log, dict(env), cwd or Path.cwd())
-        self._process = context.Process(target=_run_module, args=arguments, daemon=True)
+        # Tests that have loaded torch themselves are those that start instances.
+        context.set_forkserver_preload(list(PRELOADED_WITH_TORCH if "torch" in sys.modules else PRELOADED))
+        arguments = (words, outputs, dict(env), cwd or Path.cwd())
+        self._process = context.Process(target=_run_program, args=arguments, daemon=True)
         self._process.start()
 
     @property
@@ -54,14 +63,42 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_module(words: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> None:
+def run_forked(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 100.0
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with both outputs captured, for a command as ``ForkedProcess`` takes it.
+
+    Args:
+        env: all of its environment; without it, ours.
+        timeout: in seconds.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer, and was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = ForkedProcess(argv, (output, errors), os.environ if env is None else env, None)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(argv, status, output.read_text(), errors.read_text())
+
+
+def _run_program(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path) -> None:
     os.setsid()
-    with log.open("ab") as output:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
+    multiprocessing.current_process().daemon = False  # a program may start processes of its own
+    for descriptor, path in enumerate(outputs, 1):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), descriptor)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv[:] = words
-    sys.modules.pop(words[0], None)  # runpy loads it anew, and warns where it finds it loaded
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    dash_m, *rest = words
+    if dash_m != "-m":
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    sys.argv[:] = rest
+    sys.modules.pop(rest[0], None)  # runpy loads it anew, and warns where it finds it loaded
+    runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -33,7 +33,7 @@ class Child:
     ) -> None:
         """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment.
 
-        An instance that ``is_forked`` has all it needs loaded already (``nursery``).
+        A program of ours that ``is_forked`` has all it needs loaded already (``nursery``).
         """
         self.argv = [str(part) for part in argv]
         self.log = log
@@ -41,7 +41,7 @@ class Child:
         environ = {**os.environ, **(env or {})}
         with log.open("wb") as output:
             if is_forked:
-                self._process = ForkedProcess(self.argv, log, environ, cwd)
+                self._process = ForkedProcess(self.argv, (log, log), environ, cwd)
                 return
             self._process = subprocess.Popen(
                 self.argv,

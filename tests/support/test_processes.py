@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+from tests.support.nursery import run_forked
 from tests.support.processes import child
 
 # As Debian starts Chromium: a shell that waits for the program, and does not hand SIGTERM on.
@@ -35,6 +36,12 @@ def test_a_forked_child_has_its_own_words_environment_and_folder(tmp_path: Path)
     with child(argv, tmp_path / "log", {"WORD": "river"}, tmp_path, is_forked=True) as forked:
         assert forked.wait() == 7
     assert forked.output == f"['-n1', '-r1'] river {tmp_path}\n"
+
+
+def test_a_forked_programs_outputs_and_status_are_told_apart() -> None:
+    code = "import os, sys; print('out', flush=True); print('err', file=sys.stderr, flush=True); os._exit(3)"
+    ended = run_forked([sys.executable, "-m", "timeit", "-n1", "-r1", code], {})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "out\n", "err\n")
 
 
 def test_a_forked_child_ends_as_it_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore_backend.backend import Status
+from kvstore_backend.backend import Status, Value
 from kvstore_backend.stores.memory import MemoryStore
 
 __all__ = ["WatchedStore"]
@@ -19,6 +19,8 @@ class WatchedStore(MemoryStore):
         """The calls of ``register`` and ``unregister``: name, address, size, headroom."""
         self.forced: list[bool] = []
         """``force`` of each call of ``remove``."""
+        self.kept: list[tuple[int, float]] = []
+        """The number of keys and ``seconds`` of each call of ``keep``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Remember it."""
@@ -27,6 +29,11 @@ class WatchedStore(MemoryStore):
     def unregister(self, address: int, nbytes: int) -> None:
         """Remember it."""
         self.memory.append(("unregister", address, nbytes, False))
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        """Remember how many, and for how long."""
+        self.kept.append((len(keys), seconds))
+        return super()._keep(keys, values, seconds)
 
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         """Remember ``force``."""

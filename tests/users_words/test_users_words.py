@@ -18,13 +18,13 @@ import httpx
 import pytest
 
 from engine.args import parse_args
-from engine.make_model import make_model
 from kvstore_backend import ConfigError
 from kvstore_backend.config import PoolConfig, load_config, rdma, read_config
 from router.settings import load_settings
 from tests.examples.script import EXAMPLES, ROOT
 from tests.support import plain_http
 from tests.support.mooncake import find_master
+from tests.support.nursery import run_forked
 from tests.support.ports import free_ports
 from tests.support.processes import Child, child
 from tests.support.waiting import port_answers, wait_until
@@ -274,10 +274,8 @@ def saved_keys(guide: Guide) -> int:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "small"
-    make_model(folder)
-    return str(folder)
+def model(few_words: Path) -> str:
+    return str(few_words)
 
 
 @contextlib.contextmanager
@@ -533,6 +531,4 @@ def test_their_sizes_without_the_plugin_are_not_passed_over(
 
 
 def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_forked([sys.executable, "-m", module, *arguments])

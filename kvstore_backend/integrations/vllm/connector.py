@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
+from kvstore_backend.load_or_compute import DECISIONS
+from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import open_backend, open_pool
 
@@ -106,7 +109,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvstore_{blocks,bytes,seconds}_total`` among vLLM's metrics."""
+    """``vllm:kvstore_{blocks,bytes,seconds,load_or_compute}_total`` among vLLM's metrics."""
 
     def __init__(
         self,
@@ -125,6 +128,9 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._blocks = counter("blocks", "Blocks looked up, loaded and saved, by outcome", "operation", "outcome")
         self._bytes = counter("bytes", "Bytes loaded", "operation")
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
+        self._decisions = counter(
+            "load_or_compute", "Requests whose blocks the pool had, by what was expected to be quicker", "decision"
+        )
 
     def observe(self, transfer_stats_data: dict[str, dict[str, float]], engine_idx: int = 0) -> None:
         """Add the counts of a ``KVStoreStats``."""
@@ -132,7 +138,9 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             labels = (*self.per_engine_labelvalues[engine_idx], namespace)
             for name, number in numbers.items():
                 operation, figure = name.split()
-                if figure in OUTCOMES:
+                if figure in DECISIONS:
+                    self._decisions.labels(*labels, figure).inc(number)
+                elif figure in OUTCOMES:
                     self._blocks.labels(*labels, operation, figure).inc(number)
                 else:
                     (self._bytes if figure == "bytes" else self._seconds).labels(*labels, operation).inc(number)
@@ -152,6 +160,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
+        self._step_began = 0.0
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -236,10 +245,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
-        self._worker = WorkerHalf(open_pool(self._config, namespace), memory)
+        facts = _collect_facts(self._vllm_config)
+        self._worker = WorkerHalf(open_pool(self._config, namespace, facts=facts), memory)
 
     def get_handshake_metadata(self) -> _Rank | None:
         return _Rank(self._worker.namespace) if self._worker is not None else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The first call of a step, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step_began = time.monotonic()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
@@ -256,6 +271,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
         """
         plan = self._get_connector_metadata().plan
+        self._mover.record_step(plan.num_tokens, time.monotonic() - self._step_began)
         self._mover.start_saves(plan.saves)
         self._mover.wait_for_saves(plan.awaited)
 
@@ -272,7 +288,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._loaded.blocks
 
     def build_connector_worker_meta(self) -> _Report | None:
-        return _Report(self._report) if self._report.ended or self._report.short else None
+        return None if self._report.is_empty else _Report(self._report)
 
     @property
     def _planner(self) -> SchedulerHalf:
@@ -295,7 +311,7 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
         raise ConfigError("the configuration says that there is no pool; leave --kv-transfer-config out")
     if isinstance(config.store, MemorySettings):
         raise ConfigError("a memory pool is one process's own, and vLLM has several: name a mooncake or a file pool")
-    return config
+    return config.require_plain("KVStoreConnector")
 
 
 def _read_prefill_wait(transfer: Any) -> float:
@@ -374,6 +390,14 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),
     )
+
+
+def _collect_facts(vllm_config: Any) -> dict[str, str]:
+    """The namespace's manifest says besides: the checkpoint, and the settings that ``Namespace.model`` was made of."""
+    folder = _find_checkpoint(vllm_config.model_config)
+    settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items() if value}
+    software = f"vLLM {vllm.__version__}"
+    return collect_facts(folder, software, "vLLM", checkpoint=fingerprint_model(folder), **settings)
 
 
 def _collect_settings(vllm_config: Any) -> dict[str, object]:

@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+from kvstore_backend.load_or_compute import Decision
+
 __all__ = ["OUTCOMES", "Counts", "add_counts"]
 
 OUTCOMES = ("ok", "absent", "failed", "dropped")
@@ -32,6 +34,11 @@ class Counts:
             for figure, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):
                 if number:
                     self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
+
+    def add_decision(self, decision: Decision) -> None:
+        """Count one request of whose prompt the pool has blocks."""
+        with self._lock:
+            self._counts[f"decide {decision}"] += 1
 
     def pop_counts(self) -> dict[str, dict[str, float]]:
         """All since the last call, by namespace; empty where nothing was counted."""

@@ -41,11 +41,13 @@ class Plan:
         loads: to begin in this step.
         saves: to begin after its forward pass.
         awaited: numbers of saves, begun now or before, whose end is waited for before the step's tokens are told.
+        num_tokens: computed in this step, where it computes parts of prompts; else 0.
     """
 
     loads: Sequence[Transfer] = ()
     saves: Sequence[Transfer] = ()
     awaited: Sequence[int] = ()
+    num_tokens: int = 0
 
 
 @dataclass
@@ -55,12 +57,23 @@ class Report:
     Attributes:
         ended: numbers of transfers that touch no block any more, each with the number of ranks that say so.
         short: requests whose load brought fewer blocks than planned.
+        loads: blocks that a load brought, and the seconds it took.
+        steps: tokens of a step with parts of prompts, and the seconds it took.
     """
 
     ended: Counter[int] = field(default_factory=Counter)
     short: set[str] = field(default_factory=set)
+    loads: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.ended or self.short or self.loads or self.steps)
 
     def add_report(self, other: Report) -> None:
         """Take in another rank's report."""
         self.ended.update(other.ended)
         self.short |= other.short
+        self.loads += other.loads
+        self.steps += other.steps

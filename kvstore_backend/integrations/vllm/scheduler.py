@@ -9,6 +9,9 @@ request for one token is one for its KV: it is answered when its blocks are in t
 decode finds them. Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them
 up again and again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that
 are not there then it computes itself.
+
+Where loading the blocks that the pool has takes longer than computing them (``load_or_compute.py``), they are computed;
+not where they were computed by a prefill instance for this one, which has been decided before.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvstore_backend.backend import StorageBackend
+from kvstore_backend.integrations.vllm.cached import CachedBlocks
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
+from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.refill import Refill
 from kvstore_backend.wrappers.wrapper import as_stack
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
@@ -88,10 +95,15 @@ class Blocks(Protocol):
 
 @dataclass
 class _Tracked:
-    """A request that got blocks; its first ``num_saved`` blocks are in the pool or on their way."""
+    """A request that got blocks; its first ``num_saved`` blocks are in the pool or on their way.
+
+    Attributes:
+        num_noted: leading blocks that are known to be cached and saved.
+    """
 
     request: Request
     num_saved: int = 0
+    num_noted: int = 0
     is_loading: bool = False
 
 
@@ -102,6 +114,7 @@ class _Question:
     Attributes:
         answer: of the last look-up, which began at ``asked_at``.
         found: by the look-ups before, the last block of them at ``found_at``.
+        decision: what is done with blocks that were found; ``None``: none were, yet.
     """
 
     first: int
@@ -110,16 +123,18 @@ class _Question:
     asked_at: float
     found_at: float
     found: int = 0
+    decision: Decision | None = None
 
 
 @dataclass
 class _Pin:
-    """Blocks of a transfer, held until all ranks said that it ended."""
+    """Blocks of a transfer, held until all ranks said that it ended; then ``on_end`` is called."""
 
     request_id: str
     blocks: Sequence[int]
     ranks: int
     is_load: bool
+    on_end: Callable[[], None] = field(default=lambda: None)
 
 
 class SchedulerHalf:
@@ -153,6 +168,7 @@ class SchedulerHalf:
         self._adapters: dict[int, bytes | None] = {}
         self._epoch = b""
         self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
+        self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
         self._ready_at = -math.inf
         self._is_waiting = False  # whether some request of this step waits for prefill
@@ -163,6 +179,9 @@ class SchedulerHalf:
         self._planned_saves: list[Transfer] = []
         self._pins: dict[int, _Pin] = {}
         self._last_number = 0
+        self._posts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # to be called in the next step
+        self._cached: CachedBlocks | None = None
+        self._refill: Refill | None = None
         self.num_lookups = 0
         """Look-ups begun, those made again included."""
 
@@ -170,10 +189,12 @@ class SchedulerHalf:
         """Hear from the workers, one namespace a rank; before that everything is a miss."""
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         self._counts = Counts(namespaces[0].digest)
+        self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
         """Take vLLM's block pool, whose reference counts keep blocks in place."""
         self._blocks = blocks
+        self._watch_for_losses()
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """How many tokens after the first ``num_computed`` the pool has, in whole blocks; ``None``: not known yet.
@@ -197,7 +218,7 @@ class SchedulerHalf:
         if self._is_prefilled_elsewhere(request, question, found):
             self._is_waiting = True
             return None
-        return found * self._block_size
+        return found * self._block_size if found and self._decide(question, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
         """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
@@ -209,17 +230,21 @@ class SchedulerHalf:
         tracked.is_loading = True
         tracked.num_saved = question.first + len(found)
         wanted = blocks()[question.first : tracked.num_saved]
-        self._planned_loads.append(self._pin_blocks(request, found, wanted, is_load=True))
+        self._planned_loads.append(self._pin_blocks(request.request_id, found, wanted, is_load=True))
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
         """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
         self._patience = _PATIENCE_SECONDS
+        self._run_posts()
         prefilled: set[str] = set()
+        computes_prompt = False
         for request_id, count in scheduled.items():
             if (tracked := self._requests.get(request_id)) is not None:
-                computed = tracked.request.num_computed_tokens + count
+                request = tracked.request
+                computed = request.num_computed_tokens + count
+                computes_prompt |= request.num_computed_tokens < request.num_prompt_tokens
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
-                if tracked.request.max_tokens == 1 and computed >= tracked.request.num_tokens:
+                if request.max_tokens == 1 and computed >= request.num_tokens:
                     prefilled.add(request_id)
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
@@ -227,7 +252,7 @@ class SchedulerHalf:
             time.sleep(_IDLE_SECONDS)
         self._is_waiting = False
         awaited = [number for number, pin in self._pins.items() if pin.request_id in prefilled and not pin.is_load]
-        return Plan(loads, saves, awaited)
+        return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
     def on_request_end(self, request: Request, blocks: Sequence[int]) -> None:
         """Hear that a request ended, before its blocks are freed; blocks that became full last are saved."""
@@ -243,7 +268,11 @@ class SchedulerHalf:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Take in the workers' report: unpin blocks that nothing touches any more."""
+        """Take in the workers' report: unpin blocks that nothing touches any more, and learn how long all took."""
+        for num_blocks, seconds in report.loads:
+            self._load_or_compute.record_load(num_blocks, seconds)
+        for num_tokens, seconds in report.steps:
+            self._load_or_compute.record_step(num_tokens, seconds)
         self._barred |= report.short & self._requests.keys()
         for number, ranks in report.ended.items():
             pin = self._pins[number]
@@ -260,13 +289,15 @@ class SchedulerHalf:
         self._epoch = os.urandom(16)
         self._questions.clear()
         for tracked in self._requests.values():
-            tracked.num_saved = 0
+            tracked.num_saved = tracked.num_noted = 0
+        if self._cached is not None:
+            self._cached.forget_all()
         logger.warning("The cache was reset: blocks are no longer shared with other instances until the next start")
 
     @property
     def has_pins(self) -> bool:
-        """Whether some transfer has not ended."""
-        return bool(self._pins)
+        """Whether some transfer has not ended, or waits for a step to begin."""
+        return bool(self._pins) or not self._posts.empty()
 
     @property
     def num_open_lookups(self) -> int:
@@ -279,6 +310,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
+        if self._refill is not None:
+            self._refill.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
         leaving.start()
@@ -308,6 +341,18 @@ class SchedulerHalf:
             return None
         finally:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
+
+    def _decide(self, question: _Question, found: int) -> Decision:
+        """Load ``found`` blocks or compute their tokens; vLLM may ask several times before it has room for them."""
+        if question.decision is None:
+            assert self._counts is not None
+            num_running = sum(not tracked.is_loading for tracked in self._requests.values())
+            is_decided = bool(self._prefill_wait_s)
+            question.decision = "load" if is_decided else self._load_or_compute.decide(found, num_running)
+            self._counts.add_decision(question.decision)
+            if question.decision == "compute":
+                logger.info("%d blocks of the pool are computed, which is quicker: %s", found, self._load_or_compute)
+        return question.decision
 
     def _is_prefilled_elsewhere(self, request: Request, question: _Question, found: int) -> bool:
         """Whether more blocks of the prompt are expected soon; then they are looked up again.
@@ -386,22 +431,51 @@ class SchedulerHalf:
             return
         first, tracked.num_saved = tracked.num_saved, end
         if named := self._name_blocks(tracked.request, first, end):
-            self._planned_saves.append(self._pin_blocks(tracked.request, named, blocks()[first:end], is_load=False))
+            request_id = tracked.request.request_id
+            self._planned_saves.append(self._pin_blocks(request_id, named, blocks()[first:end], is_load=False))
+            if self._cached is not None:  # with those that were loaded, which have arrived by now
+                noted, tracked.num_noted = tracked.num_noted, end
+                self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), blocks()[noted:end])
 
-    def _pin_blocks(
-        self, request: Request, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
-    ) -> Transfer:
+    def _pin_blocks(self, request_id: str, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
         """A transfer of ``blocks``, which stay in place until it has ended."""
         assert self._blocks is not None
         self._last_number += 1
         self._blocks.touch([self._blocks.blocks[block] for block in blocks])
-        self._pins[self._last_number] = _Pin(request.request_id, blocks, len(self._pools), is_load)
-        return Transfer(self._last_number, request.request_id, named, blocks)
+        self._pins[self._last_number] = _Pin(request_id, blocks, len(self._pools), is_load)
+        return Transfer(self._last_number, request_id, named, blocks)
+
+    def _watch_for_losses(self) -> None:
+        """Begin to put blocks again that the pool has lost, once pools and blocks are known."""
+        if self._pools and self._blocks is not None and self._saves and self._refill is None:
+            self._cached = CachedBlocks(
+                self._pools, self._blocks.blocks, self._posts.put, self._save_again, self._touch_in_order
+            )
+            self._refill = Refill(self._pools[0], self._cached, lambda _: None)
+
+    def _run_posts(self) -> None:
+        while not self._posts.empty():
+            self._posts.get()()
+
+    def _save_again(self, names: Sequence[bytes], blocks: Sequence[int], on_end: Callable[[], None]) -> None:
+        if not blocks or not self._may_save:
+            on_end()
+            return
+        transfer = self._pin_blocks("", names, blocks, is_load=False)
+        self._pins[transfer.number].on_end = on_end
+        self._planned_saves.append(transfer)
+
+    def _touch_in_order(self, blocks: Sequence[int]) -> None:
+        assert self._blocks is not None
+        touched = [self._blocks.blocks[block] for block in blocks]
+        self._blocks.touch(touched)
+        self._blocks.free_blocks(touched)
 
     def _free_pin(self, pin: _Pin) -> None:
         assert self._blocks is not None
         # The last blocks of a sequence are the first to go, as where vLLM frees a request.
         self._blocks.free_blocks([self._blocks.blocks[block] for block in reversed(pin.blocks)])
+        pin.on_end()
         tracked = self._requests.get(pin.request_id)
         if pin.is_load and tracked is not None:
             tracked.is_loading = False

@@ -90,6 +90,12 @@ class WorkerHalf:
                 return False
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Hear how long a step took that computed parts of prompts; the scheduler weighs loads against it."""
+        if num_tokens:
+            with self._lock:
+                self._report.steps.append((num_tokens, seconds))
+
     def take_outcomes(self) -> tuple[Loaded, Report]:
         """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
         with self._lock:
@@ -113,6 +119,7 @@ class WorkerHalf:
         missing = load.blocks[outcome.count :]
         nbytes = outcome.count * self._memory.block_bytes
         self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
+        self._report.loads.append((outcome.count, outcome.seconds))
         self._loaded.requests.add(load.request_id)
         if missing:
             self._report.short.add(load.request_id)

@@ -48,6 +48,7 @@ def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
             completions=completions,
             responses=Responses(completions, ResponseStore()),
             messages=Messages(completions),
+            explainer=None,
             run_lifespan=no_lifespan,
         )
         port = free_port()

@@ -150,3 +150,24 @@ def test_an_engine_that_fails_is_an_error(
         ask(client)
     with pytest.raises(anthropic.APIStatusError, match="the engine failed while computing"):
         list(ask(client, stream=True))
+
+
+def test_cache_control_reaches_the_engine_and_changes_no_answer(
+    served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    submit = served.engine.core.submit
+
+    def watch(sequence: Any, *rest: Any) -> None:
+        seen.append(sequence.request.hints)
+        submit(sequence, *rest)
+
+    monkeypatch.setattr(served.engine.core, "submit", watch)
+    hour: Any = {"type": "ephemeral", "ttl": "1h"}
+    system = [{"type": "text", "text": "be kind", "cache_control": hour}]
+    hinted = ask(client, system=system, extra_body={"cache_control": {"type": "ephemeral"}})
+    plain = ask(client, system="be kind")
+    assert hinted.content[0].text == plain.content[0].text
+    assert [hint.seconds for hint in seen[0]] == [3600, 300]
+    assert 0 < seen[0][0].num_tokens < seen[0][1].num_tokens
+    assert seen[1] == ()

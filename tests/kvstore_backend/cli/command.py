@@ -8,7 +8,13 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from tests.support.nursery import run_forked
+
 __all__ = ["Diagnosis", "Ended", "doctor", "kvstore"]
+
+
+# A process that is forked has begun long ago.
+READ_AT_START = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"}
 
 
 class Ended(NamedTuple):
@@ -39,14 +45,12 @@ def kvstore(*arguments: object, **environment: str) -> Ended:
     """``kvstore ARGUMENTS`` with ``environment`` added; what it wrote must not be a traceback."""
     chosen = ("MOONCAKE_", "KVSTORE_", "MC_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvstore_backend.cli", *map(str, arguments)],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = [sys.executable, "-m", "kvstore_backend.cli", *map(str, arguments)]
+    if environment.keys() & READ_AT_START:
+        env = inherited | environment
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    else:
+        ended = run_forked(command, inherited | environment)
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stderr
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 

@@ -76,3 +76,47 @@ def test_ascend_is_passed_on_with_a_warning() -> None:
 def test_the_name_by_which_others_reach_this_machine(local_hostname: str, master: str, level: str) -> None:
     settings = MooncakeSettings(master, "P2PHANDSHAKE", local_hostname=local_hostname, protocol="tcp")
     assert [finding.level for finding in checks.check_hostname(settings)] == [level]
+
+
+def told_of_ssd(path: Path | str, environ: dict[str, str] | None = None, **settings: Any) -> Finding:
+    made = MooncakeSettings(
+        "127.0.0.1:1", "P2PHANDSHAKE", enable_ssd_offload=True, ssd_offload_path=str(path), **settings
+    )
+    (finding,) = checks.check_ssd(made, environ or {})
+    return finding
+
+
+def test_a_folder_for_offloading_is_told_with_its_room(tmp_path: Path) -> None:
+    (tmp_path / "1.bucket").write_bytes(bytes(5000))
+    limited = {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 20)}
+    finding = told_of_ssd(tmp_path, limited, global_segment_size=1 << 20)
+    assert finding.level == "ok"
+    assert finding.text.startswith(f"{tmp_path} holds 8 KiB, and may take 1 MiB; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nowhere", "does not exist"),
+        ("file", "is no folder"),
+        ("link", "is a symbolic link"),
+        ("../there", "is no absolute path without .."),
+    ],
+)
+def test_a_folder_that_mooncake_would_not_take_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    finding = told_of_ssd(f"{tmp_path}/{name}")
+    assert (finding.level, finding.text) == ("fail", f"{tmp_path}/{name} {reason}, so Mooncake would not start")
+
+
+def test_a_disk_with_less_room_than_the_memory_before_it_is_a_warning(tmp_path: Path) -> None:
+    finding = told_of_ssd(tmp_path, global_segment_size=1 << 60)
+    assert finding.level == "warn"
+    assert "less than the memory that it is to extend" in finding.text
+
+
+def test_a_disk_that_is_full_before_mooncake_evicts_is_a_warning(tmp_path: Path) -> None:
+    finding = told_of_ssd(tmp_path, {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 60)}, global_segment_size=1)
+    assert finding.level == "warn"
+    assert "writes will fail before Mooncake begins to evict" in finding.text

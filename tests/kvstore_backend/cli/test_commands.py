@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import itertools
@@ -21,7 +22,8 @@ import httpx
 import prometheus_client
 import pytest
 
-from kvstore_backend.cli import bench, main
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.cli import bench, main, master
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
@@ -279,6 +281,48 @@ def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
         "export MC_STORE_CLUSTER_ID=prod",
         "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE",
     ]
+
+
+def test_a_master_that_keeps_snapshots_is_told_where_and_how_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_SNAPSHOT_LOCAL_PATH", "another's")  # so that it is as before afterwards
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP", "")
+    arguments = parse_master("--print", "--snapshot-dir", str(tmp_path), "--snapshot-interval", "7")
+    assert master.run(arguments) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[0].removeprefix("# "))
+    assert words[0] == f"MOONCAKE_SNAPSHOT_LOCAL_PATH={tmp_path}"
+    assert {
+        "--enable_snapshot=true",
+        "--enable_snapshot_restore=true",
+        "--snapshot_object_store_type=local",
+        "--snapshot_interval_seconds=7",
+    } <= set(words)
+
+
+@pytest.mark.parametrize("flag", ["--oplog", "--enable_oplog=true"])
+def test_the_masters_operation_log_goes_to_etcd(flag: str) -> None:
+    assert "--enable_oplog=true" in master.build_command(parse_master("--etcd", "h1:2379", flag))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--oplog", "--oplog needs --etcd, where it is written; a master alone keeps --snapshot-dir"),
+        ("--snapshot-dir /tmp/x --etcd h1:2379", "--snapshot-dir is of no use with --etcd"),
+        ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be a second or more"),
+    ],
+)
+def test_what_a_master_cannot_keep_gets_one_sentence(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        master.build_command(parse_master(*flags.split()))
+
+
+def parse_master(*flags: str) -> argparse.Namespace:
+    """The command line of ``kvstore master``."""
+    parser = argparse.ArgumentParser()
+    master.add_arguments(parser)
+    return parser.parse_args(flags)
 
 
 def test_a_command_that_is_not_known_is_refused() -> None:

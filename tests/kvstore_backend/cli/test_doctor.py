@@ -20,6 +20,7 @@ from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.peer import Peer
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import child
+from tests.support.timed_instance import timed_instance
 from tests.support.waiting import port_answers, wait_until
 
 
@@ -229,6 +230,11 @@ def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeM
     told(diagnosis, "local_hostname", "192.0.2.1 is 192.0.2.1, which is not an address of this machine", "leave local_")
 
 
+def test_20_an_ssd_folder_at_a_master_that_does_not_offload(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
+    pool = url(mooncake_master, enable_ssd_offload="true", ssd_offload_path=str(tmp_path))
+    told(doctor(pool), "trial", "does not offload to SSD", "start it with --enable_offload=true (kvstore master --ssd)")
+
+
 def test_nothing_configured_is_said_with_what_may_be() -> None:
     told(doctor(), "configuration", "no pool is configured", "MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR")
 
@@ -297,3 +303,29 @@ def test_the_context_that_links_cost_is_told_in_tokens_of_the_model(model: Path)
     (finding,) = [each for each in doctor("--cards", 128, "--model", model).findings if each["subject"] == "context"]
     assert "600 MB less for KV on every card" in finding["text"]
     assert "about 73242 tokens less at 8 KiB of KV a token" in finding["text"]
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "level", "text"), [(0.001, "ok", "tokens or more pay"), (0.0, "warn", "this pool loses: 1000")]
+)
+def test_a_pool_is_compared_with_an_instances_computing(
+    tmp_path: Path, model: Path, token_seconds: float, level: str, text: str
+) -> None:
+    pool = f"file://{tmp_path}/pool?size=64MiB"
+    with timed_instance(token_seconds, context=100) as instance:
+        diagnosis = doctor(pool, "--model", model, "--instance", instance.removeprefix("http://"))
+    assert diagnosis.status == 0
+    (verdict,) = [each["text"] for each in diagnosis.of(level) if each["subject"] == "worth it"]
+    assert text in verdict
+    assert "1000 tokens of KV (7.812 MiB) take" in verdict
+
+
+def test_what_keeps_loading_from_being_compared_is_said(tmp_path: Path, model: Path) -> None:
+    pool = f"file://{tmp_path}/pool?size=64MiB"
+    said = {}
+    for name, arguments in {"no model": [], "no instance": ["--model", model]}.items():
+        diagnosis = doctor(pool, "--instance", f"http://127.0.0.1:{free_port()}", *arguments)
+        assert diagnosis.status == 0
+        (said[name],) = [each["text"] for each in diagnosis.of("warn") if each["subject"] == "worth it"]
+    assert "the size of the instance's KV is not known" in said["no model"]
+    assert "does not answer" in said["no instance"]

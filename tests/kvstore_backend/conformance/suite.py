@@ -100,6 +100,16 @@ class StorageBackendContract:
         assert put(backend, (key, b"first"), (key, b"other")) == [OK, OK]
         assert got(backend, key, 5) == b"first"
 
+    def test_what_is_kept_is_stored_as_it_was_or_would_be(self, backend: StorageBackend) -> None:
+        there, absent, memory = new_key(), new_key(), Memory(secrets.token_bytes(100))
+        assert backend.put([there], [memory.value]) == [OK]
+        for seconds in (60.0, 0.0):
+            assert backend.keep([there, absent], [memory.value, memory.spans(10, 0, 90)], seconds) == [OK, OK]
+        assert got(backend, there, 100) == got(backend, absent, 100) == memory.content
+        assert backend.keep([], [], 1.0) == []
+        with pytest.raises(ValueError, match="seconds is -1"):
+            backend.keep([there], [memory.value], -1)
+
     @pytest.mark.parametrize("wanted", [1, 99, 101, 4096])
     def test_a_value_of_another_size_than_the_target_fails(self, backend: StorageBackend, wanted: int) -> None:
         key = new_key()

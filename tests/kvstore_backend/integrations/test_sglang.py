@@ -157,7 +157,7 @@ def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(
     store = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: store, Deadlines(5.0, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
-    monkeypatch.setattr(integration, "open_pool", lambda config, namespace, registry: BlockPool(guarded, namespace))
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(guarded, namespace))
     backend = attach(HostMemory())
     store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
     with ThreadPoolExecutor(1) as thread:

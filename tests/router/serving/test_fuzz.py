@@ -17,7 +17,7 @@ from router.settings import RouterSettings
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import LoopThread, StandIn
 
-EXAMPLES = 250
+EXAMPLES = 120
 PATHS = [
     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/abort_requests", "/v1/"),
     *("/register", "/registered", "/registered_number", "/decode_instances?version=1", "/health"),

@@ -105,7 +105,7 @@ def start_routers(redis: RedisServer, tmp_path: Path) -> Iterator[StartRouters]:
     with contextlib.ExitStack() as started:
 
         def start(*flags: Sequence[str]) -> list[Router]:
-            processes = [started.enter_context(child(argv(each), log_file())) for each in flags]
+            processes = [started.enter_context(child(argv(each), log_file(), is_forked=True)) for each in flags]
             for process in processes:
                 process.wait_for(partial(listens, process), "its start")
             return [

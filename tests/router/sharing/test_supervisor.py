@@ -107,7 +107,9 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     assert "was killed by SIGKILL; another one takes its place" in router.process.output
 
 
-def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, stand_in: MakeStandIn) -> None:
+def test_all_workers_killed_are_replaced_and_know_the_instances_and_end_with_the_router_even_at_their_start(
+    router: Router, stand_in: MakeStandIn
+) -> None:
     instance = stand_in()
     instance.register(router.url)
     killed = router.workers()
@@ -118,6 +120,8 @@ def test_all_workers_killed_are_replaced_and_know_the_instances(router: Router, 
         plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30) for _ in range(8)
     ]
     assert {answer.status_code for answer in answers} == {200}
+    router.process.signal(signal.SIGTERM)  # perhaps while the second one starts
+    assert router.process.wait(25) == 0  # the time that requests have would be 30 s
 
 
 def test_with_the_process_that_workers_are_forked_from_killed_there_are_new_ones(

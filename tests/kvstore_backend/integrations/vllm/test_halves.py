@@ -11,6 +11,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +22,13 @@ import torch
 
 from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
 from kvstore_backend.backend import Status, Value
+from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
+from kvstore_backend.refill import Holder
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
@@ -37,11 +40,19 @@ NUM_BLOCKS = 32
 LAYERS = 3
 
 
+class Block(int):
+    """One of vLLM's blocks, a number here, with the hash of its contents while they are cached."""
+
+    block_hash: bytes | None = None
+
+
 class Blocks:
-    """vLLM's block pool, as far as reference counts go."""
+    """vLLM's block pool, as far as reference counts, hashes and the order of reuse go."""
 
     def __init__(self) -> None:
-        self.blocks = list(range(NUM_BLOCKS))
+        self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
+        self.freed: list[int] = []
+        """Blocks in the order they came back."""
         self.held = [0] * NUM_BLOCKS
 
     def touch(self, blocks: Sequence[Any]) -> None:
@@ -52,6 +63,12 @@ class Blocks:
         for block in ordered_blocks:
             assert self.held[block] > 0
             self.held[block] -= 1
+            self.freed.append(int(block))
+
+    def cache(self, request: Request, table: Sequence[int]) -> None:
+        """Know the contents of a request's blocks by their hashes."""
+        for block_hash, block in zip(request.block_hashes, table, strict=False):
+            self.blocks[block].block_hash = block_hash
 
 
 @dataclass
@@ -635,3 +652,129 @@ class TestMemory:
     def test_memory_of_a_device_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="host memory"):
             KVMemory({"a": torch.zeros(4, 2, 3, 5, device="meta")}, 4)
+
+
+def learn_figures(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:
+    """Tell the scheduler how long loading a block has taken, four times, and computing one."""
+    report = Report(loads=[(100, 100 * load_seconds)] * 4, steps=[(100 * BLOCK, 100 * compute_seconds)] * 4)
+    instance.scheduler.on_report(report)
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+    learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+    request = make_request(name="b")
+    assert [second.match_request(request) for _ in range(30)] == [0] * 30, "decided once, however often vLLM asks"
+    second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], 0)
+    assert second.step({}, {}).requests == set()
+    learn_figures(second, load_seconds=0.1, compute_seconds=0.5)
+    assert second.match_request(make_request(name="c")) == 20
+    (counts,) = second.scheduler.take_counts().values()
+    assert (counts["decide compute"], counts["decide load"]) == (1, 1)
+
+
+def test_blocks_that_a_prefill_instance_computed_for_this_one_are_loaded(store: StorageBackend) -> None:
+    with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store, prefill_wait_s=9)) as second:
+        first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+        learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+        assert second.match_request(make_request(name="b")) == 20
+
+
+def test_the_scheduler_hears_how_long_loads_and_steps_with_prompts_took(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    first.compute(make_request(), [7, 3, 5, 1, 2, 9])
+    request, table = make_request(name="b"), [4, 8, 11, 10, 6, 0]
+    assert second.match_request(request) == 20
+    second.scheduler.on_allocation(request, lambda: table, 20)
+    second.begin({}, {})
+    reports = Report()
+
+    def has_loaded() -> bool:
+        reports.add_report(second.workers[0].take_outcomes()[1])
+        return bool(reports.loads)
+
+    wait_until(has_loaded, "the load")
+    ((num_blocks, seconds),) = reports.loads
+    assert num_blocks == 5
+    assert seconds > 0
+    request.num_computed_tokens = 20
+    assert second.scheduler.plan_step({"b": 2}, lambda _: table).num_tokens == 2
+    request.num_computed_tokens = 22
+    plan = second.scheduler.plan_step({"b": 1}, lambda _: table)
+    assert plan.num_tokens == 0, "a step without prompts says little of computing them"
+    for num_tokens in (2, plan.num_tokens):
+        second.workers[0].record_step(num_tokens, 0.25)
+    second.scheduler.on_report(reports)
+    assert second.workers[0].take_outcomes()[1].steps == [(2, 0.25)]
+
+
+class Refilled:
+    """An instance with a request's blocks in its cache and in the pool, and its answers to a ``Refill``."""
+
+    def __init__(self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scheduler, "Refill", self._take_holder)
+        self._store = store
+        self._holders: list[Holder] = []
+        self.instance = Instance(store)
+        self.holder = self._holders[0]
+        self.request, self.table = make_request(), [7, 3, 5, 1, 2, 9]
+        self.instance.blocks.cache(self.request, self.table)
+        self.instance.compute(self.request, self.table)
+        self.names = self.request.block_hashes
+
+    def _take_holder(self, pool: BlockPool, holder: Holder, on_blocks: Any) -> Any:
+        self._holders.append(holder)
+        return SimpleNamespace(close=lambda: None)
+
+    def lose_all(self) -> None:
+        """Let the pool forget everything."""
+        for worker in self.instance.workers:
+            assert self._store.clear(worker.namespace.prefix) is Status.OK
+
+    def save_again(self) -> tuple[int, int]:
+        """The answer to a ``Refill`` that offers all blocks, while the instance makes steps."""
+        with ThreadPoolExecutor(1) as refill:
+            answer = refill.submit(self.holder.save_again, self.names)
+            wait_until(lambda: self.instance.step({}, {}) and answer.done(), "the end of the save")
+            return answer.result()
+
+
+@pytest.fixture
+def refilled(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refilled]:
+    made = Refilled(store, monkeypatch)
+    with contextlib.closing(made.instance):
+        yield made
+
+
+def test_cached_blocks_that_the_pool_has_lost_are_saved_again(
+    refilled: Refilled, two: tuple[Instance, Instance]
+) -> None:
+    assert refilled.holder.list_saved_blocks(9) == refilled.names
+    refilled.lose_all()
+    assert refilled.save_again() == (5, 5)
+    other, request = two[0], make_request(name="b")
+    assert other.match_request(request) == 20
+    other.load(request, [4, 8, 11, 10, 6, 0])
+    assert all(other.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
+
+
+def test_blocks_that_vllm_has_used_for_something_else_are_not_saved_again(refilled: Refilled) -> None:
+    refilled.instance.blocks.blocks[5].block_hash = b"another's"
+    refilled.lose_all()
+    assert refilled.save_again() == (4, 4)
+    assert refilled.instance.match_request(make_request(name="b")) == 8
+
+
+def test_blocks_of_before_new_weights_are_not_saved_again(refilled: Refilled) -> None:
+    refilled.instance.scheduler.forget_blocks()
+    assert refilled.save_again() == (0, 0)
+    assert not refilled.holder.list_saved_blocks(9)
+
+
+def test_blocks_that_were_saved_again_are_reused_in_the_order_of_before(refilled: Refilled) -> None:
+    refilled.save_again()
+    refilled.instance.blocks.freed.clear()
+    refilled.holder.end_round(refilled.names)
+    refilled.instance.step({}, {})
+    assert refilled.instance.blocks.freed == [2, 1, 5, 3, 7]

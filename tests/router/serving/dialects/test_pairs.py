@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 
 StartPairs = Callable[..., PairFleet]
 
-REQUESTS = 64
+REQUESTS = 32
 # They take seconds of waiting, and are tried on one dialect that asks prefill first, and one that asks both at once.
 SLOW = {"hangs, and its probes too", "accepts no connection"}
 ROWS = [

@@ -14,13 +14,15 @@ import httpx
 
 from kvstore_backend.config import MooncakeSettings
 
-__all__ = ["MasterAdmin", "Segment", "find_admin", "find_clients_gone", "list_clusters_in_etcd"]
+__all__ = ["MasterAdmin", "Segment", "TenantAccount", "find_admin", "find_clients_gone", "list_clusters_in_etcd"]
 
 _TIMEOUT_SECONDS = 2.0
 # FastDeploy runs a master on 15001 with metrics on 15003; Mooncake's own default for metrics is 9003.
 _METRICS_OFFSET = 2
 _MOONCAKE_METRICS_PORT = 9003
 _MAX_PROBES = 32
+# Keys in one question: they stand in its URL.
+_MAX_KEYS = 100
 _NOBODY_LISTENS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN)
 _VIEW_PREFIX = "mooncake-store/"
 
@@ -45,6 +47,27 @@ class Segment:
     is_handshaking: bool
     used: int
     capacity: int
+
+
+@dataclass(frozen=True)
+class TenantAccount:
+    """The memory of one tenant, in bytes.
+
+    Attributes:
+        name: by which its clients name it.
+        quota: its promise.
+        granted: so much of that as it gets: all quotas are cut alike where they are more than the pool has.
+        used: by its blocks now.
+        evicted: for its own later blocks, ever.
+        refused: how many of its writes found no room.
+    """
+
+    name: str
+    quota: int
+    granted: int
+    used: int
+    evicted: int
+    refused: int
 
 
 class MasterAdmin:
@@ -84,20 +107,75 @@ class MasterAdmin:
         except (KeyError, TypeError) as exc:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
-    def list_keys(self) -> Iterator[str]:
+    def stream_keys(self) -> Iterator[str]:
         """Every key of the pool."""
         with httpx.stream("GET", f"http://{self.address}/get_all_keys", timeout=30, trust_env=False) as response:
             response.raise_for_status()
             yield from filter(None, response.iter_lines())
 
+    def fetch_sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """The bytes of each value of the tenant ``default``; None: there is none, or it lies on a disk only.
+
+        Unlike a client's question, this grants no lease.
+        """
+        sizes: list[int | None] = []
+        for first in range(0, len(keys), _MAX_KEYS):
+            asked = keys[first : first + _MAX_KEYS]
+            told = self._fetch_page("/batch_query_keys", keys=",".join(asked)).json()["data"]
+            sizes += [_size_of_value(told.get(key)) for key in asked]
+        return sizes
+
+    def fetch_accounts(self) -> list[TenantAccount]:
+        """The tenants that have a quota, or use memory; none where the master keeps no tenants apart."""
+        response = httpx.get(f"http://{self.address}/api/v1/tenant_quotas", timeout=_TIMEOUT_SECONDS, trust_env=False)
+        if response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND):  # without tenants; without the path
+            return []
+        accounts = response.raise_for_status().json()["data"]
+        labelled = self._fetch_labelled_metrics()
+        try:
+            return [_read_account(each, labelled) for each in accounts]
+        except (KeyError, TypeError) as exc:
+            raise ValueError(f"{self.address}/api/v1/tenant_quotas lacks {exc}") from exc
+
     def has_tenants(self) -> bool:
         """Whether the master keeps tenants apart (``--enable_multi_tenants``)."""
-        url = f"http://{self.address}/tenant_quota_policy"
-        return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False).status_code != httpx.codes.NOT_FOUND
+        url = f"http://{self.address}/api/v1/tenant_quotas"
+        return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False).status_code == httpx.codes.OK
 
-    def _fetch_page(self, path: str) -> httpx.Response:
-        response = httpx.get(f"http://{self.address}{path}", timeout=_TIMEOUT_SECONDS, trust_env=False)
-        return response.raise_for_status()
+    def _fetch_labelled_metrics(self) -> list[tuple[str, float]]:
+        """The metrics with labels: name and labels as they are written, and the value."""
+        lines = (line.rpartition(" ") for line in self._fetch_page("/metrics").text.splitlines() if "{" in line)
+        return [(name, float(value)) for name, _, value in lines if not name.startswith("#")]
+
+    def _fetch_page(self, path: str, **params: str) -> httpx.Response:
+        url = f"http://{self.address}{path}"
+        return httpx.get(url, params=params, timeout=_TIMEOUT_SECONDS, trust_env=False).raise_for_status()
+
+
+def _size_of_value(told: dict[str, Any] | None) -> int | None:
+    """The bytes of a value, as ``/batch_query_keys`` tells of its first copy."""
+    if not told or not told.get("ok"):
+        return None
+    in_memory, on_disk = told.get("values") or [], told.get("local_disk_values") or told.get("disk_values") or []
+    if in_memory:
+        return int(in_memory[0]["size_"])
+    return int(on_disk[0]["object_size"]) if on_disk else None
+
+
+def _read_account(told: dict[str, Any], labelled: Sequence[tuple[str, float]]) -> TenantAccount:
+    label = f'tenant_id="{told["tenant_id"]}"'
+
+    def add_up(metric: str) -> int:
+        return int(sum(value for name, value in labelled if name.startswith(metric + "{") and label in name))
+
+    return TenantAccount(
+        told["tenant_id"],
+        quota=int(told["requested_quota_bytes"]),
+        granted=int(told["effective_quota_bytes"]),
+        used=int(told["charged_bytes"]),
+        evicted=add_up("mooncake_tenant_evict_bytes_total"),
+        refused=add_up("mooncake_tenant_quota_reject_total"),
+    )
 
 
 def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:

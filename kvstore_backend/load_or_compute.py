@@ -1,14 +1,20 @@
 """Whether blocks that the pool has are worth loading: where the pool is slow, computing them is quicker.
 
 Learned from the time that loads and steps took lately. Until enough is known, and now and then after that,
-blocks are loaded.
+blocks are loaded. The reference engine and the vLLM connector decide by it for each request.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
-__all__ = ["LoadOrCompute"]
+__all__ = ["DECISIONS", "Decision", "LoadOrCompute"]
+
+Decision = Literal["load", "compute"]
+
+DECISIONS: tuple[Decision, ...] = ("load", "compute")
+"""The possible decisions, as labels of a metric."""
 
 # The quickest of so many loads counts: one that stalled says little about the pool, all of them say enough.
 _NUM_LOADS = 4
@@ -23,7 +29,7 @@ _NEGLIGIBLE_SECONDS = 0.05
 class LoadOrCompute:
     """Compares loading with computing.
 
-    ``record_load`` and ``should_load`` are for the thread that loads, ``record_step`` for the one that computes; no
+    ``record_load`` and ``decide`` are for the thread that loads, ``record_step`` for the one that computes; no
     lock is needed between the two, for neither minds a figure that is a step old.
 
     Args:
@@ -47,18 +53,18 @@ class LoadOrCompute:
         known = latest if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + (latest - known) * (1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS))
 
-    def should_load(self, num_blocks: int, num_running: int) -> bool:
-        """Whether to load ``num_blocks``, or to compute their tokens, which would delay ``num_running`` others too."""
+    def decide(self, num_blocks: int, num_running: int) -> Decision:
+        """Load ``num_blocks``, or compute their tokens, which would delay ``num_running`` others too."""
         if len(self._seconds_per_block) < _NUM_LOADS or self._seconds_per_token is None:
-            return True
+            return "load"
         load = num_blocks * min(self._seconds_per_block)
         # A load runs beside all computing; computing is in everybody's way.
         compute = num_blocks * self._block_size * self._seconds_per_token * (1 + num_running)
         if load <= max(compute, _NEGLIGIBLE_SECONDS) or self._times_skipped == _TRY_AGAIN_AFTER:
             self._times_skipped = 0
-            return True
+            return "load"
         self._times_skipped += 1
-        return False
+        return "compute"
 
     def __repr__(self) -> str:
         return f"<LoadOrCompute: {self}>"

@@ -1,0 +1,147 @@
+"""Does one tenant's flood evict another's hot blocks? Two tenants of one Mooncake pool, one at ten times the rate.
+
+    python benchmarks/tenants.py
+
+The quiet one reads blocks of a working set that fits its quota, some far more often than others, and puts those that
+it does not find. The loud one puts new blocks only, ten times as many. Its hit rate alone is compared with that beside
+the flood, on masters of this script's own: without tenants, with quotas that add up to more than the pool has at its
+watermark, and with quotas that do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kvstore_backend.backend import Span, Status, StorageBackend
+from kvstore_backend.pool import open_store
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+
+MIB = 1 << 20
+BLOCK_BYTES = 64 << 10
+POOL_MIB = 64
+WORKING_SET = 320  # blocks: 20 MiB
+QUIET_RATE = 100.0  # blocks a second
+FLOOD_FACTOR = 10
+CASES: dict[str, tuple[int, int] | None] = {  # MiB of the quiet one, of the loud one
+    "one tenant": None,
+    "quotas of 24 and 40 MiB, the whole pool": (24, 40),
+    "quotas of 24 and 32 MiB, below the watermark": (24, 32),
+}
+
+
+class Tenant:
+    """One tenant's client, and one block of memory that all its blocks have the bytes of."""
+
+    def __init__(self, master: MooncakeMaster, name: str, segment: str) -> None:
+        self.store: StorageBackend = open_store(master.config(tenant_id=name, global_segment_size=segment))
+        self._memory = np.ones(BLOCK_BYTES, dtype=np.uint8)
+        self.store.register(self._memory.ctypes.data, BLOCK_BYTES)
+        self._value = [Span(self._memory.ctypes.data, BLOCK_BYTES)]
+
+    def put(self, keys: list[str]) -> list[Status]:
+        return self.store.put(keys, [self._value] * len(keys))
+
+    def read(self, key: str) -> bool:
+        """Whether the block was there; it is afterwards."""
+        if self.store.get([key], [self._value])[0]:
+            return True
+        self.put([key])
+        return False
+
+
+def measure_hits(tenant: Tenant, seconds: float) -> float:
+    """The share of reads that found their block, at the quiet one's rate."""
+    chance = random.Random(7)
+    weights = [1 / (rank + 1) ** 0.7 for rank in range(WORKING_SET)]
+    hits = reads = 0
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        for number in chance.choices(range(WORKING_SET), weights, k=10):
+            hits += tenant.read(f"hot-{number}")
+            reads += 1
+        time.sleep(max(0.0, began + reads / QUIET_RATE - time.monotonic()))
+    return hits / reads
+
+
+@contextlib.contextmanager
+def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
+    """New blocks at ten times the rate, until the end of the block."""
+    is_over = threading.Event()
+
+    def flood() -> None:
+        began, count, taken = time.monotonic(), 0, 0
+        while not is_over.is_set():
+            keys = [f"flood-{count + i}" for i in range(20)]
+            taken += sum(map(bool, tenant.put(keys)))
+            count += len(keys)
+            is_over.wait(max(0.0, began + count / (FLOOD_FACTOR * QUIET_RATE) - time.monotonic()))
+        told["flood_per_second"] = count / (time.monotonic() - began)
+        told["flood_taken"] = taken / count
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def run_case(quotas: tuple[int, int] | None, seconds: float, folder: Path) -> dict[str, float]:
+    """The quiet one's hit rates alone and beside the flood."""
+    flags = []
+    if quotas:
+        policy = folder / "quotas.yaml"
+        sizes = zip(("quiet", "loud"), quotas, strict=True)
+        lines = [f"  - name: {name}\n    quota: {size * MIB}\n" for name, size in sizes]
+        policy.write_text("version: 1\ntenants:\n" + "".join(lines))
+        flags = ["--enable_multi_tenants=true", f"--tenant_quota_connector_uri={policy}"]
+    with mooncake_master(folder / "log", *flags) as master:
+        quiet, loud = Tenant(master, "quiet", f"{POOL_MIB}MiB"), Tenant(master, "loud", "0")
+        for first in range(0, WORKING_SET, 20):
+            quiet.put([f"hot-{first + i}" for i in range(20)])
+        told = {"alone": measure_hits(quiet, seconds)}
+        with flooding(loud, told):
+            time.sleep(seconds / 4)  # until the flood has filled what it may have
+            told["beside"] = measure_hits(quiet, seconds)
+        quiet.store.close()
+        loud.store.close()
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each figure (default 20)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    results = {}
+    print(
+        "| pool of 64 MiB | quiet alone | beside the flood | flood, blocks/s | of these taken |\n|---|---|---|---|---|"
+    )
+    for name, quotas in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            told = results[name] = run_case(quotas, arguments.seconds, Path(folder))
+        print(
+            f"| {name} | {told['alone']:.1%} | {told['beside']:.1%} | {told['flood_per_second']:.0f} "
+            f"| {told['flood_taken']:.0%} |",
+            flush=True,
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Instances and routers, asked over HTTP about blocks: every trouble is one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.manifest import Manifest, ManifestError, parse_manifest
+from kvstore_backend.why_miss import REASONS, Verdict
+
+__all__ = ["ask_instance_for_prompt", "ask_instance_for_request", "ask_router", "is_address", "read_instance"]
+
+# A router asks an instance, and perhaps the others after it.
+_TIMEOUT_SECONDS = 30.0
+_ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT or a URL of such, and no digest."""
+    return _ADDRESS.fullmatch(text) is not None
+
+
+def read_instance(address: str) -> Manifest:
+    """The namespace of an instance, in words.
+
+    Raises:
+        ConfigError: ``address`` is none.
+        PoolUnavailable: nobody answers there, or not an instance of ours.
+    """
+    told = _ask(address, "instance", "GET", "/kvcache")
+    try:
+        return parse_manifest(told.get("manifest"))
+    except ManifestError as exc:
+        raise PoolUnavailable(f"the instance at {address} does not say what its blocks are: {exc}") from None
+
+
+def ask_instance_for_request(address: str, request_id: str) -> Verdict:
+    """Why a request that the instance has answered was a miss; errors are those of ``read_instance``."""
+    return _read_verdict(address, _ask(address, "instance", "GET", f"/kvcache/why_miss/{quote(request_id, safe='')}"))
+
+
+def ask_instance_for_prompt(address: str, body: Mapping[str, Any]) -> Verdict:
+    """Why a prompt would be a miss at the instance now; errors are those of ``read_instance``.
+
+    Args:
+        body: as ``POST /kvcache/why_miss`` takes it.
+    """
+    return _read_verdict(address, _ask(address, "instance", "POST", "/kvcache/why_miss", body=body))
+
+
+def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdict:
+    """Why a request was a miss, told by the router and the instances that it asks.
+
+    Raises:
+        ConfigError: ``address`` is none, or the token's file cannot be read.
+        PoolUnavailable: nobody answers there, or not a router that knows this.
+    """
+    token = _read_token(token_file) if token_file else ""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    path = f"/admin/why_miss/{quote(request_id, safe='')}"
+    told = _ask(address, "router", "GET", path, headers=headers)
+    return _read_verdict(address, {**told, "sentence": told.get("why_miss")})
+
+
+def _ask(
+    address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    if not is_address(address):
+        raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT")
+    url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
+    try:
+        answer = httpx.request(
+            method, f"{url}{path}", json=body, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
+        )
+        told = answer.json() if answer.content else None
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        raise PoolUnavailable(f"no {kind} answers at {address}: {str(exc) or type(exc).__name__}") from None
+    except ValueError:
+        told = None
+    if answer.status_code == httpx.codes.OK and isinstance(told, dict):
+        return told
+    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, told)}")
+
+
+def _explain_refusal(answer: httpx.Response, told: object) -> str:
+    error = told.get("error") if isinstance(told, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    if isinstance(message, str) and message.isprintable() and "no path" not in message:
+        return f"answered {answer.status_code}: {message[:300]}"
+    return f"answered {answer.status_code}, and knows nothing of misses: it is other software, or an older version"
+
+
+def _read_verdict(address: str, told: Mapping[str, Any]) -> Verdict:
+    reason, sentence, details = told.get("reason"), told.get("sentence"), told.get("details")
+    if reason not in REASONS or not isinstance(sentence, str) or not isinstance(details, dict):
+        raise PoolUnavailable(f"what answers at {address} says nothing that is known here: another version?")
+    plain = "".join(each if each.isprintable() else "?" for each in sentence)
+    return Verdict(str(reason), plain, details)
+
+
+def _read_token(path: Path) -> str:
+    """The only word of the file, beside comments."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"--token-file {path} cannot be read: {reason}") from None
+    words = [word for line in lines if not line.lstrip().startswith("#") for word in line.split()]
+    if len(words) != 1:
+        raise ConfigError(f"--token-file {path} must have the token as its only line, with no space in it")
+    return words[0]

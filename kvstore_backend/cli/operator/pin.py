@@ -1,0 +1,119 @@
+"""Keep blocks from eviction for a time, or no longer: ``kvstore pin`` and ``kvstore unpin``.
+
+Mooncake sets a pin when it writes, so both read the stored bytes and write them again, in place. A block is not found
+for the moment that its write takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Status
+from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
+from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope
+from kvstore_backend.cli.operator.values import find_present, read_batches
+from kvstore_backend.cli.progress import show_progress
+from kvstore_backend.cli.report import print_json
+from kvstore_backend.stores.holdings import Holdings
+
+__all__ = ["add_pin_arguments", "add_unpin_arguments", "parse_duration", "pin", "unpin"]
+
+_DURATION = re.compile(r"(\d+)(s|m|h|d)?", re.ASCII)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``kvstore pin``."""
+    add_pool_arguments(parser)
+    add_scope_arguments(parser, verb="keep")
+    parser.add_argument(
+        "--for",
+        dest="seconds",
+        type=parse_duration,
+        default="30m",
+        metavar="TIME",
+        help="for how long: 90s, 30m, 1h, 1d (default 30m); the master's --max_kv_soft_pin_ttl, a day, is the most",
+    )
+    _add_dry_run(parser)
+    parser.epilog = (
+        "A pin is soft, as Mooncake has it: what is pinned is evicted after all else. Reading does not renew it, and "
+        "it does not survive a restart of the master."
+    )
+
+
+def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``kvstore unpin``."""
+    add_pool_arguments(parser)
+    add_scope_arguments(parser, verb="no longer keep")
+    _add_dry_run(parser)
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only say how many blocks are meant")
+
+
+def pin(arguments: argparse.Namespace) -> int:
+    """Keep the blocks that the arguments name.
+
+    Raises:
+        ConfigError: the arguments do not tell which, or the pool keeps nothing.
+        PoolUnavailable: the pool cannot be reached, or did not do all of it.
+    """
+    return _change_pins(arguments, arguments.seconds, "kept")
+
+
+def unpin(arguments: argparse.Namespace) -> int:
+    """Keep the blocks that the arguments name no longer; errors are those of ``pin``."""
+    return _change_pins(arguments, 0.0, "kept no longer")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90s``, ``30m``, ``1h``, ``1d``; a number alone is of seconds."""
+    match = _DURATION.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 30m, 1h or 1d")
+    return float(int(match[1]) * _UNITS[match[2] or "s"])
+
+
+def _change_pins(arguments: argparse.Namespace, seconds: float, verb: str) -> int:
+    with open_holdings(arguments) as holdings:
+        if not holdings.can_keep:
+            raise ConfigError("a folder evicts what was used least recently and keeps nothing else: only Mooncake pins")
+        told = {}
+        for scope in find_scope(arguments, holdings):
+            told[scope.digest] = _change_scope(scope, holdings, seconds, is_dry=arguments.dry_run)
+    if arguments.json:
+        print_json({"dry_run": arguments.dry_run, "seconds": seconds, "namespaces": told})
+    else:
+        for digest, counts in told.items():
+            would = "would be " if arguments.dry_run else ""
+            print(f"{counts['done']} blocks of namespace {digest} {would}{verb}{_tell_rest(counts)}")
+    if any(counts["failed"] for counts in told.values()):
+        raise PoolUnavailable(
+            "the pool did not take all of them: some were being read or written, or --for is more than the master "
+            "allows (--max_kv_soft_pin_ttl); try again"
+        )
+    return 0
+
+
+def _change_scope(scope: Scope, holdings: Holdings, seconds: float, *, is_dry: bool) -> dict[str, int]:
+    """How many blocks are ``done``, ``absent``, ``damaged`` and ``failed``."""
+    keys, sizes = find_present(scope, holdings)
+    counts = Counter(done=0, absent=len(scope.keys) - len(keys) if scope.keys else 0, damaged=0, failed=0)
+    if is_dry:
+        counts["done"] = len(keys)
+        return dict(counts)
+    with show_progress("pin" if seconds else "unpin", len(keys)) as tell:
+        for batch in read_batches(holdings, keys, sizes):
+            stored = holdings.keep_values(batch.keys, batch.values, seconds).count(Status.OK)
+            counts.update(done=stored, failed=len(batch.keys) - stored, absent=batch.gone, damaged=batch.damaged)
+            tell(sum(counts.values()))
+    return dict(counts)
+
+
+def _tell_rest(counts: dict[str, int]) -> str:
+    rest = {"absent": "not in the pool", "damaged": "damaged, so left alone", "failed": "not taken by the pool"}
+    told = [f"{counts[name]} {text}" for name, text in rest.items() if counts[name]]
+    return f" ({', '.join(told)})" if told else ""

@@ -1,0 +1,105 @@
+"""The pool that an operator's command is about: its arguments, and its holdings opened."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.cli import checks
+from kvstore_backend.config import (
+    DEFAULT_TENANT,
+    FileSettings,
+    MemorySettings,
+    MooncakeSettings,
+    PoolConfig,
+    parse_tenant,
+    read_config,
+)
+from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
+from kvstore_backend.stores.mooncake_admin import find_admin
+
+__all__ = ["add_pool_arguments", "find_tenant", "open_holdings", "read_pool_config"]
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which pool, whose blocks in it, and how it is told."""
+    parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
+    parser.add_argument("--tenant", metavar="NAME", help="whose blocks, where the master keeps tenants apart")
+    parser.add_argument("--master-metrics", metavar="HOST:PORT", help="where the master's --metrics_port is")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+
+
+def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
+    """The configuration that the arguments name, of the tenant that they name.
+
+    Raises:
+        ConfigError: it cannot be used, says that there is no pool, or knows no tenants.
+    """
+    config = read_config(arguments.config)
+    if config is None:
+        raise ConfigError("the configuration says that there is no pool")
+    if arguments.tenant is None:
+        return config
+    if not isinstance(config.store, MooncakeSettings):
+        raise ConfigError(f"--tenant is {arguments.tenant!r}, but the store {config.backend} knows no tenants")
+    try:
+        return replace(config, store=replace(config.store, tenant_id=parse_tenant(arguments.tenant)))
+    except ValueError as exc:
+        raise ConfigError(f"--tenant is {arguments.tenant!r}; {exc}") from None
+
+
+def find_tenant(arguments: argparse.Namespace) -> str:
+    """Whose blocks the arguments name; errors are those of ``read_pool_config``."""
+    store = read_pool_config(arguments).store
+    return store.tenant_id if isinstance(store, MooncakeSettings) else DEFAULT_TENANT
+
+
+@contextlib.contextmanager
+def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
+    """The holdings of the pool, which is left at the end of the block.
+
+    Raises:
+        ConfigError: as ``read_pool_config``; or nobody but the pool's own process could tell.
+        PoolUnavailable: nobody answers, or it is not a pool.
+    """
+    with _silence_log(), contextlib.closing(_find_holdings(arguments)) as holdings:
+        yield holdings
+
+
+@contextlib.contextmanager
+def _silence_log() -> Iterator[None]:
+    """No log of this package, for the time being: the commands' sentences tell all of it that matters."""
+    logger = logging.getLogger("kvstore_backend")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _find_holdings(arguments: argparse.Namespace) -> Holdings:
+    config = read_pool_config(arguments)
+    match config.store:
+        case MooncakeSettings() as store:
+            return _find_mooncake(store, arguments.master_metrics)
+        case FileSettings() as store:
+            return FolderHoldings(store)
+        case MemorySettings():
+            raise ConfigError("memory is each process's own: only that process can tell what it holds")
+
+
+def _find_mooncake(settings: MooncakeSettings, metrics: str | None) -> MooncakeHoldings:
+    findings, address = checks.check_master(settings)
+    if not address:
+        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
+    admin = find_admin(address, metrics)
+    if admin is None:
+        raise PoolUnavailable(
+            f"the master at {address} tells its keys on none of the usual ports: give --master-metrics HOST:PORT"
+        )
+    return MooncakeHoldings(settings, admin)

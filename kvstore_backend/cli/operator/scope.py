@@ -1,0 +1,208 @@
+"""The blocks that an operator's command names: whole namespaces, or the chain of blocks of a prefix.
+
+A block is named by all tokens up to its end, so a prefix names the chain of its full blocks and nothing behind them:
+which prompts go on from there cannot be told from keys. Blocks that are not named here are not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.cli.operator.catalogue import Catalogue, find_manifests, read_catalogue
+from kvstore_backend.manifest import Manifest
+from kvstore_backend.namespace import key_prefix
+from kvstore_backend.stores.holdings import Holdings
+
+__all__ = ["Scope", "add_scope_arguments", "find_scope", "names_prefix", "open_tokenizer"]
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SHORT_DIGEST = re.compile(r"[0-9a-f]{4,31}")
+_OWN_HASHES = "kvstore"
+"""Manifests say so where blocks are named as ``block_hash.py`` does it."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Blocks of one namespace.
+
+    Attributes:
+        digest: the namespace.
+        keys: of the blocks of a prefix, in their order; None: all of the namespace.
+        num_tokens: that those keys stand for.
+        manifest: the namespace's, where the pool has it.
+    """
+
+    digest: str
+    keys: Sequence[str] | None
+    num_tokens: int = 0
+    manifest: Manifest | None = None
+
+    def name_keys(self, holdings: Holdings) -> list[str]:
+        """The keys that it names, whether or not the pool has them; all of the namespace as the pool lists them.
+
+        Raises:
+            PoolUnavailable: the pool does not tell its keys.
+        """
+        if self.keys is not None:
+            return list(self.keys)
+        return [key for key in holdings.list_keys() if key.startswith(key_prefix(self.digest))]
+
+
+def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
+    """Declare which blocks; ``verb`` is done to them."""
+    add = parser.add_argument
+    add(
+        "--namespace",
+        action="append",
+        metavar="DIGEST",
+        help=f"{verb} this namespace: its 32 hex digits, or a beginning that is only one's; may come several times",
+    )
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument("--prefix", metavar="TEXT", help=f"{verb} the full blocks of this text; needs --model")
+    named.add_argument("--prefix-file", metavar="FILE", type=Path, help="the same, with the text from a file")
+    named.add_argument(
+        "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE that has them"
+    )
+    add("--model", metavar="FOLDER", type=Path, help="the checkpoint whose tokenizer the text is for")
+    add("--salt", default="", help="the cache_salt of the requests whose blocks are meant")
+    add("--block-size", type=int, metavar="N", help="tokens in a block, where no manifest in the pool says so")
+
+
+def names_prefix(arguments: argparse.Namespace) -> bool:
+    """Whether a prefix is named, not whole namespaces."""
+    return any(given is not None for given in (arguments.prefix, arguments.prefix_file, arguments.tokens))
+
+
+def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
+    """The blocks that the arguments name, namespace by namespace.
+
+    A prefix without a namespace is one of the only namespace that the pool has.
+
+    Raises:
+        ConfigError: nothing is named, or not so that one could tell which.
+        PoolUnavailable: the pool does not tell its keys, and they are needed.
+    """
+    tokens = _read_tokens(arguments) if names_prefix(arguments) else None
+    digests = _find_digests(arguments.namespace or [], holdings, is_needed=tokens is not None)
+    if not digests:
+        raise ConfigError("nothing is named: give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens")
+    if tokens is None:
+        return [Scope(digest, None) for digest in digests]
+    manifests = find_manifests(holdings, digests)
+    return [
+        _scope_of_prefix(digest, tokens, manifests.get(digest), arguments.salt, arguments.block_size)
+        for digest in digests
+    ]
+
+
+def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) -> list[str]:
+    """The digests that are named, each once; where none ``is_needed`` but named, that of the only namespace."""
+    if all(_DIGEST.fullmatch(name) for name in named) and (named or not is_needed):
+        return list(dict.fromkeys(named))
+    catalogue = read_catalogue(holdings)
+    if named:
+        return list(dict.fromkeys(_complete_digest(name, catalogue) for name in named))
+    if len(catalogue.namespaces) > 1:
+        raise ConfigError(f"the pool has {_tell_namespaces(catalogue)}: say with --namespace which one's blocks")
+    return list(catalogue.namespaces) or _refuse_empty(catalogue)
+
+
+def _complete_digest(name: str, catalogue: Catalogue) -> str:
+    if _DIGEST.fullmatch(name):
+        return name
+    if not _SHORT_DIGEST.fullmatch(name):
+        raise ConfigError(f"--namespace is {name!r}; it must be 32 hex digits, or at least the first 4 of them")
+    found = [digest for digest in catalogue.namespaces if digest.startswith(name)]
+    if len(found) != 1:
+        many = "several namespaces begin" if found else "no namespace begins"
+        raise ConfigError(f"--namespace is {name!r}, but {many} so: the pool has {_tell_namespaces(catalogue)}")
+    return found[0]
+
+
+def _tell_namespaces(catalogue: Catalogue) -> str:
+    names = sorted(catalogue.namespaces)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{len(names)} namespaces: {', '.join(names[:4])}{more}" if names else "none"
+
+
+def _refuse_empty(catalogue: Catalogue) -> list[str]:
+    others = f" but {catalogue.others} keys of other software" if catalogue.others else ""
+    raise ConfigError(f"the pool has no namespace{others}, so none can be meant: say with --namespace which one is")
+
+
+def _scope_of_prefix(
+    digest: str, tokens: Sequence[int], manifest: Manifest | None, salt: str, block_size: int | None
+) -> Scope:
+    namer = manifest.facts.get("block_hashes", _OWN_HASHES) if manifest else _OWN_HASHES
+    if namer != _OWN_HASHES:
+        raise ConfigError(f"the blocks of namespace {digest} are named by {namer}, so those of a prefix cannot be told")
+    size = block_size or (manifest.block_size if manifest else 0)
+    if size <= 0:
+        raise ConfigError(f"the pool has no manifest of namespace {digest}: say --block-size, as its instances have it")
+    try:
+        hashes = extend_block_hashes([], tokens, size, root_hash(salt))
+    except ValueError as exc:
+        raise ConfigError(f"--tokens cannot be meant so: {exc}") from None
+    if not hashes:
+        raise ConfigError(f"the prefix has {len(tokens)} tokens, less than one block of {size}: no block has it")
+    keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]
+    return Scope(digest, keys, len(hashes) * size, manifest)
+
+
+def _read_tokens(arguments: argparse.Namespace) -> list[int]:
+    """The token ids of the prefix."""
+    if arguments.tokens is not None:
+        return _parse_tokens(arguments.tokens)
+    text = arguments.prefix if arguments.prefix is not None else _read_text(arguments.prefix_file, "--prefix-file")
+    if arguments.model is None:
+        raise ConfigError("a text is named, but no --model FOLDER whose tokenizer makes tokens of it; or give --tokens")
+    return _encode_text(text, arguments.model)
+
+
+def _parse_tokens(given: str) -> list[int]:
+    text = _read_text(Path(given[1:]), "--tokens") if given.startswith("@") else given
+    try:
+        return [int(word) for word in re.split(r"[\s,]+", text.strip(" \t\r\n,[]")) if word]
+    except ValueError as exc:
+        raise ConfigError(f"--tokens must be whole numbers with commas between, such as 1,2,3: {exc}") from None
+
+
+def _read_text(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"{flag} names {str(path)!r}, which cannot be read: {reason}") from None
+
+
+def _encode_text(text: str, model: Path) -> list[int]:
+    """The tokens of a prompt of this text, as ``/v1/completions`` makes them."""
+    ids: list[int] = open_tokenizer(model).encode(text).ids
+    return ids
+
+
+def open_tokenizer(model: Path) -> Any:
+    """The ``tokenizers.Tokenizer`` of the checkpoint in a folder.
+
+    Raises:
+        ConfigError: the folder has none that can be read, or the library is not installed.
+    """
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"--model {model} has no tokenizer.json; give the folder of the checkpoint, or --tokens")
+    try:
+        tokenizers = importlib.import_module("tokenizers")  # a router's machine needs none
+    except ImportError:
+        raise ConfigError("the tokenizers library is not installed: pip install tokenizers, or give --tokens") from None
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as exc:  # the library raises Exception itself
+        raise ConfigError(f"{file} is no tokenizer that can be read: {exc}") from None

@@ -1,0 +1,136 @@
+"""Keeps a namespace's manifest in the pool: writes it when the pool has been opened, and again where it was lost.
+
+On a thread of its own, once a minute, so that no request ever waits for it; and past the wrappers, as a manifest is
+read by people and programs that know nothing of headers, and by those who must not remove things that they cannot read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvstore_backend.backend import Span, Status, StorageBackend
+from kvstore_backend.manifest import (
+    MANIFEST_BYTES,
+    Manifest,
+    ManifestError,
+    decode_manifest,
+    encode_manifest,
+    manifest_key,
+)
+
+__all__ = ["ManifestKeeper", "read_manifest", "write_manifest"]
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_SECONDS = 60.0
+# Until it is there: a pool that was just joined may have no room yet, or memory of somebody who died.
+_RETRY_SECONDS = 5.0
+
+
+class ManifestKeeper:
+    """Keeps one manifest in one pool, from the first ``attach_store`` until ``close``.
+
+    Args:
+        manifest: of the namespace; when it was first written is filled in.
+        period: seconds between two looks at whether it is still there.
+    """
+
+    def __init__(self, manifest: Manifest, period: float = _PERIOD_SECONDS) -> None:
+        self.manifest = manifest
+        self._period = period
+        self._changed = threading.Condition()  # guards the next two
+        self._store: StorageBackend | None = None
+        self._is_closed = False
+        self._is_ready: Callable[[], bool] = lambda: True
+        self._thread = threading.Thread(target=self._keep_manifest, name="pool-manifest", daemon=True)
+
+    def attach_store(self, store: StorageBackend) -> None:
+        """Write to ``store`` from now on, which was just opened: bare, without wrappers."""
+        with self._changed:
+            self._store = store
+            if self._thread.ident is None and not self._is_closed:
+                self._thread.start()
+            self._changed.notify_all()
+
+    def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
+        """Leave a store that was opened before alone while ``is_ready`` says no: a call to it may hang."""
+        self._is_ready = is_ready
+
+    def close(self) -> None:
+        """Write no more; a write that runs is not waited for."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _keep_manifest(self) -> None:
+        known: StorageBackend | None = None
+        while (store := self._next_store()) is not None:
+            is_there = (store is not known or self._is_ready()) and write_manifest(store, self.manifest)
+            known = store
+            self._pause(store, self._period if is_there else min(_RETRY_SECONDS, self._period))
+
+    def _next_store(self) -> StorageBackend | None:
+        """Where to look now; None when it is over."""
+        with self._changed:
+            return None if self._is_closed else self._store
+
+    def _pause(self, store: StorageBackend, seconds: float) -> None:
+        """Wait for so long, or until there is another store, or it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._store is not store, seconds)
+
+
+def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
+    """Put a manifest where there is none yet; whether there is one now. Fails softly: the log tells why.
+
+    Args:
+        store: bare, without wrappers.
+        manifest: its ``written_at`` becomes now.
+    """
+    key = manifest_key(manifest.digest)
+    try:
+        status = store.exists([key])[0]
+        if status is Status.ABSENT:
+            told = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            status = _move_bytes(store, store.put, key, encode_manifest(replace(manifest, written_at=told)))[0]
+            logger.debug("manifest of namespace %s: %s", manifest.digest, status.value)
+    except Exception as exc:  # the pool's keys are of use without it
+        logger.warning("The manifest of namespace %s cannot be written: %s", manifest.digest, exc)
+        return False
+    return status is Status.OK
+
+
+def read_manifest(store: StorageBackend, digest: str) -> Manifest | None:
+    """The manifest of the namespace ``digest``; None where the pool has none.
+
+    Args:
+        store: bare, without wrappers.
+
+    Raises:
+        ManifestError: something else lies in its place, or the pool does not say.
+    """
+    status, data = _move_bytes(store, store.get, manifest_key(digest), bytes(MANIFEST_BYTES))
+    if status is Status.ABSENT:
+        return None
+    if status is Status.FAILED:
+        raise ManifestError(f"the pool did not give the {MANIFEST_BYTES} bytes that a manifest has")
+    return decode_manifest(data, digest)
+
+
+def _move_bytes(
+    store: StorageBackend, call: Callable[..., list[Status]], key: str, data: bytes
+) -> tuple[Status, bytes]:
+    """Put or get one value by memory that begins as ``data``; the status, and that memory's bytes in the end."""
+    memory = ctypes.create_string_buffer(data, len(data))
+    address = ctypes.addressof(memory)
+    store.register(address, len(data))
+    try:
+        status = call([key], [[Span(address, len(data))]])[0]
+    finally:
+        store.unregister(address, len(data))
+    return status, memory.raw

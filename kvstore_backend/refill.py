@@ -1,0 +1,161 @@
+"""Blocks that the pool has lost are put again by an instance that still holds them.
+
+A Mooncake master that is started anew knows of no block, and an owner of memory that ends takes its blocks along. The
+hot ones are in the instances' own caches, too. Each instance asks the pool every few seconds for some blocks that it
+had there. Where clearly fewer are found than the time before, blocks were lost at once: then it offers those it holds,
+the most useful first, in small batches with pauses, for as long as the pool takes them.
+
+A pool that is full loses blocks as well, but little by little: that is eviction, and putting those again would only
+evict others. So only a sudden loss counts, and rounds that follow one another keep ever longer pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore_backend.backend import Status
+from kvstore_backend.pool import BlockPool
+
+__all__ = ["Holder", "LossDetector", "Refill"]
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_SECONDS = 5.0
+# With 256 blocks a share is known to 3 %, so that a loss of a tenth stands out. The master answers them in 1 ms.
+_SAMPLE = 256
+_SAMPLED_FROM = 2048
+_MIN_SAMPLE = 8
+_LOST_SHARE = 0.1
+_BATCH = 32
+_MAX_BLOCKS = 16384
+# Of the time a batch took, so that others get the pool, and the cores, for more than half of the time.
+_PAUSE_FACTOR = 1.5
+_MAX_PAUSE_SECONDS = 600.0
+_CALM_SECONDS = 1800.0
+
+
+class Holder(Protocol):
+    """An instance's own cache, as the refill sees it; asked on the refill's thread."""
+
+    def list_saved_blocks(self, most: int) -> Sequence[bytes]:
+        """Hashes of up to ``most`` blocks that are held here and that the pool had, the most useful first."""
+
+    def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Save those of these blocks that are still held, and wait for that: how many were tried and are there now.
+
+        Blocks that the pool has are not sent.
+        """
+
+    def end_round(self, hashes: Sequence[bytes]) -> None:
+        """Hear that no more of these, which were listed, are saved again: the first is still the most useful."""
+
+
+class LossDetector:
+    """Tells a sudden loss from the share of blocks that was found each time."""
+
+    def __init__(self) -> None:
+        self._share: float | None = None
+
+    def is_loss(self, found: int, asked: int) -> bool:
+        """Whether blocks were lost since the last time; then that time stays the one to compare with."""
+        if asked < _MIN_SAMPLE:
+            return False
+        share, before = found / asked, self._share
+        if before is not None and before - share > _LOST_SHARE:
+            return True
+        self._share = share
+        return False
+
+    def start_anew(self) -> None:
+        """Take the next share for the usual one."""
+        self._share = None
+
+
+class Refill:
+    """Watches for losses on a thread of its own, and has blocks saved again.
+
+    Args:
+        pool: asked which blocks it has.
+        holder: the instance's cache.
+        on_blocks: called with the number of blocks of each batch that the pool has again.
+        start_thread: called first on the thread.
+        period: seconds between two questions.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        holder: Holder,
+        on_blocks: Callable[[int], None],
+        *,
+        start_thread: Callable[[], None] = lambda: None,
+        period: float = _PERIOD_SECONDS,
+    ) -> None:
+        self._pool = pool
+        self._holder = holder
+        self._on_blocks = on_blocks
+        self._start_thread = start_thread
+        self._period = period
+        self._pause = period
+        self._not_before = 0.0
+        self._detector = LossDetector()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pool-refill", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Begin nothing more; does not wait for a batch on its way."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        self._start_thread()
+        while not self._closed.wait(self._period):
+            try:
+                if self._pool.is_ready and time.monotonic() >= self._not_before and self._has_lost_blocks():
+                    self._put_again()
+            except Exception:
+                if not self._closed.is_set():
+                    logger.exception("Looking for blocks that the pool has lost failed; it is tried again")
+
+    def _has_lost_blocks(self) -> bool:
+        held = self._holder.list_saved_blocks(_SAMPLED_FROM)
+        sample = random.sample(held, min(_SAMPLE, len(held)))
+        statuses = self._pool.exists_for_all(sample)
+        if Status.FAILED in statuses:
+            return False
+        found = statuses.count(Status.OK)
+        is_loss = self._detector.is_loss(found, len(statuses))
+        if is_loss:
+            logger.info("The pool has lost blocks: it has %d of %d asked for; they are put again", found, len(sample))
+        return is_loss
+
+    def _put_again(self) -> None:
+        """Offer all that is held, until the pool refuses more than it takes."""
+        begun = time.monotonic()
+        hashes = self._holder.list_saved_blocks(_MAX_BLOCKS)
+        count, is_refused = 0, False
+        for start in range(0, len(hashes), _BATCH):
+            batch_begun = time.monotonic()
+            tried, stored = self._holder.save_again(hashes[start : start + _BATCH])
+            self._on_blocks(stored)
+            count += stored
+            is_refused = stored < tried / 2
+            if is_refused or self._closed.wait(_PAUSE_FACTOR * (time.monotonic() - batch_begun)):
+                break
+        self._holder.end_round(hashes)
+        if not is_refused:
+            self._detector.start_anew()
+        self._lengthen_pause(begun)
+        how = "; it refused others, and is asked again" if is_refused else ""
+        logger.info("The pool has %d blocks again after %.1f s%s", count, time.monotonic() - begun, how)
+
+    def _lengthen_pause(self, begun: float) -> None:
+        """Set the end of the pause before the next round: twice as long as the last, unless that is long ago."""
+        is_calm = begun - self._not_before > _CALM_SECONDS
+        self._pause = self._period if is_calm else min(_MAX_PAUSE_SECONDS, 2 * self._pause)
+        self._not_before = time.monotonic() + self._pause

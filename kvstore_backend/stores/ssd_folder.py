@@ -1,0 +1,81 @@
+"""The folder of Mooncake's SSD offload, and when its last owner left it.
+
+A client that joins tells the master of the blocks in its folder. The master takes no notice while it still lists them
+as another client's, and drops them when it has missed that client for 10 s (Mooncake 0.3.13), whether that one crashed
+or left in order: an owner that is back sooner loses all that is on its disk. So it joins later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["DEFAULT_FOLDER", "SsdFolder"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FOLDER = "/data/file_storage"
+"""Mooncake's own, where none is named."""
+_PREFIX = "kvstore-owner-"
+_LEFT = b"left"
+# The master's --client_ttl, 10 s by default, and the second after which it looks again.
+_MISSED_SECONDS = 12.0
+
+
+class SsdFolder:
+    """A mark in the folder that is locked for as long as this process lives.
+
+    Several processes may use one folder. One that cannot be written is left alone: Mooncake refuses it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Leave a mark, and wait until the master has missed the process that used the folder last.
+
+        Args:
+            path: the folder; empty: Mooncake's own choice.
+        """
+        folder = Path(path or DEFAULT_FOLDER)
+        self._mark: BinaryIO | None = None
+        with contextlib.suppress(OSError):
+            seconds = _take_dead_marks(folder)
+            handle, self._name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+            self._mark = os.fdopen(handle, "wb", buffering=0)
+            fcntl.flock(self._mark, fcntl.LOCK_EX)
+            if seconds > 0:
+                logger.info("Another process used %s just now; joining the pool in %.0f s", folder, seconds)
+                time.sleep(seconds)
+
+    def leave(self) -> None:
+        """Note that this process, which has been in the pool, leaves it now."""
+        if self._mark is not None:
+            with contextlib.suppress(OSError):
+                self._mark.write(_LEFT)
+            self._mark.close()
+            self._mark = None
+
+    def give_up(self) -> None:
+        """Take the mark away: this process could not join the pool."""
+        if self._mark is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name)
+            self._mark.close()
+            self._mark = None
+
+
+def _take_dead_marks(folder: Path) -> float:
+    """Remove the marks of processes that are gone; for how many seconds the master may still list one of them."""
+    seconds = 0.0
+    for mark in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), mark.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_left = file.read() == _LEFT
+            age = time.time() - mark.stat().st_mtime if has_left else 0.0
+            mark.unlink()
+            seconds = max(seconds, _MISSED_SECONDS - max(0.0, age))
+    return seconds

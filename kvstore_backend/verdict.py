@@ -1,0 +1,151 @@
+"""Whether a pool pays for an instance: loading KV from the one is timed against computing it on the other.
+
+A hit of ``n`` tokens takes ``fixed + n * load`` to load and ``n * compute`` to compute, so it pays from
+``fixed / (compute - load)`` tokens on, or never. Instances find that out by themselves, request by request
+(``load_or_compute.py``); this is for whoever wants to know before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import string
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+
+from kvstore_backend.backend import PoolUnavailable, Span
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import BlockPool, open_pool
+
+__all__ = ["Comparison", "InstanceUnavailable", "time_computing", "time_loading"]
+
+_BLOCK_TOKENS = 64
+_MAX_LOAD_BYTES = 64 << 20
+_MAX_BLOCKS = 32
+_TRIES = 3
+# Prompts of so many words, each twice as long as the one before, until one takes long enough to be told from noise.
+_SHORT_WORDS = 32
+_MAX_WORDS = 4096
+_LONG_ENOUGH_SECONDS = 0.5
+_ASK_SECONDS = 60.0
+
+
+class InstanceUnavailable(Exception):
+    """The instance did not answer as one does: one sentence."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds to load and to compute the KV of a prompt.
+
+    Attributes:
+        fixed_seconds: a load takes, however short it is.
+        load_seconds: a token takes more to load.
+        compute_seconds: a token takes to compute.
+    """
+
+    fixed_seconds: float
+    load_seconds: float
+    compute_seconds: float
+
+    @property
+    def least_tokens(self) -> int | None:
+        """The length from which on a hit pays; ``None``: none does."""
+        saved = self.compute_seconds - self.load_seconds
+        return math.ceil(self.fixed_seconds / saved) if saved > 0 else None
+
+    def seconds_to_load(self, num_tokens: int) -> float:
+        """Seconds that a hit of so many tokens takes."""
+        return self.fixed_seconds + num_tokens * self.load_seconds
+
+
+def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
+    """Seconds that any load from the pool takes, and that each token of ``token_bytes`` adds to them.
+
+    Blocks of random bytes are put, read and removed again, in a namespace that nobody else can know.
+
+    Raises:
+        PoolUnavailable: the pool cannot be opened, or does not take or give back these blocks.
+    """
+    block_bytes = _BLOCK_TOKENS * token_bytes
+    count = max(2, min(_MAX_BLOCKS, _MAX_LOAD_BYTES // block_bytes))
+    memory = np.frombuffer(os.urandom(block_bytes), dtype=np.uint8).repeat(count)
+    namespace = Namespace(f"kvstore-doctor-{os.urandom(8).hex()}", "uint8", _BLOCK_TOKENS, 1, 1, 1, "bytes")
+    with open_pool(config, namespace, background=False) as pool:
+        pool.register(memory.ctypes.data, memory.nbytes)
+        try:
+            one, all_ = _time_reads(pool, memory.ctypes.data, block_bytes, (1, count))
+        finally:
+            pool.clear()
+            pool.unregister(memory.ctypes.data, memory.nbytes)
+    slope = max(0.0, all_ - one) / ((count - 1) * _BLOCK_TOKENS)
+    return max(0.0, one - slope * _BLOCK_TOKENS), slope
+
+
+def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[int, ...]) -> Iterator[float]:
+    """Seconds of the quickest look-up and read of so many blocks, for each of ``counts``."""
+    hashes = [os.urandom(32) for _ in range(max(counts))]
+    values = [(Span(address + i * block_bytes, block_bytes),) for i in range(len(hashes))]
+    if not all(pool.put_blocks(hashes, values)):
+        raise PoolUnavailable(f"{len(hashes)} blocks of {block_bytes} bytes could not be put: the pool may be full")
+    for count in counts:
+        yield min(_time_read(pool, hashes[:count], values[:count]) for _ in range(_TRIES))
+
+
+def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) -> float:
+    start = time.perf_counter()
+    if pool.lookup(hashes) != len(hashes) or pool.load(hashes, values) != len(hashes):
+        raise PoolUnavailable("blocks that were put could not be read")
+    return time.perf_counter() - start
+
+
+def time_computing(instance: str) -> float:
+    """Seconds that each token of a prompt takes on an instance with OpenAI's endpoints, where it is idle.
+
+    It is asked some prompts of random words, for one token each; their KV is in the pool afterwards, for nobody's use.
+
+    Args:
+        instance: its URL, such as ``http://127.0.0.1:52400``.
+
+    Raises:
+        InstanceUnavailable: it does not answer, or says too little.
+    """
+    with httpx.Client(base_url=instance, timeout=_ASK_SECONDS, trust_env=False) as client:
+        try:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            return _time_prompts(lambda words: _ask(client, model, words))
+        except httpx.HTTPError as exc:
+            raise InstanceUnavailable(f"the instance at {instance} does not answer: {exc}") from exc
+        except (ValueError, KeyError, IndexError, TypeError) as exc:
+            raise InstanceUnavailable(f"what answers at {instance} is no instance with OpenAI's endpoints") from exc
+
+
+def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
+    """Seconds a token, by ``ask``, which has a prompt of so many words computed: its tokens, and seconds."""
+    ask(_SHORT_WORDS)  # the first of an instance's life may take longer
+    short_tokens, short_seconds = min((ask(_SHORT_WORDS) for _ in range(_TRIES)), key=lambda told: told[1])
+    words, tokens, seconds = 2 * _SHORT_WORDS, short_tokens, short_seconds
+    while words <= _MAX_WORDS and seconds - short_seconds < _LONG_ENOUGH_SECONDS:
+        try:
+            tokens, seconds = ask(words)
+        except httpx.HTTPStatusError:  # longer than its context
+            break
+        words *= 2
+    if tokens == short_tokens:
+        raise ValueError("no prompt was long enough")
+    return max(0.0, seconds - short_seconds) / (tokens - short_tokens)
+
+
+def _ask(client: httpx.Client, model: str, words: int) -> tuple[int, float]:
+    """Tokens of a prompt of so many random words, and the seconds until its first token."""
+    prompt = " ".join("".join(random.choices(string.ascii_lowercase, k=5)) for _ in range(words))
+    start = time.perf_counter()
+    answer = client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 1})
+    seconds = time.perf_counter() - start
+    return int(answer.raise_for_status().json()["usage"]["prompt_tokens"]), seconds

@@ -1,0 +1,29 @@
+"""Fixtures of an operator's commands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_backend.cli import main
+from tests.kvstore_backend.cli.operator.pools import Commands, Ended
+
+
+@pytest.fixture
+def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
+    """``kvstore ARGUMENTS``, in this process, whose log is as it was in the end: commands turn it down."""
+    logger = logging.getLogger("kvstore_backend")
+    level = logger.level
+
+    def run(*arguments: object) -> Ended:
+        capsys.readouterr()
+        try:
+            status = main([str(each) for each in arguments])
+        except SystemExit as exc:
+            status = int(exc.code or 0)
+        return Ended(status, *capsys.readouterr())
+
+    yield run
+    logger.setLevel(level)

@@ -1,0 +1,80 @@
+"""Pools with known blocks in them, and commands on them in this process: each costs no interpreter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.manifest import Manifest
+from kvstore_backend.manifest_keeper import write_manifest
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import name_tenant, open_store
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.support.memory import Memory
+
+__all__ = ["BLOCK", "Commands", "Ended", "chain", "fill_pool", "folder_url", "space", "stored_keys"]
+
+BLOCK = 4
+"""Tokens in a block here."""
+
+
+def space(name: str) -> Namespace:
+    """A namespace of its own for each name."""
+    return Namespace(name, "float32", BLOCK, 1, 1, 1, "bytes")
+
+
+def chain(tokens: list[int], salt: str = "") -> list[bytes]:
+    """The hashes of the full blocks of a prompt."""
+    return extend_block_hashes([], tokens, BLOCK, root_hash(salt))
+
+
+def fill_pool(config: PoolConfig, namespace: Namespace, tokens: list[int], *, manifest: bool = True) -> list[str]:
+    """Put the blocks of a prompt, as an instance does; their keys."""
+    namespace = name_tenant(config, namespace)
+    store = open_store(config)
+    keys = [namespace.key(each) for each in chain(tokens)]
+    memories = [Memory(f"block of {key}".encode().ljust(1000)) for key in keys]
+    checked = CheckedBackend(store)
+    assert all(checked.put(keys, [memory.value for memory in memories]))
+    if manifest:
+        assert write_manifest(store, Manifest(namespace.fields, {"name": namespace.model, "block_hashes": "kvstore"}))
+    checked.close()
+    return keys
+
+
+def stored_keys(folder: Path) -> list[str]:
+    """What a folder's pool holds."""
+    return sorted(path.stem for path in folder.glob("blocks/*/*.block"))
+
+
+def folder_url(folder: Path) -> str:
+    """The pool in a folder."""
+    return f"file://{folder}?size=16MiB"
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, status: int, output: str, errors: str) -> None:
+        self.status, self.output, self.errors = status, output, errors
+
+    @property
+    def told(self) -> Any:
+        """The JSON document that it wrote."""
+        assert self.status == 0, self.errors
+        return json.loads(self.output)
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence with which it failed."""
+        assert self.status == 1, self.output
+        assert self.errors.startswith("kvstore: ")
+        assert self.errors.count("\n") == 1, self.errors
+        return self.errors.removeprefix("kvstore: ").strip()
+
+
+Commands = Callable[..., Ended]

@@ -1,0 +1,53 @@
+"""kvstore ls, on folders; ``test_mooncake.py`` has what is Mooncake's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore_backend.config import load_config
+from kvstore_backend.pool import open_store
+from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
+from tests.support.memory import Memory
+
+FIRST, SECOND = space("first"), space("second")
+
+
+def test_namespaces_are_listed_with_their_manifests(tmp_path: Path, kvstore: Commands) -> None:
+    url = folder_url(tmp_path / "pool")
+    fill_pool(load_config(url), FIRST, list(range(12)))
+    fill_pool(load_config(url), SECOND, list(range(4)), manifest=False)
+    told = kvstore("ls", url, "--json").told
+    first, second = told["namespaces"]
+    assert (first["namespace"], first["blocks"], first["bytes"], first["tokens"]) == (FIRST.digest, 3, 3 * 1128, 12)
+    assert first["manifest"]["facts"]["name"] == "first"
+    assert (second["namespace"], second["blocks"], second["tokens"], second["manifest"]) == (
+        SECOND.digest,
+        1,
+        None,
+        None,
+    )
+    shown = kvstore("ls", url).output.splitlines()
+    assert shown[1].split() == [FIRST.digest, "3", "3.305", "KiB", "12", "first", "float32", "0/1"]
+    whole = kvstore("ls", url, "--namespace", FIRST.digest[:6]).output
+    assert "kv_dtype: float32" in whole
+    assert SECOND.digest not in whole
+
+
+def test_a_prefix_is_looked_for_block_by_block(tmp_path: Path, kvstore: Commands) -> None:
+    url = folder_url(tmp_path / "pool")
+    fill_pool(load_config(url), FIRST, list(range(12)))
+    told = kvstore("ls", url, "--tokens", "0,1,2,3,4,5,6,7,8,9,99,99,1", "--json").told["prefixes"]
+    assert [(row["blocks"], row["found"], row["leading"], row["leading_tokens"]) for row in told] == [(3, 2, 2, 8)]
+    told = kvstore("ls", url, "--tokens", "0 1 2 3", "--salt", "mine", "--json").told["prefixes"]
+    assert [(row["blocks"], row["found"]) for row in told] == [(1, 0)]
+    assert "2 of 3 blocks" in kvstore("ls", url, "--tokens", "0,1,2,3,4,5,6,7,8,9,99,99,1").output
+
+
+def test_keys_of_other_software_are_counted_only(tmp_path: Path, kvstore: Commands) -> None:
+    url = folder_url(tmp_path / "pool")
+    store = open_store(load_config(url))
+    memory = Memory(b"theirs")
+    assert all(store.put(["somebody/else's"], [memory.value]))
+    store.close()
+    assert kvstore("ls", url).output == "the pool has no blocks of this software\n1 keys of other software\n"
+    assert kvstore("ls", url, "--json").told == {"namespaces": [], "other_keys": 1, "kept_keys": None}

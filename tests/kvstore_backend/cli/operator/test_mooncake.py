@@ -1,0 +1,154 @@
+"""The operator's commands on real Mooncake pools: what only a master and its tenants can do."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import open_store
+from kvstore_backend.stores.mooncake_admin import MasterAdmin
+from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, space
+from tests.kvstore_backend.cli.test_doctor import url
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster
+from tests.support.mooncake import mooncake_master as running_mooncake_master
+from tests.support.waiting import wait_until
+
+MIB = 1 << 20
+PROMPT = list(range(12))
+
+
+@pytest.fixture(scope="module")
+def owner(mooncake_master: MooncakeMaster) -> Iterator[StorageBackend]:
+    """Gives the shared pool its memory while these tests run."""
+    opened = open_store(mooncake_master.config())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def namespace() -> Namespace:
+    """One of the test's own: the pool is shared."""
+    return space(secrets.token_hex(8))
+
+
+def pool(master: MooncakeMaster, **changes: object) -> list[str]:
+    """The arguments that name a master's pool; its clients give no memory."""
+    changes = {"global_segment_size": 0, **changes}
+    return [url(master, **changes), "--master-metrics", master.metrics_url.split("/")[2]]
+
+
+def kept_keys(master: MooncakeMaster) -> float:
+    """How many keys the master keeps from eviction now."""
+    return MasterAdmin(master.metrics_url.split("/")[2]).fetch_metrics()["master_soft_pin_key_count"]
+
+
+@pytest.mark.usefixtures("owner")
+def test_blocks_are_listed_kept_copied_and_removed(
+    tmp_path: Path, mooncake_master: MooncakeMaster, namespace: Namespace, kvstore: Commands
+) -> None:
+    keys = fill_pool(mooncake_master.config(global_segment_size=0), namespace, PROMPT)
+    there = pool(mooncake_master)
+    named = ["--namespace", namespace.digest]
+    [row] = kvstore("ls", *there, *named, "--json").told["namespaces"]
+    assert (row["blocks"], row["bytes"], row["manifest"]["facts"]["name"]) == (3, 3 * 1128, namespace.model)
+
+    before = kept_keys(mooncake_master)
+    assert kvstore("pin", *there, *named, "--dry-run").output.startswith("3 blocks of namespace")
+    assert kept_keys(mooncake_master) == before
+    assert "3 blocks" in kvstore("pin", *there, *named, "--for", "1h").output
+    assert kept_keys(mooncake_master) == before + 3
+    assert "1 blocks" in kvstore("unpin", *there, *named, "--tokens", "0,1,2,3").output
+    assert kept_keys(mooncake_master) == before + 2
+    too_long = kvstore("pin", *there, *named, "--for", "30d")
+    assert (too_long.status, too_long.output.splitlines()[0]) == (
+        1,
+        f"0 blocks of namespace {namespace.digest} kept (3 not taken by the pool)",
+    )
+    assert "--for is more than the master allows" in too_long.sentence
+    assert kvstore("export", tmp_path / "out", *there, *named, "--json").told["blocks"] == 3
+    assert kvstore("clear", *there, *named, "--tokens", "0,1,2,3").output.startswith("1 blocks removed")
+    assert kvstore("clear", *there, *named).output.startswith("2 blocks removed")
+    left = set(MasterAdmin(there[-1]).stream_keys())
+    assert not left & set(keys)
+    assert kvstore("import", tmp_path / "out", *there, "--json").told["stored"] == 3
+    [prefix] = kvstore("ls", *there, *named, "--tokens", "0 1 2 3 4 5 6 7", "--json").told["prefixes"]
+    assert (prefix["found"], prefix["blocks"]) == (2, 2)
+
+
+def test_a_damaged_block_is_not_written_again(
+    mooncake_master: MooncakeMaster, owner: StorageBackend, namespace: Namespace, kvstore: Commands
+) -> None:
+    [key, *_] = fill_pool(mooncake_master.config(global_segment_size=0), namespace, PROMPT[:4])
+    assert owner.remove([key], force=True) == [Status.OK]
+    memory = Memory(b"something else")
+    assert owner.put([key], [memory.value]) == [Status.OK]
+    told = kvstore("pin", *pool(mooncake_master), "--namespace", namespace.digest, "--json").told["namespaces"]
+    assert told == {namespace.digest: {"done": 0, "absent": 0, "damaged": 1, "failed": 0}}
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    """A master that keeps tenants apart: quiet and loud may have 20 MiB each, of 64."""
+    folder = tmp_path_factory.mktemp("tenants")
+    quotas = folder / "quotas.yaml"
+    quotas.write_text(
+        f"version: 1\ntenants:\n  - name: quiet\n    quota: {20 * MIB}\n  - name: loud\n    quota: {20 * MIB}\n"
+    )
+    flags = ["--default_kv_lease_ttl=200", "--enable_multi_tenants=true", f"--tenant_quota_connector_uri={quotas}"]
+    with running_mooncake_master(folder / "log", *flags) as master:
+        yield master
+
+
+def test_a_flood_of_one_tenant_evicts_only_its_own_blocks(tenants: MooncakeMaster, kvstore: Commands) -> None:
+    quiet, loud = (open_store(tenants.config(tenant_id=name)) for name in ("quiet", "loud"))
+    memory = Memory(MIB)
+    hot = [f"hot-{i}" for i in range(16)]
+    assert all(quiet.put(hot, [memory.value] * len(hot)))
+    flood = [f"flood-{i}" for i in range(160)]
+
+    def put_all() -> bool:
+        statuses = [loud.put([key], [memory.value])[0] for key in flood]
+        return statuses.count(Status.OK) > 100
+
+    wait_until(put_all, "a flood to be taken", 60)
+    assert quiet.exists(hot) == [Status.OK] * len(hot)
+    assert loud.exists(hot) == [Status.ABSENT] * len(hot)
+
+    there = pool(tenants)
+    accounts = kvstore("stats", *there, "--json").told["tenants"]
+    assert accounts["quiet"] == {
+        "name": "quiet",
+        "quota": 20 * MIB,
+        "granted": 20 * MIB,
+        "used": 16 * MIB,
+        "evicted": 0,
+        "refused": 0,
+    }
+    assert accounts["loud"]["evicted"] >= 100 * MIB
+    assert "quiet" in kvstore("stats", *there).output
+
+    keys = fill_pool(tenants.config(global_segment_size=0, tenant_id="quiet"), space("one"), PROMPT)
+    digest = keys[0].split("-")[1]
+    assert "cannot be listed: name a namespace" in kvstore("ls", *there, "--tenant", "quiet").sentence
+    prefix = ["--namespace", digest, "--tokens", ",".join(map(str, PROMPT))]
+    [row] = kvstore("ls", *there, "--tenant", "quiet", *prefix, "--json").told["prefixes"]
+    assert row["found"] == 3
+    [row] = kvstore("ls", *there, "--tenant", "loud", *prefix, "--block-size", "4", "--json").told["prefixes"]
+    assert row["found"] == 0
+    assert "3 blocks" in kvstore("pin", *there, "--tenant", "quiet", *prefix).output
+    assert kvstore("clear", *there, "--tenant", "loud", "--all").output == "0 blocks removed of all namespaces\n"
+    assert kvstore("clear", *there, "--tenant", "quiet", "--all").output == "3 blocks removed of all namespaces\n"
+    assert quiet.exists(hot) == [Status.OK] * len(hot)
+    quiet.close()
+    loud.close()
+
+
+def test_a_tenant_without_a_quota_is_told_so(tenants: MooncakeMaster, kvstore: Commands) -> None:
+    findings = kvstore("doctor", *pool(tenants, tenant_id="nobody"), "--json")
+    assert "the master knows no tenant 'nobody'" in findings.output

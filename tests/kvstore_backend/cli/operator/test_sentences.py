@@ -1,0 +1,114 @@
+"""Every command of an operator with a pool that is empty, dead or another's: one sentence, and nothing removed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.cli.operator import OPERATOR_COMMANDS
+from kvstore_backend.config import load_config
+from kvstore_backend.pool import open_store
+from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space, stored_keys
+from tests.support.memory import Memory
+
+SPACE = space("first")
+NAMED = ["--namespace", SPACE.digest]
+Arguments = Callable[[Path, str], list[object]]
+
+COMMANDS: dict[str, Arguments] = {
+    "ls": lambda _, url: ["ls", url],
+    "ls of a namespace": lambda _, url: ["ls", url, *NAMED],
+    "ls of a prefix": lambda _, url: ["ls", url, *NAMED, "--tokens", "0,1,2,3", "--block-size", "4"],
+    "clear": lambda _, url: ["clear", url, *NAMED],
+    "clear all": lambda _, url: ["clear", url, "--all"],
+    "export": lambda folder, url: ["export", folder / "out", url, *NAMED],
+    "import": lambda folder, url: ["import", folder / "exported", url],
+    "pin": lambda _, url: ["pin", url, *NAMED],
+    "unpin": lambda _, url: ["unpin", url, *NAMED],
+}
+
+
+@pytest.fixture
+def exported(tmp_path: Path, kvstore: Commands) -> None:
+    """A folder to import."""
+    url = folder_url(tmp_path / "source")
+    fill_pool(load_config(url), SPACE, [0, 1, 2, 3])
+    assert kvstore("export", tmp_path / "exported", url, *NAMED).status == 0
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """The address of a server that is no Mooncake master."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", OPERATOR_COMMANDS)
+def test_every_command_has_help_that_begins_with_its_summary(kvstore: Commands, name: str) -> None:
+    ended = kvstore(name, "--help")
+    assert ended.status == 0
+    assert OPERATOR_COMMANDS[name].summary.split()[0] in ended.output
+    assert "--json" in ended.output
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_pool(tmp_path: Path, kvstore: Commands, name: str) -> None:
+    url = folder_url(tmp_path / "empty")
+    open_store(load_config(url)).close()
+    ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
+    if name in ("pin", "unpin"):
+        assert "only Mooncake pins" in ended.sentence
+    else:
+        assert ended.told
+    ended = kvstore(*COMMANDS[name](tmp_path, url))
+    assert ended.output.count("\n") <= 4
+    assert (ended.status == 0) != ended.errors.startswith("kvstore: ")
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_dead_pool_and_one_that_is_no_pool(tmp_path: Path, kvstore: Commands, stranger: str, name: str) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    (tmp_path / "theirs" / "letter").write_text("dear")
+    for url, sentence in (
+        (folder_url(tmp_path / "nowhere"), f"folder {tmp_path}/nowhere does not exist: no process has opened"),
+        (folder_url(tmp_path / "theirs"), "holds letter and no ledger, so it is not a pool's"),
+        ("mooncake://127.0.0.1:1?protocol=tcp", "no Mooncake master answers at 127.0.0.1:1 (Connection refused)"),
+        (f"mooncake://{stranger}?protocol=tcp", f"an HTTP server answers at {stranger}, not a Mooncake master"),
+        ("memory:", "memory is each process's own"),
+    ):
+        ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
+        assert sentence in ended.sentence
+        assert ended.output == ""
+        assert ended.status == 1
+    assert not (tmp_path / "nowhere").exists()
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["letter"]
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "import"])
+def test_a_pool_of_other_software_keeps_its_keys(tmp_path: Path, kvstore: Commands, name: str) -> None:
+    url = folder_url(tmp_path / "theirs")
+    store, memory = open_store(load_config(url)), Memory(b"theirs")
+    assert all(store.put(["lmcache@key", "kv1-short", "kvstore-manifest/none"], [memory.value] * 3))
+    store.close()
+    before = stored_keys(tmp_path / "theirs")
+    ended = kvstore(*COMMANDS[name](tmp_path, url))
+    assert ended.status == 0 or ended.sentence
+    assert stored_keys(tmp_path / "theirs") == before

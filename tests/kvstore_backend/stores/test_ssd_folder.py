@@ -1,0 +1,74 @@
+"""Whoever finds that the folder's last owner died waits until Mooncake has noticed; nobody else waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend.stores import ssd_folder
+from kvstore_backend.stores.ssd_folder import SsdFolder
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long was waited for the death of owners to be noticed, each time."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+def list_marks(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def test_a_folder_that_nobody_has_used_is_taken_at_once(tmp_path: Path, waits: list[float]) -> None:
+    folder = SsdFolder(str(tmp_path))
+    assert len(list_marks(tmp_path)) == 1
+    folder.give_up()
+    assert (list_marks(tmp_path), waits) == ([], [])
+
+
+def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: Path, waits: list[float]) -> None:
+    program = f"import os; from kvstore_backend.stores.ssd_folder import SsdFolder; SsdFolder({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", f"{program}; os._exit(9)"], check=False)
+    (mark,) = list_marks(tmp_path)
+    folder = SsdFolder(str(tmp_path))
+    assert waits == [12.0]
+    assert not mark.exists()
+    folder.give_up()
+    SsdFolder(str(tmp_path)).give_up()
+    assert waits == [12.0]
+
+
+@pytest.mark.parametrize(("age", "wait"), [(0, 12.0), (9, 3.0), (60, None)])
+def test_a_folder_that_was_left_in_order_is_taken_so_long_after_that(
+    tmp_path: Path, waits: list[float], age: int, wait: float | None
+) -> None:
+    SsdFolder(str(tmp_path)).leave()
+    (mark,) = list_marks(tmp_path)
+    left_at = mark.stat().st_mtime - age
+    os.utime(mark, (left_at, left_at))
+    SsdFolder(str(tmp_path)).give_up()
+    assert waits == ([] if wait is None else [pytest.approx(wait, abs=1.0)])
+    assert not mark.exists()
+
+
+def test_two_that_live_use_one_folder(tmp_path: Path, waits: list[float]) -> None:
+    first, second = SsdFolder(str(tmp_path)), SsdFolder(str(tmp_path))
+    assert len(list_marks(tmp_path)) == 2
+    first.give_up()
+    second.give_up()
+    assert waits == []
+
+
+def test_a_folder_that_cannot_be_written_is_left_to_mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SsdFolder(str(tmp_path / "nowhere")).leave()
+    monkeypatch.setattr(ssd_folder, "DEFAULT_FOLDER", str(tmp_path))
+    folder = SsdFolder("")
+    assert len(list_marks(tmp_path)) == 1
+    folder.give_up()

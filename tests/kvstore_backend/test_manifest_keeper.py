@@ -1,0 +1,127 @@
+"""The manifest comes into the pool when it is opened, and again where it was lost; a fault of it hurts nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore_backend import Namespace, open_pool
+from kvstore_backend.backend import Status, Value
+from kvstore_backend.config import load_config
+from kvstore_backend.manifest import MANIFEST_BYTES, Manifest, ManifestError, manifest_key
+from kvstore_backend.manifest_keeper import ManifestKeeper, read_manifest, write_manifest
+from kvstore_backend.pool import open_store
+from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.memory import MemoryStore
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster
+from tests.support.waiting import wait_until
+
+NAMESPACE = Namespace("manifest", "float32", 64, 24, 2, 64, "layer,kv,head,token,dim")
+MANIFEST = Manifest(NAMESPACE.fields, {"name": "qwen"})
+KEY = manifest_key(NAMESPACE.digest)
+
+
+class Broken(MemoryStore):
+    """Breaks its word: every put raises."""
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        raise RuntimeError("the pool is broken")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(1 << 20)
+
+
+def put(store: MemoryStore, data: bytes) -> None:
+    memory = Memory(data)
+    assert store.put([KEY], [memory.value]) == [Status.OK]
+
+
+def test_opening_a_pool_leaves_the_namespaces_manifest(tmp_path: Path) -> None:
+    config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
+    with open_pool(config, NAMESPACE, background=False, facts={"name": "qwen"}) as pool:
+        assert pool.manifest.facts == {"name": "qwen"}
+        store = FileStore(tmp_path, 1 << 20)
+        wait_until(lambda: store.exists([KEY]) == [Status.OK], "the manifest")
+        found = read_manifest(store, NAMESPACE.digest)
+        store.close()
+    assert found is not None
+    assert (found.fields, found.facts) == (NAMESPACE.fields, {"name": "qwen"})
+    (file,) = tmp_path.glob("blocks/*/kvstore-manifest*")
+    assert json.loads(file.read_bytes())["fields"]["kv_dtype"] == "float32"
+
+
+def test_a_pool_for_a_moment_leaves_none(tmp_path: Path) -> None:
+    config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
+    with open_pool(config, NAMESPACE, background=False) as pool:
+        assert pool.manifest.digest == NAMESPACE.digest
+    assert list(tmp_path.glob("blocks/*/*")) == []
+
+
+def test_a_mooncake_pool_keeps_it_too(mooncake_master: MooncakeMaster) -> None:
+    store = open_store(mooncake_master.config())
+    try:
+        assert read_manifest(store, NAMESPACE.digest) is None
+        assert write_manifest(store, MANIFEST)
+        found = read_manifest(store, NAMESPACE.digest)
+        assert found is not None
+        assert found.facts == {"name": "qwen"}
+        store.remove([KEY], force=True)
+    finally:
+        store.close()
+
+
+def test_a_manifest_that_was_lost_is_written_again(store: MemoryStore) -> None:
+    keeper = ManifestKeeper(MANIFEST, period=0.01)
+    keeper.attach_store(store)
+    try:
+        for _ in range(2):
+            wait_until(lambda: store.exists([KEY]) == [Status.OK], "the manifest")
+            store.remove([KEY])
+        other = MemoryStore(1 << 20)
+        keeper.attach_store(other)
+        wait_until(lambda: other.exists([KEY]) == [Status.OK], "the manifest in the store that was opened anew")
+    finally:
+        keeper.close()
+
+
+def test_a_pool_that_is_away_is_left_alone(store: MemoryStore) -> None:
+    keeper, asked = ManifestKeeper(MANIFEST, period=0.01), [0]
+
+    def is_ready() -> bool:
+        asked.append(1)
+        return False
+
+    keeper.watch_readiness(is_ready)
+    keeper.attach_store(store)
+    wait_until(lambda: store.exists([KEY]) == [Status.OK], "the manifest in the store that was just opened")
+    store.remove([KEY])
+    wait_until(lambda: len(asked) > 2, "further looks")
+    assert store.exists([KEY]) == [Status.ABSENT]
+    keeper.close()
+
+
+def test_what_is_there_stays_as_it_was(store: MemoryStore) -> None:
+    assert write_manifest(store, MANIFEST)
+    first = read_manifest(store, NAMESPACE.digest)
+    assert write_manifest(store, Manifest(MANIFEST.fields, {"name": "other"}))
+    assert read_manifest(store, NAMESPACE.digest) == first
+
+
+@pytest.mark.parametrize("store", [Broken(1 << 20), MemoryStore(16)], ids=["raises", "has no room"])
+def test_a_write_that_fails_hurts_nobody(store: MemoryStore) -> None:
+    assert not write_manifest(store, MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"), [(b"short", "did not give the 2048 bytes"), (b"?" * MANIFEST_BYTES, "it is not JSON")]
+)
+def test_something_else_in_its_place_is_told_in_a_sentence(store: MemoryStore, data: bytes, said: str) -> None:
+    put(store, data)
+    with pytest.raises(ManifestError, match=said):
+        read_manifest(store, NAMESPACE.digest)

@@ -1,0 +1,161 @@
+"""Blocks that the pool lost at once are put again by who still holds them; those that it evicted are not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvstore_backend.backend import Status, Value
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.refill import LossDetector, Refill
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.wrapper import Wrapper
+from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.support.memory import Memory
+from tests.support.waiting import wait_until
+
+NBYTES = 64
+HASHES = conversation(0, 300)
+
+
+class Instance:
+    """An instance's cache that holds all blocks, and saves them from memory of its own."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._memory = {each: Memory(right_bytes(each, NBYTES)) for each in HASHES}
+        self.held: list[bytes] = list(HASHES)
+        self.offered: list[bytes] = []
+        self.ended: list[Sequence[bytes]] = []
+
+    def list_saved_blocks(self, most: int) -> Sequence[bytes]:
+        return self.held[:most]
+
+    def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        held = [each for each in hashes if each in self.held]
+        self.offered += held
+        statuses = self._pool.save(held, [self._memory[each].value for each in held])
+        return len(held), sum(map(bool, statuses))
+
+    def end_round(self, hashes: Sequence[bytes]) -> None:
+        self.ended.append(hashes)
+
+
+class Full(Wrapper):
+    """A store that takes nothing while it ``is_full``."""
+
+    is_full = False
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return [Status.FAILED] * len(keys) if self.is_full else super()._put(keys, values)
+
+
+class Watched:
+    """A pool that has all blocks, and an instance that watches over them."""
+
+    def __init__(self) -> None:
+        self.store = Full(MemoryStore(1 << 20))
+        self.pool = BlockPool(self.store, NAMESPACE)
+        self.instance = Instance(self.pool)
+        self.instance.save_again(HASHES)
+        self.instance.offered.clear()
+        self.times_asked = 0
+        self.counted: list[int] = []
+        self.refill = Refill(self.pool, self.instance, self.counted.append, period=0.002)
+        self.wait_for_questions()
+
+    def wait_for_questions(self) -> None:
+        """Until the pool has been asked twice more, so once after all that happened before."""
+        asked = itertools.count()
+        exists = self.store._exists
+
+        def counting(keys: Sequence[str]) -> list[Status]:
+            self.times_asked = next(asked)
+            return exists(keys)
+
+        self.store._exists = counting  # type: ignore[method-assign]
+        wait_until(lambda: self.times_asked >= 2, "two questions")
+        self.store._exists = exists  # type: ignore[method-assign]
+
+    def lose(self, hashes: Sequence[bytes]) -> None:
+        """Let the pool forget these blocks."""
+        self.pool.remove_blocks(hashes)
+
+    @property
+    def num_there(self) -> int:
+        """How many of the blocks the pool has."""
+        return self.pool.exists(HASHES).count(Status.OK)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    running = Watched()
+    yield running
+    running.refill.close()
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_blocks_that_were_lost_at_once_are_there_again_with_the_right_bytes(watched: Watched, share: float) -> None:
+    watched.lose(random.Random(7).sample(HASHES, int(share * len(HASHES))))
+    wait_until(lambda: watched.num_there == len(HASHES), "all blocks")
+    for each in HASHES:
+        target = Memory(NBYTES)
+        assert watched.pool.load([each], [target.value]) == 1
+        assert target.content == right_bytes(each, NBYTES)
+    wait_until(lambda: watched.instance.ended == [HASHES], "the end of the round")
+    assert sum(watched.counted) == len(HASHES)
+
+
+def test_the_most_useful_blocks_are_put_first(watched: Watched) -> None:
+    watched.lose(HASHES)
+    wait_until(lambda: watched.instance.ended, "the end of the round")
+    assert watched.instance.offered == HASHES
+
+
+def test_blocks_that_are_evicted_little_by_little_are_left_alone(watched: Watched) -> None:
+    for gone in range(0, len(HASHES), 15):
+        watched.lose(HASHES[gone : gone + 15])
+        watched.wait_for_questions()
+    assert watched.instance.offered == []
+
+
+def test_a_pool_that_refuses_is_offered_one_batch_at_a_time_until_it_takes_them(watched: Watched) -> None:
+    watched.store.is_full = True
+    watched.lose(HASHES)
+    wait_until(lambda: len(watched.instance.ended) >= 3, "three rounds")
+    assert watched.instance.offered[:96] == 3 * HASHES[:32]
+    watched.store.is_full = False
+    wait_until(lambda: watched.num_there == len(HASHES), "all blocks")
+
+
+def test_only_blocks_that_are_still_held_are_put(watched: Watched) -> None:
+    del watched.instance.held[100:]
+    watched.lose(HASHES)
+    wait_until(lambda: watched.instance.ended, "the end of the round")
+    assert watched.num_there == 100
+
+
+def test_a_pool_that_cannot_answer_is_not_taken_for_one_that_lost_blocks(watched: Watched) -> None:
+    exists = watched.store._exists
+    watched.store._exists = lambda keys: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
+    watched.wait_for_questions()
+    watched.store._exists = exists  # type: ignore[method-assign]
+    watched.wait_for_questions()
+    assert watched.instance.offered == []
+
+
+def test_any_drop_of_more_than_a_tenth_is_a_loss_until_it_is_made_good_and_no_rise_is() -> None:
+    choices = random.Random(3)
+    for _ in range(300):
+        detector = LossDetector()
+        usual = None
+        for _ in range(20):
+            asked = choices.randint(1, 256)
+            found = choices.randint(0, asked)
+            is_loss = detector.is_loss(found, asked)
+            assert is_loss == (asked >= 8 and usual is not None and usual - found / asked > 0.1)
+            if asked >= 8 and not is_loss:
+                usual = found / asked

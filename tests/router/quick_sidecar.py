@@ -1,0 +1,11 @@
+"""``python -m router.register`` whose heart beats twenty times a second."""
+
+from __future__ import annotations
+
+import sys
+
+from router import register
+
+if __name__ == "__main__":
+    register.HEARTBEAT_SECONDS = 0.05
+    sys.exit(register.main())
