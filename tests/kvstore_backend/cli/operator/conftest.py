@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +12,8 @@ from tests.kvstore_backend.cli.operator.pools import Commands, Ended
 
 
 @pytest.fixture
-def kvstore(capsys: pytest.CaptureFixture[str]) -> Commands:
-    """``kvstore ARGUMENTS``, in this process."""
+def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
+    """``kvstore ARGUMENTS``, in this process, whose log is as it was in the end: commands turn it down."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
 
@@ -22,8 +23,7 @@ def kvstore(capsys: pytest.CaptureFixture[str]) -> Commands:
             status = main([str(each) for each in arguments])
         except SystemExit as exc:
             status = int(exc.code or 0)
-        finally:
-            logger.setLevel(level)  # a command silences its process, which here is everybody's
         return Ended(status, *capsys.readouterr())
 
-    return run
+    yield run
+    logger.setLevel(level)
