@@ -62,7 +62,8 @@ class SavedBlocks:
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
         """Save those of these blocks that are still cached: how many were tried, and how many the pool has now."""
-        return self._ask_later(partial(self._start_save, hashes))
+        counts: tuple[int, int] = self._ask_later(partial(self._start_save, hashes))
+        return counts
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
         """Let those that were saved again be reused in the order they were in before."""
