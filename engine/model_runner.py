@@ -26,6 +26,7 @@ from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
 from engine.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
+from kvstore_backend.cuts import find_family
 from kvstore_backend.manifest import collect_facts
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LAYOUT = "layer,kv,head,token,dim"
+# Other instances' that blocks are read under, if it divides, or is divided by, the own one.
+_OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 # Other settings of a generation_config.json that change transformers' greedy answers, and where they change nothing.
 _IGNORED_SETTINGS = {
@@ -78,6 +81,11 @@ class KVShape:
     def nbytes(self) -> int:
         """Bytes of one block."""
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    def list_axes(self) -> list[tuple[str, int]]:
+        """Names and sizes of the axes in ``LAYOUT``, the last one's size in bytes."""
+        sizes = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim * self.dtype.itemsize)
+        return list(zip(LAYOUT.split(","), sizes, strict=True))
 
 
 def load_model_config(folder: str) -> Any:
@@ -172,6 +180,7 @@ class ModelRunner:
             head_size=head_dim,
             layout=LAYOUT,
         )
+        self.family = find_family(self.namespace, kv_heads, self.shape.list_axes(), block_sizes=_OTHER_BLOCK_SIZES)
         self.eos_token_ids = _eos_token_ids(config, self.model)
         self.repetition_penalty = _repetition_penalty(folder, self.model.generation_config)
         self.default_max_tokens = _default_max_tokens(folder, self.model.generation_config)

@@ -25,10 +25,11 @@ from engine.scheduler import Scheduler
 from engine.staging import StagedMemory
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
+from kvstore_backend.cuts import Run, Siblings
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.refill import Refill
-from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
+from kvstore_backend.transfers import DirectMemory, Outcome, ReadBlocks, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
 
@@ -85,6 +86,7 @@ class PoolConnector:
             is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
         memory = StagedMemory(runner.kv, pool) if staged else _direct_memory(runner, pool)
+        self._siblings = Siblings(pool, runner.family)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
         self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
         self._refill = Refill(pool, self._saved, metrics.refilled_blocks.inc, start_thread=yield_to_compute)
@@ -108,18 +110,20 @@ class PoolConnector:
         # The last token is always computed, so a block that ends with it is of no use.
         last = (len(sequence.token_ids) - 1) // sequence.block_size
         hashes, blocks = sequence.hashes()[first:last], sequence.block_table[first:last]
-        load = _Load(sequence.request.request_id, first, hashes, len(self._scheduler.running))
+        load = _Load(sequence.request.request_id, first, hashes, sequence.hashes_of, len(self._scheduler.running))
 
         def decide(read_leading: ReadLeading) -> int:
             return self._look_up_and_read(load, read_leading)
 
         def on_end(outcome: Outcome) -> None:
-            self._saved.note_blocks(hashes[: outcome.count])
+            gathered = load.list_gathered(outcome.count)
+            self._saved.note_blocks([hashes[i] for i in range(outcome.count) if first + i not in gathered])
             if not sequence.num_preemptions:
                 sequence.pool_use, sequence.look_up, sequence.load = load.use, load.look_up, load.reading
                 sequence.pool_cached_tokens = outcome.count * sequence.block_size
                 sequence.prompt_sources.append(("the pool", sequence.pool_cached_tokens))
                 sequence.pool_load_seconds = outcome.seconds
+            sequence.gathered |= gathered
             with self._ending_on_error(sequence):
                 self._scheduler.on_load_end(sequence, outcome.count, usable=outcome.is_released)
 
@@ -139,7 +143,7 @@ class PoolConnector:
             load.use = PoolUse(Reason.SLOW, text)
             return 0
         start = time.monotonic()
-        count = read_leading(present)
+        count = read_leading(present, self._reader_of(load, load.run) if load.run else None)
         load.reading = start, time.monotonic()
         seconds = load.reading[1] - start
         self._load_or_compute.record_load(count, seconds)
@@ -147,14 +151,20 @@ class PoolConnector:
         load.use = load.explain_read(present, count)
         return count
 
+    def _reader_of(self, load: _Load, run: Run) -> ReadBlocks:
+        """Reads the blocks of ``load``, of which another cut has some."""
+        return self._siblings.reader_of(run, load.hashes, load.first, load.names_of(run.cut.block_size))
+
     def _look_up(self, load: _Load) -> int:
         """How many leading blocks of ``load`` the pool has; where it has none, ``load`` is told why."""
         start = time.monotonic()
         statuses = self._pool.exists(load.hashes) if self._pool.is_ready else []
         present = count_leading(statuses)
-        load.look_up = start, time.monotonic()
-        log_look_up(load.request_id, load.first, load.hashes, statuses, present, load.look_up[1] - start)
+        log_look_up(load.request_id, load.first, load.hashes, statuses, present, time.monotonic() - start)
         load.num_behind = statuses.count(Status.OK) - present
+        if run := self._siblings.extend_run(statuses, load.first, load.names_of):
+            load.run, load.num_behind, present = run, 0, run.count
+        load.look_up = start, time.monotonic()
         if not present:
             load.use = self._explain_miss(statuses, load)
         return present
@@ -193,7 +203,9 @@ class PoolConnector:
                 log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, last - first, why)
             return
         for begin, end, seconds in self._kept.split_blocks(sequence, first, last):
-            self._start_save_of(sequence, begin, end, seconds)
+            # What another cut has is not stored twice, unless it is to be kept.
+            for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
+                self._start_save_of(sequence, run.start, run.stop, seconds)
         sequence.num_saved = last
 
     def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
@@ -251,15 +263,29 @@ class PoolConnector:
 class _Load:
     """A question to the pool for one sequence, and its outcome."""
 
-    def __init__(self, request_id: str, first: int, hashes: SequenceOf[bytes], num_running: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        first: int,
+        hashes: SequenceOf[bytes],
+        names_of: Callable[[int], SequenceOf[bytes]],
+        num_running: int,
+    ) -> None:
         self.request_id = request_id
         self.first = first
         self.hashes = hashes
+        self.names_of = names_of  # of all blocks of the sequence, under a block size
+        self.run: Run | None = None  # set where another cut has some of them
         self.num_running = num_running  # whom computing the blocks would delay
         self.num_behind = 0  # blocks that the pool has behind the first one that it lacks
         self.use = PoolUse(Reason.FAILED, "the load failed; the log tells how")
         self.look_up: tuple[float, float] | None = None  # beginning and end, on time.monotonic
         self.reading: tuple[float, float] | None = None
+
+    def list_gathered(self, count: int) -> set[int]:
+        """Which of the sequence's blocks came from another cut, as ``count`` leading ones arrived."""
+        parts = self.run.gathered if self.run else ()
+        return {self.first + i for part in parts for i in part if i < count}
 
     def explain_read(self, present: int, count: int) -> PoolUse:
         """Of ``present`` leading blocks ``count`` arrived."""
@@ -268,7 +294,8 @@ class _Load:
             return PoolUse(Reason.FAILED, text)
         asked, lacking = len(self.hashes), self.first + present
         rest = "" if present == asked else f"; it lacks block {lacking}, which is new or was evicted"
-        text = f"it had {present} of {asked} blocks, of which {count} arrived{rest}"
+        cut = f", {self.run}" if self.run else ""
+        text = f"it had {present} of {asked} blocks{cut}, of which {count} arrived{rest}"
         return PoolUse(Reason.HIT, text, self.num_behind)
 
 

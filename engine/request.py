@@ -13,6 +13,7 @@ from engine.cache_hints import CacheHint
 from engine.pool_use import NOT_ASKED, PoolUse
 from engine.retrieval_config import Regime
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.cuts.siblings import join_runs
 
 __all__ = ["Request", "SamplingParams", "Saves", "Sequence", "State", "TokenLogprobs", "TokenOutput"]
 
@@ -122,6 +123,8 @@ class Sequence:
     """Leading blocks that were offered to the prefix cache already."""
     num_saved: int = 0
     """Leading blocks that were handed to the pool already."""
+    gathered: frozenset[int] = frozenset()
+    """Blocks that were loaded from another cut, under which the pool keeps them."""
     num_exported: int = 0
     """Leading blocks of the prompt that its listener was given already."""
     num_offloaded: int = 0
@@ -196,3 +199,13 @@ class Sequence:
     def hashes(self) -> SequenceOf[bytes]:
         """Hashes of all full blocks of ``token_ids``, computed or not."""
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
+
+    def list_ungathered(self, first: int, last: int) -> list[range]:
+        """The blocks from ``first`` to ``last`` that were not loaded from another cut, in runs."""
+        if not self.gathered:
+            return [range(first, last)]
+        return list(join_runs([i for i in range(first, last) if i not in self.gathered]))
+
+    def hashes_of(self, block_size: int) -> SequenceOf[bytes]:
+        """Hashes of all full blocks under another instances' block size."""
+        return extend_block_hashes([], self.token_ids, block_size, self._root)

@@ -154,6 +154,11 @@ class BlockPool:
         return self._stack._remove(self._build_keys(hashes), force=force)
 
     @property
+    def stack(self) -> Stack:
+        """The store in its wrappers, for who has to do with the keys of other namespaces."""
+        return self._stack
+
+    @property
     def manifest(self) -> Manifest:
         """The namespace in words, with the facts that were given to ``open_pool``."""
         return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)

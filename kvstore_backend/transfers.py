@@ -27,7 +27,7 @@ from typing import Protocol
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.pool import BlockPool
 
-__all__ = ["DirectMemory", "Outcome", "ReadLeading", "TransferMemory", "Transfers", "Window"]
+__all__ = ["DirectMemory", "Outcome", "ReadBlocks", "ReadLeading", "TransferMemory", "Transfers", "Window"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,15 @@ _FLUSH_SECONDS = 5.0
 _LOAD_FAILED = "Loading %d blocks failed; they will be computed"
 _SAVE_FAILED = "Saving %d blocks failed"
 
-ReadLeading = Callable[[int], int]
-"""Reads so many leading blocks of a load; how many of them arrived whole."""
+ReadBlocks = Callable[[int, Sequence[Value]], int]
+"""Reads the blocks of a load from this one on into these targets; how many leading ones arrived whole."""
+
+
+class ReadLeading(Protocol):
+    """Reads leading blocks of a load."""
+
+    def __call__(self, count: int, read: ReadBlocks | None = None) -> int:
+        """How many of the first ``count`` blocks arrived whole; ``read`` where they are not all the pool's own."""
 
 
 @dataclass(frozen=True)
@@ -271,19 +278,22 @@ class Transfers:
             self._await_late_calls(transfer, transfer.set_aside)
 
     def _decide_and_read(self, transfer: _Transfer, decide: Callable[[ReadLeading], int] | None) -> int:
-        def read_leading(count: int) -> int:
-            return self._read_blocks(transfer, count)
+        def read_own(begin: int, targets: Sequence[Value]) -> int:
+            return self._pool.load_by_deadline(transfer.hashes[begin : begin + len(targets)], targets)
+
+        def read_leading(count: int, read: ReadBlocks | None = None) -> int:
+            return self._read_blocks(transfer, count, read or read_own)
 
         return decide(read_leading) if decide else read_leading(len(transfer.blocks))
 
-    def _read_blocks(self, transfer: _Transfer, wanted: int) -> int:
+    def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
         """Read the first ``wanted`` blocks; how many leading ones arrived whole."""
         loaded = 0
         while loaded < wanted:
             window = self._memory.open_incoming(transfer.blocks[loaded:wanted])
             size, count = len(window.values), 0
             try:
-                count = self._pool.load_by_deadline(transfer.hashes[loaded : loaded + size], window.values)
+                count = read(loaded, window.values)
             finally:
                 window.deliver(count)
                 if count < size:

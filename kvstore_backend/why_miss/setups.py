@@ -17,8 +17,18 @@ __all__ = ["compare_setups"]
 _REMEDIES = {
     "weights_version": ("other_weights", "the version of the weights", "one of them has updated its weights in place"),
     "kv_dtype": ("other_dtype", "the dtype of the KV", "start both with one dtype"),
-    "block_size": ("other_block_size", "the block size", "start both with one block size"),
-    "tp_size": ("other_tp_size", "the tensor-parallel size", "start both with one tensor-parallel size"),
+    "block_size": (
+        "other_block_size",
+        "the block size",
+        "for our engine this is the same model in another cut, which it reads if one size divides the other; else "
+        "start both with one block size",
+    ),
+    "tp_size": (
+        "other_tp_size",
+        "the tensor-parallel size",
+        "for our engine and vLLM this is the same model in another cut, which they read if its KV heads divide evenly; "
+        "else start both with one tensor-parallel size",
+    ),
     "tenant": ("other_tenant", "the tenant", "blocks are shared within one tenant only"),
     "layout": ("other_layout", "the layout of a block", "run one version of the engine with one attention backend"),
 }

@@ -42,6 +42,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
 from kvstore_backend.config.hints import did_you_mean
+from kvstore_backend.cuts import Family, find_family
+from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, add_counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
@@ -70,6 +72,7 @@ class _Plan(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class _Rank(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     namespace: Namespace
+    family: Family | None
 
 
 @dataclass
@@ -125,7 +128,12 @@ class KVStoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 name=f"vllm:kvstore_{name}", documentation=documentation, labelnames=[*labelnames, "namespace", *labels]
             )
 
-        self._blocks = counter("blocks", "Blocks looked up, loaded and saved, by outcome", "operation", "outcome")
+        self._blocks = counter(
+            "blocks",
+            "Blocks looked up, loaded, gathered from another cut, and saved, by outcome",
+            "operation",
+            "outcome",
+        )
         self._bytes = counter("bytes", "Bytes loaded", "operation")
         self._seconds = counter("seconds", "Seconds that calls to the pool took", "operation")
         self._decisions = counter(
@@ -205,7 +213,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Beside the scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, _Rank]) -> None:
-        self._planner.learn_namespaces([metadata[rank].namespace for rank in sorted(metadata)])
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self._planner.learn_namespaces([rank.namespace for rank in ranks], ranks[0].family)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._planner.bind_blocks(gpu_block_pool)
@@ -245,11 +254,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
+        family = _find_family(self._vllm_config, namespace, memory)
         facts = _collect_facts(self._vllm_config)
-        self._worker = WorkerHalf(open_pool(self._config, namespace, facts=facts), memory)
+        self._worker = WorkerHalf(open_pool(self._config, namespace, facts=facts), memory, family)
 
     def get_handshake_metadata(self) -> _Rank | None:
-        return _Rank(self._worker.namespace) if self._worker is not None else None
+        return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before its forward pass."""
@@ -389,6 +399,22 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
         weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),
+    )
+
+
+def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Family | None:
+    """The other tensor-parallel sizes that blocks can be read under; none where heads cannot be told apart."""
+    model = vllm_config.model_config
+    heads = dict(memory.axes).get(HEAD)
+    if model.use_mla or vllm_config.speculative_config is not None or heads != namespace.num_kv_heads:
+        logger.info("Blocks are shared with instances of the same tensor-parallel size only")
+        return None
+    prefix = namespace.layout.removesuffix(memory.layout)
+    return find_family(
+        namespace,
+        model.get_total_num_kv_heads(),
+        memory.axes,
+        layout_of=lambda count: f"{prefix}{memory.layout_of(count)}",
     )
 
 

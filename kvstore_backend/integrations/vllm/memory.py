@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
+from kvstore_backend.cuts.family import HEAD
 
 __all__ = ["KVMemory"]
 
@@ -38,6 +39,7 @@ class KVMemory:
 
     Attributes:
         layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
+        axes: the same as ``kvstore_backend.cuts`` wants them; none where nothing is known to be an axis of heads.
         num_layers: layers that have memory of their own.
         block_bytes: of all layers.
 
@@ -64,6 +66,7 @@ class KVMemory:
             raise ConfigError(f"layers differ in layout ({', '.join(sorted(layouts))}); KVStoreConnector needs one")
         self.layout = layouts.pop()
         self.num_layers = len(self._tensors)
+        self.axes = self._list_axes(self._tensors[0])
         self._layers = [self._locate_layer(tensor) for tensor in self._tensors]
         self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
         for span in self.list_allocations():
@@ -85,18 +88,33 @@ class KVMemory:
             for block in blocks
         ]
 
+    def layout_of(self, heads: int) -> str:
+        """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""
+        tensor = self._tensors[0]
+        axes = [(name, heads if name == "h" else n, stride) for name, n, stride in self._order_axes(tensor, keep="h")]
+        return _describe_layout([axis for axis in axes if axis[1] > 1], str(tensor.dtype))
+
     def clear_blocks(self, blocks: Iterable[int]) -> None:
         """Make finite any bytes that a failed read left: attention still meets masked positions, times zero."""
         for block, tensor in itertools.product(blocks, self._tensors):
             tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
 
-    def _order_axes(self, tensor: Any) -> list[tuple[str, int, int]]:
-        """Axes of one block: name, size, stride in bytes; the outermost in memory first."""
+    def _list_axes(self, tensor: Any) -> tuple[tuple[str, int], ...]:
+        if tensor.dim() != 4:
+            return ()
+        axes = [(HEAD if name == "h" else name, n) for name, n, _ in self._order_axes(tensor, keep="h")]
+        return (("layer", self.num_layers), *axes, ("byte", tensor.element_size()))
+
+    def _order_axes(self, tensor: Any, keep: str = "") -> list[tuple[str, int, int]]:
+        """Axes of one block: name, size, stride in bytes; the outermost in memory first.
+
+        Those of size 1 are left out, but for one that is to be kept: it lies within the others of its stride.
+        """
         size: int = tensor.element_size()
         names = ("k", "h", "n", "c", *map(str, range(tensor.dim())))
         sizes = (self._per_block, *tensor.shape[1:])
         axes = [(name, n, stride * size) for name, n, stride in zip(names, sizes, tensor.stride(), strict=False)]
-        return sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: -axis[2])
+        return sorted((axis for axis in axes if axis[1] > 1 or axis[0] == keep), key=lambda axis: (-axis[2], -axis[1]))
 
     def _locate_layer(self, tensor: Any) -> _Layer:
         nbytes: int = tensor.element_size()

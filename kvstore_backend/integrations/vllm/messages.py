@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore_backend.cuts import Run
+
 __all__ = ["Plan", "Report", "Transfer"]
 
 
@@ -25,12 +27,14 @@ class Transfer:
         request_id: whose.
         names: the pool's names of the blocks, 32 bytes each.
         blocks: vLLM's ids of the same blocks.
+        run: of a load, where some of the blocks are to come from another cut of the model.
     """
 
     number: int
     request_id: str
     names: Sequence[bytes]
     blocks: Sequence[int]
+    run: Run | None = None
 
 
 @dataclass(frozen=True)

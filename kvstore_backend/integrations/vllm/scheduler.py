@@ -25,10 +25,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from itertools import filterfalse
+from typing import Any, NamedTuple, Protocol
 
-from kvstore_backend.backend import StorageBackend
+from kvstore_backend.backend import Status, StorageBackend
+from kvstore_backend.cuts import Family, Run, Siblings
 from kvstore_backend.integrations.vllm.cached import CachedBlocks
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
@@ -114,16 +116,25 @@ class _Question:
     Attributes:
         answer: of the last look-up, which began at ``asked_at``.
         found: by the look-ups before, the last block of them at ``found_at``.
+        run: found by the last look-up, where it is so long only with the help of another cut.
         decision: what is done with blocks that were found; ``None``: none were, yet.
     """
 
     first: int
     names: Sequence[bytes]
-    answer: Future[int]
+    answer: Future[_Found]
     asked_at: float
     found_at: float
     found: int = 0
+    run: Run | None = None
     decision: Decision | None = None
+
+
+class _Found(NamedTuple):
+    """So many leading blocks were found, and the run that they are where another cut has some of them."""
+
+    num_blocks: int
+    run: Run | None
 
 
 @dataclass
@@ -163,6 +174,7 @@ class SchedulerHalf:
         self._saves = saves
         self._prefill_wait_s = prefill_wait_s
         self._pools: list[BlockPool] = []
+        self._siblings: Siblings | None = None
         self._counts: Counts | None = None
         self._blocks: Blocks | None = None
         self._adapters: dict[int, bytes | None] = {}
@@ -185,9 +197,16 @@ class SchedulerHalf:
         self.num_lookups = 0
         """Look-ups begun, those made again included."""
 
-    def learn_namespaces(self, namespaces: Sequence[Namespace]) -> None:
-        """Hear from the workers, one namespace a rank; before that everything is a miss."""
+    def learn_namespaces(self, namespaces: Sequence[Namespace], family: Family | None = None) -> None:
+        """Hear from the workers, one namespace a rank; before that everything is a miss.
+
+        Args:
+            namespaces: of all ranks.
+            family: rank 0's; none: blocks of no other cut are looked for.
+        """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
+        if family is not None:
+            self._siblings = Siblings(self._pools[0], family, range(family.num_heads))
         self._counts = Counts(namespaces[0].digest)
         self._watch_for_losses()
 
@@ -230,7 +249,10 @@ class SchedulerHalf:
         tracked.is_loading = True
         tracked.num_saved = question.first + len(found)
         wanted = blocks()[question.first : tracked.num_saved]
-        self._planned_loads.append(self._pin_blocks(request.request_id, found, wanted, is_load=True))
+        load = self._pin_blocks(request.request_id, found, wanted, is_load=True)
+        self._planned_loads.append(replace(load, run=question.run))
+        if question.run is not None:  # the own cut has not all of them, which is no loss
+            tracked.num_noted = tracked.num_saved
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
         """The workers' transfers in the step that computes ``scheduled`` tokens of each request."""
@@ -336,7 +358,8 @@ class SchedulerHalf:
         """How many blocks the last look-up found; ``None``: it goes on."""
         start = time.monotonic()
         try:
-            return question.answer.result(self._patience)
+            found, question.run = question.answer.result(self._patience)
+            return found
         except NotYet:
             return None
         finally:
@@ -377,27 +400,37 @@ class SchedulerHalf:
             question.answer = self._begin_lookup(question.names, question.found)
         return missing > 0
 
-    def _begin_lookup(self, wanted: Sequence[bytes], found_before: int | None = None) -> Future[int]:
+    def _begin_lookup(self, wanted: Sequence[bytes], found_before: int | None = None) -> Future[_Found]:
         self.num_lookups += 1
         return self._threads.submit(self._look_up, wanted, found_before)
 
-    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> int:
+    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
         """How many leading blocks every rank finds; of a look-up made again only new blocks are counted."""
         assert self._counts is not None
         start = time.monotonic()
-        count = len(wanted)
+        count, run = len(wanted), None
         try:
             for pool in self._pools:
                 count = pool.lookup(wanted[:count]) if count else 0
+            if run := self._extend_run(wanted, count):
+                count = run.count
         except Exception:
             logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
-            count = 0
+            count, run = 0, None
         seconds = time.monotonic() - start
         if found_before is None:
             self._counts.add_operation("lookup", seconds, ok=count, absent=len(wanted) - count)
         else:
             self._counts.add_operation("lookup", seconds, ok=max(0, count - found_before))
-        return count
+        return _Found(count, run)
+
+    def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
+        """More leading blocks than the ``count`` that every rank finds, with the help of another cut."""
+        if self._siblings is None or count == len(wanted) or not self._is_ready or self._siblings.is_alone():
+            return None
+        by_rank = [pool.exists(wanted[count:]) for pool in self._pools]
+        rest = [next(filterfalse(bool, statuses), Status.OK) for statuses in zip(*by_rank, strict=True)]
+        return self._siblings.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
         """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvstore_backend.cuts import Family, Run, Siblings
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.transfers import DirectMemory, Outcome, Transfers
+from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
 
@@ -48,10 +49,13 @@ class WorkerHalf:
     Args:
         pool: closed by ``close``.
         memory: the worker's KV memory.
+        family: of the pool's namespace; none: blocks of no other cut are read.
     """
 
-    def __init__(self, pool: BlockPool, memory: KVMemory) -> None:
+    def __init__(self, pool: BlockPool, memory: KVMemory, family: Family | None = None) -> None:
         self.namespace = pool.namespace
+        self.family = family
+        self._siblings = Siblings(pool, family) if family else None
         self._memory = memory
         self._pool = pool
         self._counts = Counts(pool.namespace.digest)
@@ -67,7 +71,11 @@ class WorkerHalf:
         """Begin to read; the end is told by ``take_outcomes``."""
         for load in loads:
             self._transfers.load(
-                load.names, load.blocks, partial(self._on_load_end, load), partial(self._on_release, load)
+                load.names,
+                load.blocks,
+                partial(self._on_load_end, load),
+                partial(self._on_release, load),
+                decide=partial(self._read_run, load, load.run) if load.run else None,
             )
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
@@ -115,11 +123,18 @@ class WorkerHalf:
         with self._lock:
             event()
 
+    def _read_run(self, load: Transfer, run: Run, read_leading: ReadLeading) -> int:
+        """Read blocks of which another cut has some; block sizes are equal, so names are, too."""
+        assert self._siblings is not None, "the scheduler found blocks of another cut without a family"
+        return read_leading(len(load.blocks), self._siblings.reader_of(run, load.names, 0, load.names))
+
     def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:
         missing = load.blocks[outcome.count :]
         nbytes = outcome.count * self._memory.block_bytes
         self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))
         self._report.loads.append((outcome.count, outcome.seconds))
+        if load.run:
+            self._counts.add_operation("gather", ok=load.run.count_foreign(outcome.count))
         self._loaded.requests.add(load.request_id)
         if missing:
             self._report.short.add(load.request_id)

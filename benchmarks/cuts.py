@@ -1,0 +1,208 @@
+"""What reading another cut's blocks costs: those who have none to read, and those who have.
+
+    python benchmarks/cuts.py [--json FILE] [--rounds 15]
+
+Starts a Mooncake master of its own on loopback, and another process that holds the memory. *Plain* is an instance that
+finds its own cut: the calls of a hit and of a miss, with and without the question for siblings, in turn. *Gathered* is
+a read of the same tokens from other cuts beside one of the own cut, in turn; ``scattered`` is the other way to do it,
+the pieces read straight to where they belong, many spans each. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from pool_overhead import memory_elsewhere, pool_config, running_master
+
+from kvstore_backend import BlockPool, Namespace, Span, Value
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.cuts import Family, Run, Siblings, find_family
+from kvstore_backend.pool import open_store
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+
+LAYERS, HEADS, TOKENS = 16, 8, 64
+AXES = [("layer", LAYERS), ("kv", 2), ("head", HEADS), ("token", TOKENS), ("dim", 128)]
+OWN = Namespace("cuts", "bfloat16", TOKENS, LAYERS, HEADS, 64, "layer,kv,head,token,dim")
+LENGTH = 16 * TOKENS
+PLAIN_CALLS = 20
+CUTS = ((2, 64), (4, 64), (8, 64), (1, 256), (1, 16), (2, 256), (2, 16))
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description="What reading another cut's blocks costs.")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--rounds", type=int, default=15, help="of each two ways in turn (default 15)")
+    args = parser.parse_args()
+    with running_master() as master, memory_elsewhere(master):
+        store = open_store(pool_config(master, 0))
+        # A busy machine must not count as a hung pool.
+        stack = GuardedBackend(lambda: CheckedBackend(store), Deadlines(lookup_seconds=30, transfer_seconds=30))
+        assert stack.wait_ready(10)
+        bench = Bench(stack, args.rounds)
+        figures = {"plain": bench.measure_plain(), "gathered": bench.measure_gathered()}
+        stack.close()
+    for name, rows in figures.items():
+        print(name)
+        for row in rows:
+            print("  ", ", ".join(f"{key}: {value}" for key, value in row.items()))
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+class Bench:
+    """Measurements in one pool."""
+
+    def __init__(self, stack: GuardedBackend, rounds: int) -> None:
+        self._stack = stack
+        self._rounds = rounds
+        self._tokens = list(range(LENGTH))
+        self.family = find_family(OWN, HEADS, AXES, block_sizes=(16, 32, 64, 128, 256))
+        self._save_as(OWN)
+
+    def measure_plain(self) -> list[dict[str, object]]:
+        """A hit of 16 blocks of 2 MiB, and misses of as many, with and without siblings."""
+        pool = BlockPool(self._stack, OWN)
+        siblings = Siblings(pool, self.family)
+        hashes = self._names(TOKENS)
+        absent = extend_block_hashes([], [1, *self._tokens[1:]], TOKENS, root_hash())
+        memory, targets = self._room(OWN, len(hashes))
+
+        def hit(*, ask: bool) -> None:
+            statuses = pool.exists(hashes)
+            assert not (ask and siblings.extend_run(statuses, 0, self._names))
+            assert pool.load_by_deadline(hashes, targets) == len(hashes)
+
+        def miss(*, ask: bool) -> None:
+            for _ in range(PLAIN_CALLS):
+                statuses = pool.exists(absent)
+                assert not (ask and siblings.extend_run(statuses, 0, self._names))
+
+        rows: list[dict[str, object]] = []
+        for name, call, count in (("hit", hit, 1), ("miss", miss, PLAIN_CALLS)):
+            without, with_siblings = self._in_turn(partial(call, ask=False), partial(call, ask=True))
+            ratio = statistics.median(b / a for a, b in zip(without, with_siblings, strict=True))
+            rows.append(
+                {
+                    "what": name,
+                    "without_us": round(1e6 * statistics.median(without) / count, 1),
+                    "with_us": round(1e6 * statistics.median(with_siblings) / count, 1),
+                    "ratio": round(ratio, 4),
+                }
+            )
+        self._stack.unregister(memory.ctypes.data, len(memory))
+        return rows
+
+    def measure_gathered(self) -> list[dict[str, object]]:
+        """TP 1 with blocks of 64 tokens reads each of the other cuts; and a rank of TP 2 reads TP 1."""
+        rows = []
+        for tp_size, block_size in CUTS:
+            cut = self._cut(tp_size, block_size)
+            self._save_as(cut)
+            rows.append(self._compare(OWN, cut, scattered=block_size == TOKENS))
+        rank = self._cut(2, TOKENS)
+        self._save_as(rank)
+        return [*rows, self._compare(rank, OWN)]
+
+    def _compare(self, own: Namespace, cut: Namespace, *, scattered: bool = False) -> dict[str, object]:
+        pool = BlockPool(self._stack, own)
+        family = replace(self.family, own=own, axes=tuple(zip(dict(AXES), self.family.shape_of(own), strict=True)))
+        hashes, names = self._names(own.block_size), self._names(cut.block_size)
+        memory, targets = self._room(own, len(hashes))
+        run = Run(len(hashes), cut, (range(len(hashes)),))
+        read = Siblings(pool, family).reader_of(run, hashes, 0, names)
+
+        def plain() -> None:
+            assert pool.load_by_deadline(hashes, targets) == len(hashes)
+
+        def gather() -> None:
+            assert read(0, targets) == len(hashes)
+
+        gather()
+        own_seconds, gathered = self._in_turn(plain, gather)
+        nbytes = len(hashes) * family.block_bytes(own)
+        row: dict[str, object] = {
+            "reader": f"TP {own.tp_size}, {own.block_size}",
+            "stored": f"TP {cut.tp_size}, {cut.block_size}",
+            "own_gb_s": round(nbytes / statistics.median(own_seconds) / 1e9, 2),
+            "gathered_gb_s": round(nbytes / statistics.median(gathered) / 1e9, 2),
+        }
+        if scattered:
+            row["scattered_gb_s"] = round(nbytes / self._measure_scattered(family, cut, hashes) / 1e9, 2)
+        self._stack.unregister(memory.ctypes.data, len(memory))
+        return row
+
+    def _measure_scattered(self, family: Family, cut: Namespace, hashes: Sequence[bytes]) -> float:
+        """Seconds; without headroom, in which there would be another head's bytes."""
+        memory = np.zeros(len(hashes) * family.block_bytes(OWN), np.uint8)
+        self._stack.register(memory.ctypes.data, len(memory))
+        keys, values = self._scatter(family, cut, hashes, memory)
+        seconds, _ = self._in_turn(lambda: _check(self._stack.get(keys, values)), lambda: None)
+        self._stack.unregister(memory.ctypes.data, len(memory))
+        return statistics.median(seconds)
+
+    def _scatter(
+        self, family: Family, cut: Namespace, hashes: Sequence[bytes], memory: np.ndarray
+    ) -> tuple[list[str], list[Value]]:
+        """Each rank's pieces in the spans of the reader's blocks that hold its heads."""
+        keys: list[str] = []
+        values: list[Value] = []
+        per_head = TOKENS * 128
+        for i, block_hash in enumerate(hashes):
+            base = memory.ctypes.data + i * family.block_bytes(OWN)
+            for rank in family.ranks_with(cut, range(HEADS)):
+                heads = family.heads_of(rank)
+                keys.append(rank.key(block_hash))
+                starts = [base + (plane * HEADS + heads.start) * per_head for plane in range(2 * LAYERS)]
+                values.append([Span(start, len(heads) * per_head) for start in starts])
+        return keys, values
+
+    def _in_turn(self, one: Callable[[], object], other: Callable[[], object]) -> tuple[list[float], list[float]]:
+        """Seconds of each, called in turn; the first turn does not count."""
+        seconds: tuple[list[float], list[float]] = [], []
+        for number in range(self._rounds + 1):
+            for call, taken in zip((one, other), seconds, strict=True):
+                begun = time.perf_counter()
+                call()
+                if number:
+                    taken.append(time.perf_counter() - begun)
+        return seconds
+
+    def _save_as(self, cut: Namespace) -> None:
+        hashes = self._names(cut.block_size)
+        memory, values = self._room(cut, len(hashes))
+        for rank in range(cut.tp_size):
+            pool = BlockPool(self._stack, replace(cut, tp_rank=rank))
+            assert all(pool.save(hashes, values))
+        self._stack.unregister(memory.ctypes.data, len(memory))
+
+    def _room(self, cut: Namespace, count: int) -> tuple[np.ndarray, list[Value]]:
+        """Registered memory for so many blocks, with headroom."""
+        nbytes = self.family.block_bytes(cut)
+        memory = np.random.default_rng(1).integers(0, 256, count * (128 + nbytes), dtype=np.uint8)
+        self._stack.register(memory.ctypes.data, len(memory), headroom=True)
+        return memory, [(Span(memory.ctypes.data + 128 + i * (128 + nbytes), nbytes),) for i in range(count)]
+
+    def _names(self, block_size: int) -> list[bytes]:
+        return extend_block_hashes([], self._tokens, block_size, root_hash())
+
+    @staticmethod
+    def _cut(tp_size: int, block_size: int) -> Namespace:
+        return replace(OWN, tp_size=tp_size, num_kv_heads=HEADS // tp_size, block_size=block_size)
+
+
+def _check(statuses: Sequence[object]) -> None:
+    assert all(statuses)
+
+
+if __name__ == "__main__":
+    main()

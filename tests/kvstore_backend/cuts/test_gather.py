@@ -1,0 +1,184 @@
+"""What was written under one cut and is read under another is a plain slice of the whole, or is not there."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore_backend import Namespace, Status, Value
+from kvstore_backend.cuts.family import HEAD, TOKEN, Family, find_family
+from kvstore_backend.cuts.gather import Gatherer
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.wrapper import as_stack
+from tests.support.memory import Memory
+from tests.support.recut import WholeKV, store_blocks
+from tests.support.waiting import wait_until
+
+NAMES = ("layer", "kv", HEAD, TOKEN, "dim")
+ORDERS = [(0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (0, 1, 3, 2, 4), (3, 0, 2, 1, 4)]
+TOKENS = 64
+TOKEN_IDS = list(range(TOKENS))
+
+
+def namespace(heads: int, tp_size: int, block_size: int, rank: int = 0) -> Namespace:
+    return Namespace("m", "uint8", block_size, 2, max(1, heads // tp_size), 3, "any", tp_size=tp_size, tp_rank=rank)
+
+
+def whole_kv(heads: int, layers: int = 2, order: Sequence[int] = ORDERS[0]) -> WholeKV:
+    array = np.random.default_rng(heads).integers(0, 256, (layers, 2, heads, TOKENS, 3), dtype=np.uint8)
+    return WholeKV(array, order)
+
+
+def family_of(whole: WholeKV, own: Namespace) -> Family:
+    axes = [(NAMES[axis], whole.array.shape[axis]) for axis in whole.order]
+    return find_family(own, whole.num_heads, axes, block_sizes=(4, 8, 16, 32))
+
+
+def write(store: MemoryStore, whole: WholeKV, cut: Namespace) -> list[bytes]:
+    """All ranks' blocks of all tokens; their hashes."""
+    for rank in range(cut.tp_size):
+        hashes = store_blocks(BlockPool(CheckedBackend(store), replace(cut, tp_rank=rank)), whole, TOKEN_IDS)
+    return hashes
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> None:
+    heads, layers = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8])), data.draw(st.integers(1, 3))
+    sizes = [size for size in (1, 2, 4, 8, 16) if heads % size == 0 or size % heads == 0]
+    writer, reader = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
+    stored, wanted = data.draw(st.sampled_from([4, 8, 16, 32])), data.draw(st.sampled_from([4, 8, 16, 32]))
+    whole = whole_kv(heads, layers, data.draw(st.sampled_from(ORDERS)))
+    own = namespace(heads, reader, wanted, data.draw(st.integers(0, reader - 1)))
+    first = data.draw(st.integers(0, TOKENS // wanted - 1))
+    count = data.draw(st.integers(1, TOKENS // wanted - first))
+    store, cut = MemoryStore(1 << 20), namespace(heads, writer, stored)
+    names = write(store, whole, cut)
+    family = family_of(whole, own)
+    gatherer = Gatherer(as_stack(CheckedBackend(store)), family)
+    nbytes = family.block_bytes(own)
+    memories = [Memory(nbytes) for _ in range(count)]
+    parts = data.draw(st.sampled_from([1, 2, 3]))
+    split = [nbytes // parts] * (parts - 1) + [nbytes - (parts - 1) * (nbytes // parts)]
+    targets = [memory.spans(*split) for memory in memories]
+    assert gatherer.read_blocks(cut, names, first, targets) == count
+    for index, memory in enumerate(memories, first):
+        assert memory.content == whole.block(own, index)
+
+
+class Reading:
+    """A reader of TP 1 and blocks of 8 tokens, where TP 2 wrote blocks of ``stored``."""
+
+    def __init__(self, store: MemoryStore, stored: int = 8) -> None:
+        self.store = store
+        self.whole = whole_kv(4)
+        self.cut = namespace(4, 2, stored)
+        self.names = write(store, self.whole, self.cut)
+        self.own = namespace(4, 1, 8)
+        self.family = family_of(self.whole, self.own)
+        self.memories = [Memory(self.family.block_bytes(self.own)) for _ in range(TOKENS // 8)]
+        self.stack = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.1, 0.1))
+        self.stack.wait_ready(None)
+        self.gatherer = Gatherer(self.stack, self.family)
+
+    def read(self) -> int:
+        return self.gatherer.read_blocks(self.cut, self.names, 0, [memory.value for memory in self.memories])
+
+    def key(self, block: int, rank: int) -> str:
+        return replace(self.cut, tp_rank=rank).key(self.names[block])
+
+    def right(self) -> list[bool]:
+        """Which targets hold what they should; the others must be untouched."""
+        right = [memory.content == self.whole.block(self.own, i) for i, memory in enumerate(self.memories)]
+        for memory, is_right in zip(self.memories, right, strict=True):
+            assert is_right or memory.content == b"\xee" * memory.nbytes
+        return right
+
+
+@pytest.mark.parametrize(("stored", "whole"), [(8, 3), (16, 6), (4, 1)])
+def test_a_block_lacking_one_piece_is_a_miss_and_its_memory_is_left_alone(stored: int, whole: int) -> None:
+    reading = Reading(MemoryStore(1 << 20), stored)
+    reading.store.remove([reading.key(3, 1)])
+    assert reading.read() == whole
+    assert reading.right() == [i < whole for i in range(8)]
+
+
+def test_a_piece_of_another_size_is_a_miss() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    reading.store.remove([reading.key(2, 0)])
+    wrong = Memory(b"x" * 77)
+    reading.store.put([reading.key(2, 0)], [wrong.value])
+    assert reading.read() == 2
+    assert reading.right() == [i < 2 for i in range(8)]
+
+
+def test_a_piece_that_does_not_verify_is_a_miss_and_is_removed() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    key = reading.key(5, 1)
+    stored = reading.store._values[key]
+    reading.store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
+    assert reading.read() == 5
+    assert reading.right() == [i < 5 for i in range(8)]
+    assert reading.store.exists([key]) == [Status.ABSENT]
+
+
+def test_a_piece_of_another_rank_in_its_place_is_a_miss() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    reading.store._values[reading.key(0, 0)] = reading.store._values[reading.key(0, 1)]
+    assert reading.read() == 0
+    assert not any(reading.right())
+
+
+class HangingStore(MemoryStore):
+    """Its first read writes nonsense into its targets long after it was given up."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.goes_on = threading.Event()
+        self.targets: list[Sequence[Value]] = []
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        self.targets.append(targets)
+        if len(self.targets) == 1:
+            self.goes_on.wait(60)
+            for address, nbytes in (span for target in targets for span in target):
+                ctypes.memset(address, 0xFF, nbytes)
+        return super()._get(keys, targets)
+
+
+def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
+    store = HangingStore()
+    reading = Reading(store)
+    assert reading.read() == 0
+    assert not any(reading.right())
+    assert reading.read() == 0  # at once: the pool is not used while the call runs
+    store.goes_on.set()
+    assert reading.stack.wait_for_late_calls(60)
+    assert not any(reading.right())
+    wait_until(lambda: reading.stack.is_ready, "the breaker to close")
+    assert reading.read() == 8
+    assert all(reading.right())
+
+
+def test_targets_of_another_size_than_a_block_are_refused() -> None:
+    reading = Reading(MemoryStore(1 << 20))
+    wrong = Memory(reading.memories[0].nbytes - 1)
+    with pytest.raises(ValueError, match="targets must have the 384 bytes"):
+        reading.gatherer.read_blocks(reading.cut, reading.names, 0, [reading.memories[0].value, wrong.value])
+
+
+def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_backend.cuts.gather._BUFFER_BYTES", 1500)
+    reading = Reading(MemoryStore(1 << 20))
+    assert reading.read() == 8
+    assert all(reading.right())

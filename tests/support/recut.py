@@ -1,0 +1,54 @@
+"""A model's KV as one array, and plain slices of it under any cut, to compare with what is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.manifest import manifest_key
+from kvstore_backend.namespace import Namespace
+from kvstore_backend.pool import BlockPool
+from tests.support.memory import Memory
+
+__all__ = ["WholeKV", "leave_marker", "store_blocks"]
+
+
+class WholeKV:
+    """The KV of all heads at all tokens: ``[layer, kv, head, token, byte]``."""
+
+    def __init__(self, array: NDArray[np.uint8], order: Sequence[int] = (0, 1, 2, 3, 4)) -> None:
+        """``order``: the axes of a block in memory, by their numbers in ``array``."""
+        self.array = array
+        self.order = tuple(order)
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.array[0, 0])
+
+    def block(self, cut: Namespace, index: int) -> bytes:
+        """The bytes that the rank of ``cut`` holds of one block."""
+        if cut.tp_size <= self.num_heads:
+            heads = list(np.array_split(np.arange(self.num_heads), cut.tp_size)[cut.tp_rank])
+        else:
+            heads = [np.repeat(np.arange(self.num_heads), cut.tp_size // self.num_heads)[cut.tp_rank]]
+        tokens = slice(index * cut.block_size, (index + 1) * cut.block_size)
+        return bytes(self.array[:, :, heads, tokens].transpose(self.order).tobytes())
+
+
+def store_blocks(pool: BlockPool, whole: WholeKV, token_ids: Sequence[int]) -> list[bytes]:
+    """Put all whole blocks of the pool's own rank and leave its marker; the hashes of the blocks."""
+    cut = pool.namespace
+    hashes = extend_block_hashes([], token_ids, cut.block_size, root_hash())
+    memories = [Memory(whole.block(cut, index)) for index in range(len(hashes))]
+    assert all(pool.put_blocks(hashes, [memory.value for memory in memories]))
+    leave_marker(pool)
+    return hashes
+
+
+def leave_marker(pool: BlockPool) -> None:
+    """What tells others that the pool's namespace lives."""
+    marker = Memory(b"{}")
+    assert pool.stack.put([manifest_key(pool.namespace.digest)], [marker.value])[0]
