@@ -76,7 +76,7 @@ class Staging:
     def _cut_rows(self, memory: torch.Tensor) -> torch.Tensor:
         """``[block, ...]`` of encoded blocks in memory that is laid out as the buffer."""
         rows = memory.view(-1, self._stride)[:, HEADROOM_BYTES:]
-        return rows.view(self._codec.dtype).unflatten(1, self._codec.shape)
+        return rows.view(self._codec.dtype).view(-1, *self._codec.shape)
 
     @contextlib.contextmanager
     def _beside_the_engine(self) -> Iterator[None]:

@@ -260,6 +260,7 @@ def _measure_epoch() -> float:
     return now - (before + after) / 2
 
 
+# As in router/telemetry/tracing.py: the two packages may not import each other, nor do they share a third.
 class _TellingExporter:
     """The SDK's exporter, which says once that the receiver takes no spans, and once that it does again."""
 

@@ -6,7 +6,7 @@ launch/      python -m router.launch: reads the settings and starts one process 
 app.py       all parts put together, and the control plane in FastAPI
 register.py  python -m router.register: the sidecar that registers a server which cannot register itself
 simulate.py  python -m router.simulate: a trace of requests over simulated instances
-console/     kvrouter: the router, or with a command what an operator runs beside it
+console/     kvrouter: the router, or with a command an operator's program beside it
 sharing/     several processes, and several routers, with the knowledge of one
 serving/     the way of one request: selection, attempts, the response, resumption
 telemetry/   metrics, the access log, explanations

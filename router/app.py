@@ -104,11 +104,7 @@ class RouterApp:
         self.load_sync = LoadSync(link, self.registry)
         self.selector = Selector(settings, self.registry)
         self.prefix_sync = PrefixSync(link, self.selector.policies)
-        self.snapshot = (
-            Snapshot(Path(settings.snapshot_path), self.registry, self.selector.policies)
-            if settings.snapshot_path
-            else None
-        )
+        self.snapshot = self._make_snapshot()
         if settings.register_path:
             add_listed_instances(self.registry, Path(settings.register_path), time.monotonic())
         self.auth = Auth(settings)
@@ -189,7 +185,11 @@ class RouterApp:
         """Be ready no more, and let clients close their connections: the process is to end soon."""
         self.proxy.is_leaving = True
 
-    def find_obstacle(self) -> str:
+    def _make_snapshot(self) -> Snapshot | None:
+        path = self.settings.snapshot_path
+        return Snapshot(Path(path), self.registry, self.selector.policies) if path else None
+
+    def find_unreadiness(self) -> str:
         """Why requests should be sent to other routers, in one sentence; ``""`` if they may be sent here."""
         return "the router is about to end" if self.proxy.is_leaving else self.selector.find_obstacle()
 
@@ -222,7 +222,7 @@ class RouterApp:
         self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
         self.link.answer_topic("requests", self.audit.list_requests)
-        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort(asked)])
+        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort_requests(asked)])
 
     def _check_access(self, path: str, headers: Headers) -> None:
         """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
@@ -268,6 +268,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
     _add_probes(app, router)
     _add_fleet(app, router)
     _add_admin(app, router)
+    _add_explanations(app, router)
     _add_clients(app, router)
     return app
 
@@ -342,7 +343,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/ready")
     async def answer_readiness_probe() -> Response:
-        if obstacle := router.find_obstacle():
+        if obstacle := router.find_unreadiness():
             return json_reply(503, {"status": "not ready", "reason": obstacle})
         return json_reply(200, {"status": "ready"})
 
@@ -372,7 +373,7 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_admin(app: FastAPI, router: RouterApp) -> None:
-    """The paths for operators."""
+    """The paths by which operators give orders."""
 
     async def carry_out_order(request: Request) -> Response:
         try:
@@ -403,8 +404,12 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         status = "success" if is_done else "error"
         return json_reply(200 if is_done else 502, {"status": status, "instances": outcomes})
 
+
+def _add_explanations(app: FastAPI, router: RouterApp) -> None:
+    """The paths by which operators look at requests that have ended."""
+
     @app.get("/admin/requests")
-    async def list_requests(count: str = str(LISTED_REQUESTS)) -> Response:
+    async def list_last_requests(count: str = str(LISTED_REQUESTS)) -> Response:
         if not count.isdecimal() or not 0 < int(count) <= MAX_LISTED_REQUESTS:
             message = f"count is {count!r}; it must be a number from 1 to {MAX_LISTED_REQUESTS}"
             return error_reply(ApiError(400, message, "invalid_query", "count"))
@@ -415,7 +420,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         return json_reply(200, {"requests": listed[: int(count)]})
 
     @app.get("/admin/explain/{request_id:path}")
-    async def explain_request(request_id: str) -> Response:
+    async def explain_placing(request_id: str) -> Response:
         try:
             return json_reply(200, await _find_explanation(router, request_id))
         except Refused as refused:
@@ -543,7 +548,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 
 async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
     """``Proxy.abort`` in all processes."""
-    found, engine_ids = router.proxy.abort(asked)
+    found, engine_ids = router.proxy.abort_requests(asked)
     for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", asked, everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from router.settings import FlagParser, SettingsError, read_authorities, read_token
+from router.settings import FlagParser, SettingsError, parse_port, read_authorities, read_token
 
 __all__ = ["Sidecar", "main"]
 
@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>[\w.-]+|\[[\da-fA-F:.
 
 
 class UntoldError(Exception):
-    """The server does not tell what it is, or is not what the operator says: one sentence, to stand behind "as"."""
+    """The server does not tell its kind, or another than the operator says: one sentence, to stand behind "as"."""
 
 
 class Sidecar:
@@ -138,46 +138,8 @@ class Sidecar:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Register until SIGTERM or SIGINT; the exit status: 0, or 2 if the command line cannot be used."""
-    parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
-    parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
-    parser.add_argument(
-        "--role",
-        type=_parse_role,
-        choices=ROLES,
-        help="what the server does (default: mixed; an SGLang server tells its role)",
-    )
-    parser.add_argument("--port", type=_parse_port, required=True, help="where the server listens")
-    parser.add_argument(
-        "--host",
-        metavar="IP",
-        help="of the server (default: this machine's, as the router sees it); https://HOST if it speaks HTTPS",
-    )
-    parser.add_argument(
-        "--ca-file",
-        type=Path,
-        metavar="FILE",
-        help="with certificates of the authorities that the router's and the server's own must be of, where they speak "
-        "HTTPS (default: the system's)",
-    )
-    parser.add_argument(
-        "--connector-port", type=_parse_port, help="where it takes KV from prefill instances, if it does"
-    )
-    parser.add_argument(
-        "--engine", choices=ENGINES, help="the server's kind (default: what it tells; openai is any other one)"
-    )
-    parser.add_argument(
-        "--bootstrap-port",
-        type=_parse_port,
-        help="SGLang's --disaggregation-bootstrap-port (default: what the server tells, or 8998)",
-    )
-    parser.add_argument(
-        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
-    )
     try:
-        arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        arguments = _make_flags().parse_args(sys.argv[1:] if argv is None else argv)
         token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
         tls = read_authorities(str(arguments.ca_file), "--ca-file") if arguments.ca_file else None
     except SettingsError as exc:
@@ -193,6 +155,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     asyncio.run(_run_until_signal(Sidecar(arguments.router, payload, token, tls)))
     return 0
+
+
+def _make_flags() -> FlagParser:
+    parser = FlagParser(prog="router.register", description="Register a server that cannot by itself.")
+    parser.add_argument("--router", type=_parse_router_url, required=True, metavar="HOST:PORT", help="the router")
+    parser.add_argument(
+        "--role",
+        type=_parse_role,
+        choices=ROLES,
+        help="what the server does (default: mixed; an SGLang server tells its role)",
+    )
+    parser.add_argument("--port", type=parse_port, required=True, help="where the server listens")
+    parser.add_argument(
+        "--host",
+        metavar="IP",
+        help="of the server (default: this machine's, as the router sees it); https://HOST if it speaks HTTPS",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="with certificates of the authorities that the router's and the server's own must be of, where they speak "
+        "HTTPS (default: the system's)",
+    )
+    parser.add_argument(
+        "--connector-port", type=parse_port, help="where it takes KV from prefill instances, if it does"
+    )
+    parser.add_argument(
+        "--engine", choices=ENGINES, help="the server's kind (default: what it tells; openai is any other one)"
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=parse_port,
+        help="SGLang's --disaggregation-bootstrap-port (default: what the server tells, or 8998)",
+    )
+    parser.add_argument(
+        "--kv-connector", choices=KV_CONNECTORS, help="the way in which a pair of vLLM's hands KV over (default: nixl)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with the router's registration or admin token, if it has one"
+    )
+    return parser
 
 
 async def _run_until_signal(sidecar: Sidecar) -> None:
@@ -265,12 +269,6 @@ def _parse_role(text: str) -> str:
     if text.lower() not in ROLES:
         raise argparse.ArgumentTypeError(f"{text!r} is no kind of instance; it must be one of {', '.join(ROLES)}")
     return text.lower()
-
-
-def _parse_port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
-    return int(text)
 
 
 def _find_own_address(router: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_lines import check_command
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -15,6 +19,14 @@ CHINESE = sorted(path.relative_to(DOCS / "zh") for path in (DOCS / "zh").rglob("
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 COMMANDS = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
+
+
+# What operators type: of ours each command is read by its program's own parser, and each path is one that is served.
+OPERATORS_PAGES = sorted(
+    path.relative_to(DOCS) for path in (DOCS / "operations.md", DOCS / "runbook.md", *DOCS.glob("operations/*.md"))
+)
+OURS = re.compile(r"(?:kvrouter|kvstore|python -m)\b")
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(52700|52400|52500)(/[\w/]*)")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,23 @@ def test_a_page_in_chinese_lacks_no_heading_and_no_command_of_the_english_one(pa
     assert outline(chinese) == outline(english)
     assert commands(chinese) == commands(english)
     assert named(english) - named(chinese) == set()
+
+
+@pytest.mark.parametrize("page", OPERATORS_PAGES, ids=str)
+def test_commands_on_operators_pages_would_be_taken(page: Path) -> None:
+    served = json.loads((ROOT / "tests" / "public_surface.json").read_text())["HTTP paths"]
+    for line in typed((DOCS / page).read_text()):
+        if OURS.match(line):
+            check_command(shlex.split(line), {})
+        for port, path in ADDRESS.findall(line):
+            known = served["router" if port == "52700" else "engine"]
+            assert path in known or f"{path.rpartition('/')[0]}/{{request_id:path}}" in known, line
+
+
+def typed(text: str) -> list[str]:
+    """The commands of a page, each in one line, without comments."""
+    lines = "".join(block for language, block in commands(text) if language == "bash").replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip()]
 
 
 def original_of(page: Path) -> Path:

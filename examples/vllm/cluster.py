@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,9 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NoReturn
 
+from engine.make_model import default_folder, make_model
+
 __all__ = [
     *("MODEL", "START_S", "Cluster", "Connector", "Master", "Process", "fail", "metric", "namespaces", "scratch"),
-    "wait_for_interrupt",
+    *("find_model", "make_parser", "wait_for_interrupt"),
 ]
 
 Connector = Literal["kvstore", "nixl"]
@@ -30,6 +33,24 @@ Connector = Literal["kvstore", "nixl"]
 START_S = 900.0
 STOP_S = 20.0
 MODEL = "m"  # the name that requests use
+
+
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """The flags of all programs here that take a connector; ``text`` is the program's own."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a checkpoint; default: the small one of this project"
+    )
+    return parser
+
+
+def find_model(folder: Path | None) -> Path:
+    """The checkpoint in ``folder``; without one the small one of this project, which is made if need be."""
+    if folder is None:
+        folder = default_folder()
+        make_model(folder)
+    return folder
 
 
 def fail(sentence: str) -> NoReturn:

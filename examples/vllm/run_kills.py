@@ -12,20 +12,16 @@ that counts each token once. The instance is started again meanwhile, which take
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from asking import words
-from cluster import MODEL, START_S, Cluster, Connector, fail, metric, scratch
-
-from engine.make_model import default_folder, make_model
+from cluster import MODEL, START_S, Cluster, Connector, fail, find_model, make_parser, metric, scratch
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 PROMPT_WORDS = 300
@@ -127,19 +123,12 @@ def kill_in(fleet: Fleet, path: str, prompt: str, tokens: int, kill_after: int) 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="in each stream; default: 64")
     parser.add_argument("--every", type=int, default=8, metavar="N", help="kill after each N-th token; default: 8")
     parser.add_argument("--decodes", type=int, default=3, metavar="N", help="decode instances, 2 or more; default: 3")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a checkpoint; default: the small one of this project"
-    )
     options = parser.parse_args()
-    model = options.model or default_folder()
-    if options.model is None:
-        make_model(model)
-    with scratch(f"run_kills_{options.connector}") as folder, Cluster(folder, model) as cluster:
+    with scratch(f"run_kills_{options.connector}") as folder, Cluster(folder, find_model(options.model)) as cluster:
         print(
             f"starting instances, connector {options.connector}, which takes minutes; logs are in {folder}", flush=True
         )

@@ -14,7 +14,6 @@ connector, asked before. What must be installed: ``README.md`` here.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import operator
@@ -25,9 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from asking import ANSWER_TOKENS, BLOCK, PATHS, Answer, answered, ask, wait_answered, words
-from cluster import Cluster, Connector, fail, metric, scratch, wait_for_interrupt
-
-from engine.make_model import default_folder, make_model
+from cluster import Cluster, Connector, fail, find_model, make_parser, metric, scratch, wait_for_interrupt
 
 # The first transfers open connections and commit memory, which may take longer than the pool allows.
 WARM_UPS = 2
@@ -191,8 +188,7 @@ class Alone:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--connector", choices=("kvstore", "nixl"), default="kvstore", help="default: kvstore, ours")
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=16, metavar="N", help="in each run; default: 16")
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="how often, with new prompts; default: 1")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="requests at the same time; default: 1")
@@ -200,14 +196,8 @@ def main() -> None:
         "--answers", type=Path, metavar="FILE", help="keep the answers of the instance without connector for next time"
     )
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a checkpoint; default: the small one of this project"
-    )
     options = parser.parse_args()
-    model = options.model or default_folder()
-    if options.model is None:
-        make_model(model)
-    with scratch(f"run_pd_{options.connector}") as folder, Cluster(folder, model) as cluster:
+    with scratch(f"run_pd_{options.connector}") as folder, Cluster(folder, find_model(options.model)) as cluster:
         print(f"logs are in {folder}", flush=True)
         alone = Alone(cluster, options.answers, options.at_once)
         runs = [alone.ask_run(run, options.prompts) for run in range(options.runs)]

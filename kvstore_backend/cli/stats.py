@@ -269,20 +269,22 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
     Args:
         before: an earlier reading, so many ``seconds`` ago: with it the tables tell how fast figures grow.
     """
+    lines = _describe_pool(figures, before, seconds)
+    lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
+    if figures.tenants:
+        lines += ["", *_describe_tenants(figures.tenants.values())]
+    if not figures.instances:
+        return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
+    return [*lines, "", *_describe_instances(figures, before, seconds)]
+
+
+def _describe_pool(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
     used, capacity = figures.used_bytes or 0, figures.capacity_bytes or 0
-
-    def rate(name: str) -> str:
-        now, then = getattr(figures, name), getattr(before, name)
-        return "" if now is None or then is None else _format_growth(then, now, seconds)
-
+    share = f"{used / capacity if capacity else 0:.0%}"
     rows: list[tuple[str, object, str]] = [
         ("backend", figures.backend, ""),
         ("keys", figures.keys, "keys"),
-        (
-            "used",
-            f"{format_bytes(used)} of {format_bytes(capacity)} ({used / capacity if capacity else 0:.0%})",
-            "used_bytes",
-        ),
+        ("used", f"{format_bytes(used)} of {format_bytes(capacity)} ({share})", "used_bytes"),
     ]
     if figures.backend == "mooncake":
         reads, found = figures.reads or 0, figures.reads_found or 0
@@ -294,16 +296,14 @@ def _describe_figures(figures: _PoolFigures, before: _PoolFigures | None = None,
             ("reads", f"{reads}, found {found} ({found / reads if reads else 0:.0%})", "reads"),
         ]
     if before is None:
-        lines = format_table(("pool", ""), [row[:2] for row in rows])
-    else:
-        told = [(title, value, rate(name) if name else "") for title, value, name in rows]
-        lines = format_table(("pool", "", "a second"), told)
-    lines += ["", *format_table(("namespace", "keys"), list(figures.keys_by_namespace.items()) or [("(none)", 0)])]
-    if figures.tenants:
-        lines += ["", *_describe_tenants(figures.tenants.values())]
-    if not figures.instances:
-        return [*lines, "", "hit rates are known to the instances: kvstore stats --instances HOST:PORT ..."]
-    return [*lines, "", *_describe_instances(figures, before, seconds)]
+        return format_table(("pool", ""), [row[:2] for row in rows])
+
+    def tell_growth(name: str) -> str:
+        now, then = getattr(figures, name), getattr(before, name)
+        return "" if now is None or then is None else _format_growth(then, now, seconds)
+
+    told = [(title, value, tell_growth(name) if name else "") for title, value, name in rows]
+    return format_table(("pool", "", "a second"), told)
 
 
 def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seconds: float) -> list[str]:
@@ -311,17 +311,14 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
     heads = ("prompt tokens", "own cache", "pool", "blocks found", "absent", "unknown")
     total = [(name, *(f"{each:.0f}" for each in row.values())) for name, row in figures.instances.items()]
     lines = format_table(("instance", *heads), total)
-    if before is not None:
-        grown = [
-            (
-                name,
-                *(_format_growth(then, now, seconds) for then, now in zip(earlier.values(), row.values(), strict=True)),
-            )
-            for name, row in figures.instances.items()
-            if (earlier := before.instances.get(name))
-        ]
-        lines += ["", *format_table(("a second", *heads), grown)]
-    return lines
+    if before is None:
+        return lines
+    grown = []
+    for name, row in figures.instances.items():
+        if earlier := before.instances.get(name):
+            pairs = zip(earlier.values(), row.values(), strict=True)
+            grown.append((name, *(_format_growth(then, now, seconds) for then, now in pairs)))
+    return [*lines, "", *format_table(("a second", *heads), grown)]
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:

@@ -8,7 +8,7 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
-Someone who can write to the pool on purpose can also write a fitting header (``docs/operations.md``).
+Someone who can write to the pool on purpose can also write a fitting header (``docs/operations/security.md``).
 
 Several threads hash a large batch (``parts.py``). No block counts before all of its bytes were verified.
 """

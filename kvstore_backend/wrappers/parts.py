@@ -111,7 +111,8 @@ def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]
     """Whether to go on: behind a part that failed as a whole, the others would wait for the same dead pool."""
     for step in steps:
         step(part)
-    return statuses[part].count(Status.FAILED) < part.stop - part.start
+    answers = statuses[part]
+    return answers.count(Status.FAILED) < len(answers)
 
 
 def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:

@@ -1,4 +1,4 @@
-"""RouterClient: what a router says of itself and of its instances, and the orders it takes, over HTTP."""
+"""RouterClient: a router's account of itself and of its instances, and the orders it takes, over HTTP."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``kvrouter --port 52700 --splitwise`` is ``python -m router.launch --port 52700 --splitwise``; with a command as its
 first word, such as ``kvrouter drain``, it is that program. A program is loaded only when it is asked for.
-``kvrouter --print-completion bash`` (or ``zsh``) prints what makes the shell complete commands and flags.
+``kvrouter --print-completion bash`` (or ``zsh``) prints a script by which the shell completes commands and flags.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from router.console.client import (
     add_router_flags,
     find_own_address,
 )
-from router.settings import FlagParser, SettingsError
+from router.settings import FlagParser, SettingsError, parse_port
 
 __all__ = ["main", "make_parser"]
 
@@ -82,7 +82,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="as /registered lists it")
     parser.add_argument(
         "--self-port",
-        type=_parse_port,
+        type=parse_port,
         metavar="PORT",
         help="drain the instance at this port of this machine, whose address the router sees: for a hook that "
         "Kubernetes runs before it ends the instance (preStop); implies --until-restart",
@@ -155,7 +155,7 @@ async def _wait_until_empty(
         give_again: gives the order again, where a router that was started anew may have forgotten it.
 
     Raises:
-        NotEmptied: it takes too long, or the instance is not what it was any more.
+        NotEmptied: it takes too long, or the instance does not drain any more.
         RouterError: the router does not tell.
     """
     began = time.monotonic()
@@ -237,7 +237,7 @@ class _Progress:
             self._print(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Tell what is wrong, once."""
+        """Tell of a fault, once."""
         if sentence not in self._warnings:
             self._warnings.add(sentence)
             print(f"kvrouter drain: warning: {sentence}", file=sys.stderr, flush=True)
@@ -258,9 +258,3 @@ def _parse_seconds(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0; instances stand before --wait")
     return seconds
-
-
-def _parse_port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
-    return int(text)

@@ -1,4 +1,4 @@
-"""kvrouter top: what the router and its instances do, in a terminal, looked at again every two seconds.
+"""kvrouter top: the router and its instances at work, in a terminal, looked at again every two seconds.
 
 kvrouter top --router 10.0.0.8:9000 --token-file admin-token      # q ends it; l, t, w, m, r, s and a choose the order
 kvrouter top --once --sort tokens                                 # one report, as into a pipe
@@ -12,8 +12,8 @@ import os
 import sys
 import termios
 import tty
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,18 +22,16 @@ from rich.text import Text
 
 from router.console.client import RouterClient, add_router_flags, parse_interval
 from router.console.dashboard.collector import Collector
-from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL, RouterFigures
-from router.console.dashboard.history import (
-    History,
-    InstanceReport,
-    Moment,
-    Span,
+from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL
+from router.console.dashboard.history import History, InstanceReport, Moment, Span
+from router.console.dashboard.scraper import Scraper
+from router.console.dashboard.summaries import (
     count_origins,
     estimate_quantile,
+    read_router,
     share_origins,
     sum_answers,
 )
-from router.console.dashboard.scraper import Scraper
 from router.console.dashboard.words import (
     NOTHING,
     ORIGIN_NAMES,
@@ -62,8 +60,6 @@ _BAR_SIGNS: Mapping[str, tuple[str, str]] = {
 }
 _STATE_COLOURS = {"healthy": "green", "paused": "yellow", "draining": "yellow", "unhealthy": "red"}
 _BREAKER_COLOURS = {"half_open": "yellow", "open": "red"}
-
-K = TypeVar("K", bound=Hashable)
 
 
 class _Order(NamedTuple):
@@ -182,7 +178,7 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
     fd, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(fd)
 
-    def read() -> None:
+    def on_input() -> None:
         typed = os.read(fd, 64)
         if not typed:  # the terminal is gone
             loop.remove_reader(fd)
@@ -190,7 +186,7 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(each)
 
     tty.setcbreak(fd, termios.TCSANOW)
-    loop.add_reader(fd, read)
+    loop.add_reader(fd, on_input)
     try:
         yield
     finally:
@@ -199,7 +195,7 @@ def _listen_for_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def _draw(collector: Collector, order: str, width: int, height: int | None = None) -> RenderableType:
-    """What the last look found.
+    """The report of the last look.
 
     Args:
         height: lines that there is room for; of instances only so many are told.
@@ -234,9 +230,9 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
 
 def _draw_head(history: History, url: str, last: Moment) -> Text:
     """The router's own figures, in two lines."""
-    answers = sum_answers(history.count_span(SPAN, _read_router(lambda router: router.answers)))
-    first = history.count_span(SPAN, _read_router(lambda router: router.first_token))
-    later = history.count_span(SPAN, _read_router(lambda router: router.output_token))
+    answers = sum_answers(history.count_span(SPAN, read_router(lambda router: router.answers)))
+    first = history.count_span(SPAN, read_router(lambda router: router.first_token))
+    later = history.count_span(SPAN, read_router(lambda router: router.output_token))
     seconds = min(SPAN.seconds, last.time - history.list_moments(SPAN.seconds)[0].time)
     total = sum(answers.values())
     head = Text()
@@ -322,14 +318,3 @@ def _read_waiting(report: InstanceReport) -> float | None:
 
 def _read_memory(report: InstanceReport) -> float | None:
     return None if report.figures is None else report.figures.memory_used
-
-
-def _read_router(
-    read: Callable[[RouterFigures], Mapping[K, float]],
-) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
-    """The router's counters, as a ``History`` reads them."""
-
-    def read_moment(moment: Moment) -> Mapping[str, Mapping[K, float]]:
-        return {} if moment.router is None else {"router": read(moment.router)}
-
-    return read_moment

@@ -217,15 +217,16 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
         if token.end() > token.start() + 1:
             if depth == 1 and key is None:
                 key = json.loads(data[token.start() : token.end()])
-        elif first in b"{[":
+            continue
+        if first in b"{[":
             depth += 1
             start = token.end() if depth == 1 else start
-        elif first in b"}]" or depth == 1:
-            if depth == 1:
-                if key is not None:
-                    yield key, start, token.start()
-                key, start = None, token.end()
-            depth -= first in b"}]"
+            continue
+        if depth == 1:  # a comma, or the object's end
+            if key is not None:
+                yield key, start, token.start()
+            key, start = None, token.end()
+        depth -= first in b"}]"
 
 
 def _parse_leniently(data: bytes, error: orjson.JSONDecodeError) -> Any:

@@ -56,20 +56,20 @@ class Attempts:
         """Whether a client has told its engines to stop it: an attempt that fails now is the last."""
 
     def prepare(self, parsed: ParsedRequest) -> Attempt:
-        """The first attempt, with which ``begin`` goes on; nothing is sent yet.
+        """The first attempt, with which ``begin_response`` goes on; nothing is sent yet.
 
         Raises:
-            Exception: as ``begin``, which comes to the same.
+            Exception: as ``begin_response``, which comes to the same.
         """
         attempt = self._make_attempt(parsed, self._select_instances(parsed))
         self._is_prepared = True
         return attempt
 
     def settle(self) -> None:
-        """The prepared attempt has its answer: ``begin`` would make another."""
+        """The prepared attempt has its answer: ``begin_response`` would make another."""
         self._is_prepared = False
 
-    async def begin(self, parsed: ParsedRequest) -> bytes:
+    async def begin_response(self, parsed: ParsedRequest) -> bytes:
         """Make attempts until one has the first bytes of a response.
 
         Raises:

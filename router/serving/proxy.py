@@ -91,7 +91,7 @@ class Proxy:
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)
 
-    def abort(self, asked: Collection[str] | None) -> tuple[set[str], list[str]]:
+    def abort_requests(self, asked: Collection[str] | None) -> tuple[set[str], list[str]]:
         """Try the requests that clients know by these ids, or all, no more.
 
         Returns:
@@ -114,4 +114,4 @@ class Proxy:
 
     def _end_older(self, error: ApiError, started_before: float) -> None:
         for serving in [serving for serving in self._live if serving.started <= started_before]:
-            serving.fail(RequestEnded(error))
+            serving.end_early(RequestEnded(error))

@@ -102,7 +102,7 @@ class ServingRequest:
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
-        # What ``start`` leaves to ``serve``, beside an attempt: an answer that was preempted; an exception.
+        # What ``start`` leaves to ``serve_to_end``, beside an attempt: an answer that was preempted; an exception.
         self._is_preempted = False
         self._failure: Exception | None = None
 
@@ -115,7 +115,7 @@ class ServingRequest:
         """Answer the request; nothing is raised.
 
         Where no stream is asked for, the first attempt is sent at once, and an answer that comes whole is relayed as it
-        comes: neither needs a task. All else is for one that runs ``serve``.
+        comes: neither needs a task. All else is for one that runs ``serve_to_end``.
         """
         services, request = self._services, self._request
         self._live.add(self)
@@ -130,8 +130,8 @@ class ServingRequest:
                 if not parsed.wants_stream and self._attempts.prepare(parsed).send(self._on_answer):
                     return
             except Exception:
-                pass  # ``serve`` comes to the same, and handles it
-        request.run(self.serve())
+                pass  # ``serve_to_end`` comes to the same, and handles it
+        request.run(self.serve_to_end())
 
     def _on_answer(self) -> None:
         """The attempt that ``start`` has sent has an answer, or at least the beginning of one, or has failed."""
@@ -153,9 +153,9 @@ class ServingRequest:
             self._story.end_attempt(attempt, "answered")
             self._finish()
         else:
-            self._request.run(self.serve())
+            self._request.run(self.serve_to_end())
 
-    async def serve(self) -> None:
+    async def serve_to_end(self) -> None:
         """Answer the request, or go on with it; nothing is raised."""
         response, services = self._response, self._services
         try:
@@ -206,7 +206,7 @@ class ServingRequest:
             self._services.admission.leave(self._story.client, uncharged)
         self._story.write_record(self._request, self._response, self._parsed, self._attempts.current)
 
-    def fail(self, ended: RequestEnded) -> None:
+    def end_early(self, ended: RequestEnded) -> None:
         """End the request: the task that works on it gets ``ended``."""
         attempts = self._attempts
         if attempts.ended is None:
@@ -235,7 +235,7 @@ class ServingRequest:
             self._story.request_id = ids.request_id
         attempt = self._attempts.current
         if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
-            self.fail(RequestEnded(ABORTED))
+            self.end_early(RequestEnded(ABORTED))
             return meant, ()
         self._attempts.is_aborted = True
         return meant, attempt.engine_ids.list_ids()
@@ -269,7 +269,7 @@ class ServingRequest:
         self._charged = tokens
 
     def _on_client_left(self) -> None:
-        self.fail(RequestEnded(None))
+        self.end_early(RequestEnded(None))
 
     def _check_ended(self) -> None:
         if self._attempts.ended is not None:
@@ -351,7 +351,7 @@ class ServingRequest:
         """
         response = self._response
         if not self._is_preempted:
-            first = await self._attempts.begin(parsed)
+            first = await self._attempts.begin_response(parsed)
             attempt = self._attempts.current
             assert attempt is not None
             if parsed.api.keeps_answers:

@@ -11,7 +11,7 @@ served_certificate.py  ServedCertificate: the certificate of the port, loaded ag
 hints.py             suggest_name: the nearest known name for a mistyped one
 """
 
-from router.settings.flags import FlagParser
+from router.settings.flags import FlagParser, parse_port
 from router.settings.hints import did_you_mean, suggest_name
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
 from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
@@ -35,6 +35,7 @@ __all__ = [
     "load_certificate",
     "load_settings",
     "make_parser",
+    "parse_port",
     "parse_priority",
     "read_authorities",
     "read_keys",

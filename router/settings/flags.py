@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from router.settings.hints import suggest_name
 from router.settings.router_settings import SettingsError
 
-__all__ = ["FlagParser"]
+__all__ = ["FlagParser", "parse_port"]
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -40,6 +40,13 @@ class FlagParser(argparse.ArgumentParser):
 
     def _refuse_flag(self, flag: str) -> NoReturn:
         raise SettingsError(f"{flag} is not a flag of this program{suggest_name(flag, self._option_string_actions)}")
+
+
+def parse_port(text: str) -> int:
+    """A flag's value as a port, for ``type``."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
+    return int(text)
 
 
 def _describe_version() -> str:

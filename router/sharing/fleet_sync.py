@@ -39,8 +39,8 @@ class FleetSync:
     Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
     that finds an instance dead lets the others look at once.
 
-    Of orders the latest counts, in whatever record it comes: a drain that ended because one process saw the instance
-    restart is not begun again by a heartbeat that another one has just told of.
+    Of orders the latest counts, in any record that it comes with: a drain that ended because one process saw the
+    instance restart is not begun again by a heartbeat that another one has just told of.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Hub:
             wire.send_message("keep", key, record)
         wire.send_message("state", self._trouble)
 
-    def remove_worker(self, name: str) -> None:
+    def forget_worker(self, name: str) -> None:
         """A worker is gone."""
         if self._workers.pop(name, None) is None:
             return

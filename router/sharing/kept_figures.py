@@ -28,7 +28,7 @@ class KeptFigures:
         self._last[worker] = figures
 
     def remove_worker(self, worker: str) -> None:
-        """A worker is gone; what it has counted, as far as anybody was told, stays."""
+        """A worker is gone; its counts, as far as they were told, stay."""
         figures = self._last.pop(worker, None)
         if figures is not None:
             from router.telemetry import add_counts  # a supervisor whose workers live needs no Prometheus

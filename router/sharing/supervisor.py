@@ -222,7 +222,7 @@ class Supervisor:
         worker.process.join()
         worker.close()
         del self._workers[worker.name]
-        self._hub.remove_worker(worker.name)
+        self._hub.forget_worker(worker.name)
         if self._is_stopping:
             return
         code = worker.process.exitcode or 0

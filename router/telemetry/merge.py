@@ -17,6 +17,8 @@ _ADDED_GAUGES = frozenset(
 _HIGHEST_COUNTS = frozenset({"router_worker_restarts"})
 
 _Dump = Sequence[Any]
+# By the sample's name and its labels.
+_Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def dump_families(families: Iterable[Metric]) -> list[_Dump]:
@@ -42,22 +44,26 @@ def merge_families(own: Iterable[Metric], others: Iterable[Sequence[_Dump]]) -> 
     none looks better than it is.
     """
     merged: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    values: dict[str, _Values] = {}
     for dump in (dump_families(own), *others):
         for name, documentation, kind, samples in dump:
             merged.setdefault(name, Metric(name, documentation, kind))
-            known = values.setdefault(name, {})
-            is_added = kind != "gauge" or name in _ADDED_GAUGES
-            is_highest = name in _HIGHEST_COUNTS
-            for sample, labels, value in samples:
-                key = (sample, tuple(labels.items()))
-                if key not in known:
-                    known[key] = value
-                elif is_highest or "quantile" in labels:
-                    known[key] = max(known[key], value)
-                elif is_added:
-                    known[key] += value
+            _add_samples(values.setdefault(name, {}), name, kind, samples)
     for name, family in merged.items():
         for (sample, labels), value in values[name].items():
             family.add_sample(sample, dict(labels), value)
     return list(merged.values())
+
+
+def _add_samples(known: _Values, name: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> None:
+    """Merge the samples of a family into those that are ``known``."""
+    is_added = kind != "gauge" or name in _ADDED_GAUGES
+    is_highest = name in _HIGHEST_COUNTS
+    for sample, labels, value in samples:
+        key = (sample, tuple(labels.items()))
+        if key not in known:
+            known[key] = value
+        elif is_highest or "quantile" in labels:
+            known[key] = max(known[key], value)
+        elif is_added:
+            known[key] += value

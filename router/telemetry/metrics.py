@@ -342,13 +342,15 @@ class RouterMetrics:
     def _collect_decisions(self) -> Iterator[Metric]:
         """The numbers among the last decisions' reasons, so that nothing is added up on a request's path."""
         sums: dict[tuple[str, str], list[float]] = {}
-        for record in islice(reversed(self._audit.records), _DECISION_WINDOW):
-            for attempt in record.attempts[-1:]:
-                roles = ("prefill", "decode") if len(attempt.decisions) == 2 else (self._registry.roles[0].value,)
-                for role, decision in zip(roles, attempt.decisions, strict=False):
-                    for name, value in decision.reasons.items():
-                        if not isinstance(value, str):
-                            sums.setdefault((role, name), []).append(value)
+        last = (
+            record.attempts[-1] for record in islice(reversed(self._audit.records), _DECISION_WINDOW) if record.attempts
+        )
+        for attempt in last:
+            roles = ("prefill", "decode") if len(attempt.decisions) == 2 else (self._registry.roles[0].value,)
+            for role, decision in zip(roles, attempt.decisions, strict=False):
+                for name, value in decision.reasons.items():
+                    if not isinstance(value, str):
+                        sums.setdefault((role, name), []).append(value)
         family = GaugeMetricFamily(
             "router_policy_figure",
             f"What policies decided by: means over the last {_DECISION_WINDOW} requests",

@@ -7,7 +7,7 @@
     busy     prefill: instances that compute a prompt
              decode, mixed: requests that run, or wait in the router's line, by the number that an instance runs at once
     behind   for each instance whose queue takes longer than 10 s: 1 for each further 10 s; how long it takes is known
-             once the role's policy has learned what a token costs (``pool_aware``)
+             once the role's policy has learned the cost of a token (``pool_aware``)
 
 Both are means over the last half minute, of the whole fleet: the loads count the requests of all workers and routers.
 Nothing of it is done on a request's way: loads are looked at once a second.

@@ -57,7 +57,7 @@ def open_tracer(receiver: str) -> Tracer | None:
 
 
 class RequestTrace:
-    """One request in its trace: the ids that others are told, and what its record lacks. Public attributes are read."""
+    """One request in its trace: the ids that others are told, and facts beside its record. Attributes are read."""
 
     __slots__ = ("attributes", "context", "is_sampled", "model", "parent")
 
@@ -237,7 +237,7 @@ class Tracer:
         trouble: str = "",
         events: Sequence[tuple[str, float]] = (),
     ) -> None:
-        """Hand a span that has ended to the SDK: made whole, as a third of what it costs by way of a started one.
+        """Hand a span that has ended to the SDK: made whole, at a third of the cost of a started one.
 
         Args:
             times: its beginning and end on ``time.perf_counter``.
@@ -345,6 +345,7 @@ def _find_leg_trouble(attempt: AttemptRecord, leg: LegRecord) -> str:
     return attempt.ended if instance in attempt.ended else f"given up: {attempt.ended}"
 
 
+# As in engine/tracing.py: the two packages may not import each other, nor do they share a third.
 class _TellingExporter:
     """The SDK's exporter, which says once that the receiver takes no spans, and once that it does again."""
 
@@ -379,7 +380,7 @@ class _TellingExporter:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End, and whatever waits to be sent again."""
+        """End, and give up spans that wait to be sent again."""
         if not self._is_over:
             self._is_over = True
             self._exporter.shutdown()

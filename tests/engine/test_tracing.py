@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from engine.tracing import Tracer, list_phases, open_tracer
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
-from tests.support.otlp import OtlpReceiver
+from tests.support.otlp import OtlpReceiver, hide_opentelemetry
 from tests.support.waiting import wait_until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -197,13 +196,7 @@ def test_spans_are_made_where_the_standard_variables_name_a_receiver(environ: di
 def test_without_the_packages_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(name: str, *args: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real_import(name, *args)
-
-    real_import = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    hide_opentelemetry(monkeypatch)
     assert open_tracer("http://c:4318") is None
     assert "pip install 'fastdeploy-kvstore[tracing]'" in caplog.text
 

@@ -122,7 +122,7 @@ def test_the_pool_is_looked_at_with_what_keep_prints(kept: Script, command: str)
 
 
 def test_the_logs_that_the_pages_name_are_written(kept: Script) -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
     named = set(re.findall(r"\blog_(?:\*|prefill|decode|router|master)/[\w.]+", pages))
     assert named >= {"log_*/api_server.log", "log_router/nohup"}
     assert [name for name in named if not list(EXAMPLES.glob(name))] == []

@@ -10,12 +10,13 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.support.certificates import Certificate
+from tests.support.threaded_http import QuietHandler, ThreadedServer
 
 __all__ = ["KubernetesApi", "make_pod"]
 
@@ -81,7 +82,7 @@ class KubernetesApi:
         if certificate is not None:
             (folder / "ca.crt").write_bytes(certificate.certfile.read_bytes())
         self._certificate = certificate
-        self._server: ThreadingHTTPServer | None = None
+        self._server: ThreadedServer | None = None
         self._port = 0
         self.start()
 
@@ -93,33 +94,20 @@ class KubernetesApi:
         """Listen; at the port that it had before, if it had one."""
         api = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 api._answer(self)
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, *_: Any) -> None:
-                """A watcher left."""
-
-        self._server = Server(("127.0.0.1", self._port), Handler)
+        self._server = ThreadedServer(Handler, self._port)
         if self._certificate is not None:
             self._server.socket = self._certificate.serve().wrap_socket(self._server.socket, server_side=True)
         self._port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._server.start()
 
     def stop(self) -> None:
         """Listen no more, and end all watches."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.stop()
             self._server = None
         self.end_watches()
 

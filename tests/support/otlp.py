@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import builtins
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from tests.support.threaded_http import QuietHandler, ThreadedServer
 from tests.support.waiting import wait_until
 
-__all__ = ["OtlpReceiver", "ReceivedSpan"]
+__all__ = ["OtlpReceiver", "ReceivedSpan", "hide_opentelemetry"]
 
 
 class ReceivedSpan(NamedTuple):
@@ -42,9 +43,7 @@ class OtlpReceiver:
         self.answer: Callable[[], int] = lambda: 200
         receiver = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 status = receiver.answer()
@@ -54,25 +53,13 @@ class OtlpReceiver:
                 self.send_header("content-length", "0")
                 self.end_headers()
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, *_: Any) -> None:
-                """A client that was killed."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = ThreadedServer(Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._server.start()
 
     def close(self) -> None:
         """Answer no more."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
     def take(self, body: bytes) -> None:
         """Keep the spans of one request."""
@@ -90,6 +77,18 @@ class OtlpReceiver:
         """As ``find``, once there are so many."""
         wait_until(lambda: len(self.find(**wanted)) >= count, f"{count} spans of {wanted}")
         return self.find(**wanted)
+
+
+def hide_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let OpenTelemetry's packages be as if they were not installed."""
+    find_module = builtins.__import__
+
+    def refuse(name: str, *args: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return find_module(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
 
 
 def _get(span: ReceivedSpan, name: str) -> Any:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from router.console.client import RouterClient, RouterError, TokenWanted
+from router.console.client import ROLES, RouterClient, RouterError, TokenWanted
 from router.console.dashboard.figures import Listed, RouterFigures, read_listed, read_loads, read_router_figures
 from router.console.dashboard.history import History, InstanceReport, MasterReport, Moment
 from router.console.dashboard.scraper import ScrapeError, Scraper
@@ -21,7 +21,7 @@ MAX_AT_ONCE = 32
 
 
 class Collector:
-    """Looks every ``seconds``; whoever shows the figures reads ``history``.
+    """Looks every ``seconds``; views read the figures in ``history``.
 
     Args:
         pools: ``host:port`` of the HTTP side of each of the pool's masters.
@@ -59,6 +59,7 @@ class Collector:
             except TokenWanted as exc:
                 listing_trouble = str(exc)
                 self._listed = read_loads(samples)
+            self._listed.sort(key=lambda each: (ROLES.index(each.role), each.key))
         except (RouterError, ValueError, KeyError, TypeError) as exc:
             trouble = (
                 str(exc) if isinstance(exc, RouterError) else f"{self.router.url} is not a router of ours: {exc!r}"
@@ -85,7 +86,7 @@ class Collector:
     async def _ask_instance(self, listed: Listed) -> InstanceReport:
         async with self._at_once:
             try:
-                return InstanceReport(listed, await self._scraper.ask_instance(listed.metrics_url))
+                return InstanceReport(listed, await self._scraper.ask_instance(listed))
             except ScrapeError as exc:
                 return InstanceReport(listed, trouble=str(exc))
 

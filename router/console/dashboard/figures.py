@@ -1,6 +1,6 @@
 """Figures of the router, of instances and of the pool's masters, read from their own accounts; nothing here asks them.
 
-Counters grow for as long as who counts them lives; ``history`` makes of two looks at them what happened in between.
+Counters grow for as long as their process lives; ``history`` takes their growth from two looks at them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _OWN = (
     *("fastdeploy:prefix_gpu_cache_token_num_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
     "fastdeploy:prefix_gpu_cache_token_num",
 )
-_POOL = ("kvstore_pool_cached_tokens_total", "vllm:external_prefix_cache_hits_total")
+_VLLM_OUTSIDE = "vllm:external_prefix_cache_hits_total"
+_POOL = ("kvstore_pool_cached_tokens_total", _VLLM_OUTSIDE)
 _GENERATED = ("fastdeploy:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _RUNNING = ("fastdeploy:num_requests_running", "vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("fastdeploy:num_requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -64,11 +65,13 @@ class Listed(NamedTuple):
     """Requests, as the router counts them."""
     running_tokens: int = 0
     engine: str = ""
+    kv_connector: str = ""
+    """How a pair of vLLM's hands KV over; ``""`` where the router does not tell."""
     models: tuple[str, ...] = ()
 
 
 class RouterFigures(NamedTuple):
-    """What ``/metrics`` of the router tells; counters but for ``running`` and ``queued``."""
+    """The figures on ``/metrics`` of the router; counters but for ``running`` and ``queued``."""
 
     answers: Mapping[str, float]
     """Requests by the status of their answers."""
@@ -86,7 +89,7 @@ class RouterFigures(NamedTuple):
 
 
 class InstanceFigures(NamedTuple):
-    """What ``/metrics`` of an instance tells; None where it does not."""
+    """The figures on ``/metrics`` of an instance; None for those that are not there."""
 
     origins: Mapping[str, float] | None
     """Counters: prompt tokens by where their KV came from."""
@@ -116,7 +119,7 @@ class Segment(NamedTuple):
 
 
 class MasterFigures(NamedTuple):
-    """What a ``mooncake_master`` tells."""
+    """The figures of a ``mooncake_master``."""
 
     role: str
     """``leader`` or ``standby``."""
@@ -196,16 +199,17 @@ def read_listed(entry: Mapping[str, Any]) -> Listed:
         running=int(entry.get("running_requests", 0)),
         running_tokens=int(entry.get("running_tokens", 0)),
         engine=str(entry.get("engine", "")),
+        kv_connector=str(entry.get("kv_connector") or ""),
         models=tuple(map(str, entry.get("models") or ())),
     )
 
 
-def read_instance_figures(samples: Samples) -> InstanceFigures:
-    """The figures of an instance's ``/metrics``, whichever of the engines it is."""
+def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
+    """The figures of an instance's ``/metrics``, of any of the engines."""
     joined = _sum_all(samples, ("kvstore_pool_open",))
     blocks = [each for each in samples.get("kvstore_blocks_total", ()) if each.labels.get("operation") == "exists"]
     return InstanceFigures(
-        origins=_read_origins(samples),
+        origins=_read_origins(samples, takes_over=_takes_over(samples, listed)),
         generated=_sum_all(samples, _GENERATED),
         running=_sum_all(samples, _RUNNING),
         waiting=_sum_all(samples, _WAITING),
@@ -223,24 +227,24 @@ def read_master_figures(
 ) -> MasterFigures:
     """The figures of a master's ``/health``, ``/metrics`` and ``/get_segments_detail``."""
 
-    def read(name: str) -> float:
+    def find_figure(name: str) -> float:
         return figures.get(name, 0.0)
 
     return MasterFigures(
         role=str(health.get("role", "")),
         serves=bool(health.get("service_ready", True)),
         leader=str(health.get("leader_address") or ""),
-        capacity=read("master_total_capacity_bytes"),
-        used=read("master_allocated_bytes"),
-        keys=read("master_key_count"),
-        clients=read("master_active_clients"),
-        evicted_keys=read("master_evicted_key_count"),
-        evicted_bytes=read("master_evicted_size_bytes"),
-        refused_writes=read("master_put_start_alloc_failures_total"),
-        reads=read("total_get_nums_"),
-        reads_found=read("valid_get_nums_"),
-        file_capacity=read("master_total_file_capacity_bytes"),
-        file_used=read("master_allocated_file_size_bytes"),
+        capacity=find_figure("master_total_capacity_bytes"),
+        used=find_figure("master_allocated_bytes"),
+        keys=find_figure("master_key_count"),
+        clients=find_figure("master_active_clients"),
+        evicted_keys=find_figure("master_evicted_key_count"),
+        evicted_bytes=find_figure("master_evicted_size_bytes"),
+        refused_writes=find_figure("master_put_start_alloc_failures_total"),
+        reads=find_figure("total_get_nums_"),
+        reads_found=find_figure("valid_get_nums_"),
+        file_capacity=find_figure("master_total_file_capacity_bytes"),
+        file_used=find_figure("master_allocated_file_size_bytes"),
         segments=tuple(segments),
     )
 
@@ -269,15 +273,34 @@ def parse_plain_figures(text: str) -> dict[str, float]:
     return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
 
 
-def _read_origins(samples: Samples) -> dict[str, float] | None:
+def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | None:
+    """Prompt tokens by their origin.
+
+    Args:
+        takes_over: whether tokens that came from outside were handed over, and not read from the pool.
+    """
     if told := samples.get("kvstore_prompt_tokens_total"):
         by_origin = _sum_by(told, "origin")
         return {origin: by_origin.get(origin, 0.0) for origin in ORIGINS}
     prompt = _sum_all(samples, _PROMPT)
     if prompt is None:
         return None
-    own, pool = _sum_all(samples, _OWN) or 0.0, _sum_all(samples, _POOL) or 0.0
-    return {OWN_CACHE: own, POOL: pool, HANDED_OVER: 0.0, COMPUTED: max(0.0, prompt - own - pool)}
+    own, outside = _sum_all(samples, _OWN) or 0.0, _sum_all(samples, _POOL) or 0.0
+    pool, handed_over = (0.0, outside) if takes_over else (outside, 0.0)
+    return {OWN_CACHE: own, POOL: pool, HANDED_OVER: handed_over, COMPUTED: max(0.0, prompt - own - outside)}
+
+
+def _takes_over(samples: Samples, listed: Listed) -> bool:
+    """Whether it is a decode instance of vLLM that gets prompts from its prefill instance, not by way of the pool.
+
+    vLLM counts both as hits outside. Of an instance that has a connector for each, all are said to be handed over: the
+    prefill instance gives it all that it has not cached itself.
+    """
+    if listed.role != "decode" or not samples.get(_VLLM_OUTSIDE):
+        return False
+    if listed.kv_connector:
+        return listed.kv_connector != "kvstore"
+    return "vllm:kvstore_blocks_total" not in samples
 
 
 def _read_buckets(samples: Samples, name: str) -> dict[float, float]:

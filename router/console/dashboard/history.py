@@ -1,4 +1,4 @@
-"""History: the last looks at everything, and what happened between them. Plain functions over plain figures."""
+"""History: the last looks at everything, and how counters grew between them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from router.console.dashboard.figures import (
-    COMPUTED,
-    HANDED_OVER,
-    ORIGINS,
-    POOL,
-    InstanceFigures,
-    Listed,
-    MasterFigures,
-    RouterFigures,
-)
+from router.console.dashboard.figures import InstanceFigures, Listed, MasterFigures, RouterFigures
 
 __all__ = [
     "History",
@@ -24,10 +15,6 @@ __all__ = [
     "MasterReport",
     "Moment",
     "Span",
-    "count_origins",
-    "estimate_quantile",
-    "share_origins",
-    "sum_answers",
 ]
 
 K = TypeVar("K", bound=Hashable)
@@ -157,70 +144,6 @@ class History:
             if 0 <= number < span.pieces and value is not None:
                 found[number].append(value)
         return [sum(values) / len(values) if values else None for values in found]
-
-
-def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float | None:
-    """The value that this share of observations does not exceed, as Prometheus estimates it; None if there are none.
-
-    Args:
-        counts: how many observations did not exceed each bound; of infinity, too.
-    """
-    bounds = sorted(counts)
-    if not bounds or counts[bounds[-1]] <= 0:
-        return None
-    wanted = quantile * counts[bounds[-1]]
-    below, count_below = 0.0, 0.0
-    for bound in bounds:
-        count = counts[bound]
-        if count >= wanted and count > count_below:
-            if bound == float("inf"):
-                return below
-            return below + (bound - below) * (wanted - count_below) / (count - count_below)
-        below, count_below = bound, count
-    return below
-
-
-def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
-    """The counters of prompt tokens by their origin, of one instance, or with ``""`` of all, each prompt once.
-
-    A decode instance's prompt has been read by its prefill instance: only what the decode instance read from the pool
-    or computed beside that counts again.
-    """
-    counted: dict[str, Mapping[str, float]] = {}
-    for key, report in moment.instances.items():
-        if report.figures is None or report.figures.origins is None or instance not in ("", key):
-            continue
-        origins = report.figures.origins
-        if not instance and report.listed.role == "decode":
-            origins = {origin: origins[origin] for origin in (POOL, HANDED_OVER, COMPUTED)}
-        counted[key] = origins
-    return counted
-
-
-def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dict[str, float]:
-    """The share of each origin, 0 to 1; empty where there were no tokens.
-
-    Args:
-        with_handed_over: whether tokens that were handed over are a part of the whole.
-    """
-    wanted = [origin for origin in ORIGINS if with_handed_over or origin != HANDED_OVER]
-    total = sum(tokens.get(origin, 0.0) for origin in wanted)
-    return {origin: tokens.get(origin, 0.0) / total for origin in wanted} if total > 0 else {}
-
-
-def sum_answers(by_status: Mapping[str, float]) -> dict[str, float]:
-    """Answers by how they ended: ``answered``, ``refused``, ``left`` (the client did) and ``failed``."""
-    sums = {"answered": 0.0, "refused": 0.0, "left": 0.0, "failed": 0.0}
-    for status, count in by_status.items():
-        if status == "499":
-            sums["left"] += count
-        elif status.startswith("5"):
-            sums["failed"] += count
-        elif status.startswith("4"):
-            sums["refused"] += count
-        else:
-            sums["answered"] += count
-    return sums
 
 
 def _count_steps(

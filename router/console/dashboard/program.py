@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
     # Only now: its import takes a second, and nothing else of the router needs it.
     site = importlib.import_module("router.console.dashboard.site")
-    site.serve(collector, listener, flags.host, api_key)
+    site.serve_page(collector, listener, flags.host, api_key)
     return 0
 
 
@@ -72,7 +72,10 @@ def make_parser() -> FlagParser:
     )
     add_router_flags(parser)
     parser.add_argument(
-        "--port", type=_parse_port, default=DEFAULT_PORT, help=f"of the page (default: {DEFAULT_PORT}; 0: any free one)"
+        "--port",
+        type=_parse_own_port,
+        default=DEFAULT_PORT,
+        help=f"of the page (default: {DEFAULT_PORT}; 0: any free one)",
     )
     parser.add_argument(
         "--host",
@@ -101,7 +104,7 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def _parse_port(text: str) -> int:
+def _parse_own_port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
     return int(text)

@@ -10,6 +10,7 @@ import httpx
 from router.console.client import parse_samples
 from router.console.dashboard.figures import (
     InstanceFigures,
+    Listed,
     MasterFigures,
     parse_plain_figures,
     read_instance_figures,
@@ -42,17 +43,17 @@ class Scraper:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask_instance(self, url: str) -> InstanceFigures:
-        """The figures of an instance whose ``/metrics`` are at ``url``.
+    async def ask_instance(self, listed: Listed) -> InstanceFigures:
+        """The figures of an instance, from its ``/metrics``.
 
         Raises:
             ScrapeError: it does not tell them.
         """
-        page = await self._fetch(url)
+        page = await self._fetch(listed.metrics_url)
         try:
-            return read_instance_figures(parse_samples(page.text))
+            return read_instance_figures(parse_samples(page.text), listed)
         except ValueError as exc:
-            raise ScrapeError(f"{url} is no page of figures: {exc}") from None
+            raise ScrapeError(f"{listed.metrics_url} is no page of figures: {exc}") from None
 
     async def ask_master(self, address: str) -> MasterFigures:
         """The figures of the master whose HTTP side is at ``address``.

@@ -18,13 +18,13 @@ from router.console.dashboard.collector import Collector
 from router.console.dashboard.views import VIEWS, Site, View, open_frame
 from router.console.dashboard.views.look import ICON
 
-__all__ = ["serve"]
+__all__ = ["serve_page"]
 
 TITLE = "KV pool dashboard"
 RECONNECT_SECONDS = 10.0
 
 
-def serve(collector: Collector, listener: socket.socket, host: str, api_key: str = "") -> None:
+def serve_page(collector: Collector, listener: socket.socket, host: str, api_key: str = "") -> None:
     """Serve the page at ``listener``, which listens at ``host``, until SIGINT or SIGTERM."""
     app = build_app(collector, api_key)
     config = uvicorn.Config(_HostGuard(app, host), log_level="warning", access_log=False, lifespan="on")
@@ -73,8 +73,8 @@ def _make_page(site: Site, view: View) -> Callable[[Request], None]:
 class _HostGuard:
     """Answers only who asks for this machine by an address, or by the name it was given.
 
-    A page elsewhere could have its own name point here, and would then read this page in the browser of whoever visits
-    it: the browser would take both for one.
+    A page elsewhere could have its own name point here, and would then read this page in the browser of its visitors:
+    to a browser both would be one.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:

@@ -81,12 +81,12 @@ def format_bytes(value: float) -> str:
 
 
 def make_sentence(said: object) -> str:
-    """What an error says, with one full stop at its end."""
+    """The sentence of an error, with one full stop at its end."""
     return f"{str(said).rstrip('. ')}."
 
 
 def describe_trouble(report: InstanceReport) -> str:
-    """What is wrong with an instance; ``""`` if nothing is."""
+    """An instance's faults; ``""`` if it has none."""
     listed, figures = report.listed, report.figures
     said = []
     if listed.state == "unhealthy":

@@ -1,8 +1,8 @@
 """Discovery: registers the instances of pods that are ready, and removes those of pods that are not.
 
-A pod that is told to end drains: it gets nothing new, and stays listed with what it runs until it is gone, so that its
-own hook can wait for that. Instances that register themselves live by their heartbeats, whatever their pods say; only
-that they drain is taken from there.
+A pod that is told to end drains: it gets nothing new, and stays listed with its running requests until it is gone, so
+that its own hook can wait for them. Instances that register themselves live by their heartbeats, and not by the state
+of their pods; only that they drain is taken from there.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Discovery:
         await self._announce(instance)
 
     async def _complete(self, fields: Mapping[str, Any]) -> Registration:
-        """The registration of an instance, with what it must be asked for.
+        """The registration of an instance, with the fields that only the instance itself can tell.
 
         Raises:
             RegistrationError: it cannot be registered so.

@@ -1,6 +1,6 @@
 """PodWatch: the pods that a selector names, kept current through the cluster's API server.
 
-It lists them, then watches what changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/).
+It lists them, then watches changes from there on (https://kubernetes.io/docs/reference/using-api/api-concepts/).
 A watch that ends is begun again where it was; one that is too far behind (410 Gone), or any failure, leads to a new
 list. While the API server does not answer, the pods are those that were known last.
 """
@@ -43,7 +43,7 @@ class ApiFailure(Exception):
 
 
 class Gone(Exception):
-    """What the watch was to begin with is forgotten: list again."""
+    """The version that the watch was to begin with is forgotten: list again."""
 
 
 class PodWatch:
@@ -136,7 +136,7 @@ class PodWatch:
             self._on_change()
 
     async def _watch_pods(self) -> None:
-        """Note what changes, until the API server ends the watch.
+        """Note changes, until the API server ends the watch.
 
         Raises:
             Gone: it is too far behind.
@@ -221,7 +221,7 @@ class PodWatch:
         return read_token(self._account / "namespace", "manager.kubernetes-account")
 
     def _note_trouble(self, sentence: str) -> None:
-        """Say what is wrong, once."""
+        """Say that the watch fails, once for each cause."""
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
             known = f"; the {len(self.pods)} pods that are known are kept" if self.was_listed else ""
             _log.error("service discovery: %s%s; trying again", sentence, known)

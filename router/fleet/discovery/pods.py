@@ -1,4 +1,4 @@
-"""Pod: what a pod tells of the instance in it, by its labels, its annotations and its state.
+"""Pod: a pod and the instance in it, as told by its labels, its annotations and its state.
 
 =============================== ======================================================================================
 label ``kvrouter/role``         mixed, prefill or decode; else llm-d's ``llm-d.ai/role``, or one of ``role``,
@@ -102,7 +102,7 @@ def _name_process(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str
 
 
 def _find_role(labels: Mapping[str, Any]) -> str:
-    """Its role, or what stands where it should; ``""`` if no label tells one."""
+    """Its role, or the text that stands in its place; ``""`` if no label tells one."""
     if own := labels.get(_OWN_ROLE_LABEL):
         return _ROLES.get(str(own), str(own))
     return next((_ROLES[value] for label in _ROLE_LABELS if (value := labels.get(label)) in _ROLES), "")

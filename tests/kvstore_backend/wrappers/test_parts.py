@@ -58,7 +58,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[0.0, 1e99], ids=["quick", "slow"])
 def is_quick(small_parts: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(parts, "_QUICK", request.param)
-    return request.param == 0.0
+    return bool(request.param == 0.0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_backend.backend import Status
+from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
@@ -89,6 +91,22 @@ def test_what_the_fast_tier_evicted_is_read_from_the_large_one_and_copied_back(
     assert fast.exists(["a"]) == [ABSENT]
     assert read(through, "a", NBYTES) == b"a" * NBYTES
     assert fast.exists(["a"]) == [OK]
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_what_memory_evicted_is_read_from_the_folder_and_so_is_all_after_a_restart(
+    tmp_path: Path, policy: Literal["through", "back"]
+) -> None:
+    names = "abcdefgh"
+    for is_first in (True, False):
+        memory, folder = MemoryStore(3 * NBYTES), FileStore(tmp_path, 1 << 20)
+        tiers = TieredBackend(memory, folder, policy)
+        if is_first:
+            assert [put(tiers, name, nbytes=NBYTES) for name in names] == [[OK]] * len(names)
+            assert tiers.flush_writes(30)
+        assert memory.exists(list(names)).count(OK) == (3 if is_first else 0)
+        assert [read(tiers, name, nbytes=NBYTES) for name in names] == [name.encode() * NBYTES for name in names]
+        tiers.close()
 
 
 def test_what_the_fast_tier_has_is_not_asked_of_the_large_one(through: TieredBackend, large: FaultInjector) -> None:

@@ -58,7 +58,7 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
 
 def test_zsh_is_told_what_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion=zsh"]) == 0
-    assert "top:'what the router and its instances do, in a terminal" in capsys.readouterr().out
+    assert "top:'the router and its instances at work, in a terminal" in capsys.readouterr().out
 
 
 def test_a_shell_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -405,6 +405,6 @@ def test_an_exchange_that_fails_before_it_connects_is_freed_without_the_garbage_
     gc.disable()
     try:
         client.run(fail_at_once)
-        assert not [one for one in gc.get_objects() if isinstance(one, Exchange) and one._pool is client.upstream]
+        assert not [one for one in gc.get_objects() if type(one) is Exchange and one._pool is client.upstream]
     finally:
         gc.enable()

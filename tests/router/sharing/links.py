@@ -30,7 +30,7 @@ class LinkedHub:
         def on_message(message: list[Any]) -> None:
             self.hub.on_message(name, message)
 
-        wire = await open_wire(ours, on_message, lambda: self.hub.remove_worker(name))
+        wire = await open_wire(ours, on_message, lambda: self.hub.forget_worker(name))
         self.hub.add_worker(name, wire)
         await link.connect(theirs)
         self._closings += [wire.close, link.disconnect]

@@ -87,7 +87,7 @@ def test_the_load_of_a_process_that_dies_is_forgotten() -> None:
         first.load().add_request(100, 80.0)
         second.load().add_request(10, 10.0)
         await until(lambda: figures(second.load()) == (2, 110, 90.0))
-        hub.hub.remove_worker("0")
+        hub.hub.forget_worker("0")
         await until(lambda: figures(second.load()) == (1, 10, 10.0))
 
     run_linked(run)

@@ -37,7 +37,7 @@ pytestmark = needs_redis
 MakeStandIn = Callable[..., StandIn]
 StartRouters = Callable[..., "list[Router]"]
 
-OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations" / "routers.md"
 REQUESTS = 64
 # A router that is gone is noticed after 5 s; without that, it would be these that its instances are forgotten after.
 EXPIRY_SECONDS = 7.0
@@ -487,7 +487,7 @@ def test_behind_haproxy_one_address_outlives_a_router(
     start_routers: StartRouters, stand_in: MakeStandIn, thread: LoopThread, gate: Gate, tmp_path: Path
 ) -> None:
     first, second = start_routers([], [])
-    (config,) = re.findall(r"^```haproxy\n(.*?)^```$", OPERATIONS.read_text(), re.MULTILINE | re.DOTALL)
+    (config,) = re.findall(r"^```haproxy\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     port = free_port()
     for ours, example in (
         (f"127.0.0.1:{port}", ":9000"),

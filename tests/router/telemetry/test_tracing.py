@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from router.telemetry import Tracer, open_tracer
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.test_attempt import MakeRouter, MakeStandIn, cuts, hangs
 from tests.router.stand_in import Received, Responder, answers, streams
-from tests.support.otlp import OtlpReceiver, ReceivedSpan
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, hide_opentelemetry
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -280,13 +279,7 @@ def test_it_says_when_the_receiver_takes_spans_again(
 def test_without_the_packages_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(name: str, *args: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real_import(name, *args)
-
-    real_import = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    hide_opentelemetry(monkeypatch)
     assert open_tracer("http://c:4318") is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert "http://c:4318" in said

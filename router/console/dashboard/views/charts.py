@@ -49,7 +49,7 @@ class Chart:
             self._element.props(f'role="img" aria-label="{escape(title)}"')
             self._empty = put_text("div", "Nothing in this time.", "chart-empty")
 
-    def show(self, labels: Sequence[str], series: Sequence[Series]) -> None:
+    def draw(self, labels: Sequence[str], series: Sequence[Series]) -> None:
         """Show these values from now on."""
         made = self._make_options(labels, series)
         if made != self._element.options:

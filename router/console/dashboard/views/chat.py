@@ -12,7 +12,7 @@ from nicegui import ui
 
 from router.console.dashboard.figures import COMPUTED, ORIGINS, OWN_CACHE, POOL
 from router.console.dashboard.views.frame import Context, View, link_request
-from router.console.dashboard.views.parts import Banner, draw_blocks, put_button, put_html, put_text
+from router.console.dashboard.views.parts import Banner, Markup, draw_blocks, put_button, put_head, put_html, put_text
 from router.console.dashboard.words import ORIGIN_NAMES, format_count, format_seconds, make_sentence
 
 __all__ = ["CHAT", "split_usage"]
@@ -31,95 +31,113 @@ SAMPLE = (
 )
 
 
-def _build(context: Context) -> None:
-    messages: list[dict[str, str]] = []
-    running: list[asyncio.Future[None]] = []
-    with ui.element("div").classes("head"), ui.element("div"):
-        put_text("h1", "Try it")
-        said = "Ask through the router, and see where each prompt came from. Go on: what was said is cached by then."
-        put_text("p", said, "lead")
-    banner = Banner()
-    with ui.element("section").classes("card").props('aria-label="Conversation"'):
-        turns = (
-            ui.element("div")
-            .classes("turns")
-            .props('role="log" aria-live="polite" aria-label="Conversation" tabindex="0"')
-        )
-        with turns:
-            empty = put_html("Nothing said yet. Only whole blocks are shared: a long question shows the most.").classes(
-                "empty"
-            )
-        with ui.element("form").classes("ask").on("submit.prevent", lambda: ask()):
-            field = (
-                ui.textarea("Your question")
-                .classes("grow")
-                .props("outlined autogrow autofocus input-style=max-height:180px")
-            )
-            field.on(
-                "keydown.enter", lambda: ask(), js_handler="(e) => { if (!e.shiftKey) { e.preventDefault(); emit(); } }"
-            )
-            send = put_button("Send", None, "strong").props('type="submit"')
-            stop = put_button("Stop", lambda: stop_answer())
-            stop.set_visibility(False)
-        with ui.element("div").classes("ask"):
-            put_button("Take a long question", lambda: field.set_value(SAMPLE))
-            put_button("Begin anew", lambda: begin_anew())
-            put_text(
-                "span", f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens.", "note"
-            )
+class _Conversation:
+    """A conversation in one browser: the form that asks, and each question with its answer.
 
-    def stop_answer() -> None:
-        for task in running:
-            task.cancel()
-
-    def begin_anew() -> None:
-        stop_answer()
-        messages.clear()
-        turns.clear()
-        banner.hide()
-
-    async def ask() -> None:
-        question = (field.value or "").strip()
-        if not question or running:
-            return
-        empty.classes(add="hidden")
-        banner.hide()
-        field.set_value("")
-        messages.append({"role": "user", "content": question})
-        with turns:
-            turn = _Turn(question)
-        send.set_visibility(False)
-        stop.set_visibility(True)
-        # A task of its own, so that it can be given up while the next token is waited for.
-        reading = asyncio.ensure_future(_read_answer(context, messages, turn))
-        running.append(reading)
-        await asyncio.wait([reading])
-        running.remove(reading)
-        send.set_visibility(True)
-        stop.set_visibility(False)
-        if not reading.cancelled() and (trouble := reading.exception()):
-            banner.show("bad", make_sentence(trouble))
-        if turn.answer:
-            messages.append({"role": "assistant", "content": turn.answer})
-        elif messages:
-            messages.pop()
-            field.set_value(question)
-        turn.show_end()
-
-    context.on_leave(stop_answer)
-
-
-async def _read_answer(context: Context, messages: list[dict[str, str]], turn: _Turn) -> None:
-    """Ask, and show the answer as it comes.
-
-    Raises:
-        RouterError: there is none, or not all of it.
+    ``_messages`` is a new list for each conversation begun, so that an answer on its way stays with its own.
     """
-    body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
-    async with context.site.collector.router.open_chat(body, context.site.api_key) as stream:
-        turn.request_id = stream.request_id
-        async for event in stream.read_events():
-            turn.take_event(event)
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._messages: list[dict[str, str]] = []
+        self._reading: asyncio.Future[None] | None = None
+        said = "Ask through the router, and see where each prompt came from. Go on: what was said is cached by then."
+        put_head("Try it", said)
+        self._banner = Banner()
+        with ui.element("section").classes("card").props('aria-label="Conversation"'):
+            self._turns = ui.element("div").classes("turns")
+            self._turns.props('role="log" aria-live="polite" aria-label="Conversation" tabindex="0"')
+            self._empty = self._put_empty()
+            with ui.element("form").classes("ask").on("submit.prevent", self._send_question):
+                self._put_question()
+            with ui.element("div").classes("ask"):
+                put_button("Take a long question", lambda: self._field.set_value(SAMPLE))
+                put_button("Begin anew", self._begin_anew)
+                said = f"Enter sends, Shift and Enter begin a new line. Answers end after {MAX_TOKENS} tokens."
+                put_text("span", said, "note")
+        context.on_leave(self._drop_answer)
+
+    def _put_empty(self) -> Markup:
+        with self._turns:
+            said = "Nothing said yet. Only whole blocks are shared: a long question shows the most."
+            return put_html(said).classes("empty")
+
+    def _put_question(self) -> None:
+        """The field for a question, and the buttons that send it and stop its answer."""
+        self._field = ui.textarea("Your question").classes("grow")
+        self._field.props("outlined autogrow autofocus input-style=max-height:180px")
+        sends = "(e) => { if (!e.shiftKey) { e.preventDefault(); emit(); } }"
+        self._field.on("keydown.enter", self._send_question, js_handler=sends)
+        self._send_button = put_button("Send", None, "strong").props('type="submit"')
+        self._stop_button = put_button("Stop", self._stop_answer)
+        self._stop_button.set_visibility(False)
+
+    def _stop_answer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _drop_answer(self) -> None:
+        """Stop the answer, and let ``_send_question`` forget it."""
+        self._stop_answer()
+        self._reading = None
+
+    def _begin_anew(self) -> None:
+        self._drop_answer()
+        self._show_buttons()
+        self._messages = []
+        self._turns.clear()
+        self._empty = self._put_empty()
+        self._banner.hide()
+
+    def _show_buttons(self) -> None:
+        is_running = self._reading is not None
+        self._send_button.set_visibility(not is_running)
+        self._stop_button.set_visibility(is_running)
+
+    async def _send_question(self) -> None:
+        question = (self._field.value or "").strip()
+        if not question or self._reading is not None:
+            return
+        self._empty.classes(add="hidden")
+        self._banner.hide()
+        self._field.set_value("")
+        self._messages.append({"role": "user", "content": question})
+        with self._turns:
+            turn = _Turn(question)
+        # A task of its own, so that it can be given up while the next token is waited for.
+        reading = self._reading = asyncio.ensure_future(self._read_answer(self._messages, turn))
+        self._show_buttons()
+        await asyncio.wait([reading])
+        trouble = None if reading.cancelled() else reading.exception()
+        if self._reading is not reading:
+            return  # the conversation was begun anew, or the browser has left
+        self._reading = None
+        self._show_buttons()
+        if trouble is not None:
+            self._banner.show("bad", make_sentence(trouble))
+        self._end_turn(turn, question)
+
+    async def _read_answer(self, messages: list[dict[str, str]], turn: _Turn) -> None:
+        """Ask, and show the answer as it comes.
+
+        Raises:
+            RouterError: there is none, or not all of it.
+        """
+        body = {"model": "default", "messages": messages, "max_tokens": MAX_TOKENS}
+        site = self._context.site
+        async with site.collector.router.open_chat(body, site.api_key) as stream:
+            turn.request_id = stream.request_id
+            async for event in stream.read_events():
+                turn.take_event(event)
+
+    def _end_turn(self, turn: _Turn, question: str) -> None:
+        """Keep the answer, or as much as came of it; without any the question is there to be asked again."""
+        if turn.answer:
+            self._messages.append({"role": "assistant", "content": turn.answer})
+        else:
+            self._messages.pop()
+            self._field.set_value(question)
+        turn.show_end()
 
 
 class _Turn:
@@ -142,13 +160,13 @@ class _Turn:
             self._origin = put_html("")
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """Show what an event of the stream brings."""
+        """Show the tokens that an event of the stream brings."""
         self._usage = event.get("usage") or self._usage
         piece = "".join((each.get("delta") or {}).get("content") or "" for each in event.get("choices") or ())
         if piece:
             self._first = self._first or time.monotonic() - self._began
             self.answer += piece
-            self._answer.set_text(self.answer)
+            self._answer.set_text(self.answer.lstrip())
 
     def show_end(self) -> None:
         """Show where the prompt came from, and how long it took."""
@@ -196,4 +214,4 @@ def _draw_end(usage: Mapping[str, Any] | None, first: float | None, seconds: flo
     return f'<div class="from">{"".join(parts)}</div>'
 
 
-CHAT = View("/try", "Try it", "Try it", _build)
+CHAT = View("/try", "Try it", "Try it", _Conversation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from html import escape
 from typing import Any
@@ -12,7 +12,7 @@ from nicegui import ui
 from router.console.client import ROLES, RouterError
 from router.console.dashboard.history import InstanceReport, Moment
 from router.console.dashboard.views.frame import Context, View
-from router.console.dashboard.views.parts import Banner, put_button, put_html, put_text, put_tiles
+from router.console.dashboard.views.parts import Banner, put_button, put_head, put_html, put_text, put_tiles
 from router.console.dashboard.words import NOTHING, describe_trouble, format_count, format_share, make_sentence
 
 __all__ = ["FLEET"]
@@ -32,46 +32,52 @@ _STATES = {
 }
 
 
-def _build(context: Context) -> None:
-    history = context.site.collector.history
-    address = context.site.collector.router.url.partition("://")[2]
-    with ui.element("div").classes("head"), ui.element("div"):
-        put_text("h1", "Fleet")
-        put_text("p", "The instances that serve requests, and what each of them does now.", "lead")
-    banner = Banner()
-    tiles = put_tiles("Instances", "Ready for requests", "Requests running", "Trouble")
-    groups: dict[str, _Group] = {role: _Group(context, role) for role in ROLES}
-    empty = put_html("").classes("card")
+class _FleetView:
+    """The view in one browser."""
 
-    def refresh() -> None:
-        last = history.last
+    def __init__(self, context: Context) -> None:
+        self._collector = context.site.collector
+        put_head("Fleet", "The instances that serve requests, and what each of them does now.")
+        self._banner = Banner()
+        self._tiles = put_tiles("Instances", "Ready for requests", "Requests running", "Trouble")
+        self._groups = {role: _Group(context, role) for role in ROLES}
+        self._empty = put_html("").classes("card")
+        context.refreshers.append(self.refresh)
+
+    def refresh(self) -> None:
+        """Show the figures of now."""
+        last = self._collector.history.last
         if last is None:
             return
         reports = list(last.instances.values())
         if last.listing_trouble:
             said = make_sentence(last.listing_trouble)
-            banner.show("warn", f"{said} Until then only loads are known, and no orders are taken.")
+            self._banner.show("warn", f"{said} Until then only loads are known, and no orders are taken.")
         else:
-            banner.hide()
-        for role, group in groups.items():
-            group.show([report for report in reports if report.listed.role == role], last)
-        if reports or last.trouble:
-            empty.classes(add="hidden")
-        else:
-            empty.classes(remove="hidden")
-            empty.show(
-                '<div class="empty">The router has no instances. Start one with '
-                f"<code>--router {escape(address)}</code>, and it shows here.</div>"
-            )
-        ready = sum(_is_ready(report) for report in reports)
-        tiles["Instances"].show(format_count(len(reports)))
-        tiles["Ready for requests"].show(NOTHING if last.listing_trouble or last.trouble else format_count(ready))
-        tiles["Requests running"].show(
-            format_count(sum(report.listed.running for report in reports if report.listed.role != "prefill"))
-        )
-        tiles["Trouble"].show(format_count(sum(bool(describe_trouble(report)) for report in reports)))
+            self._banner.hide()
+        for role, group in self._groups.items():
+            group.place_rows([report for report in reports if report.listed.role == role], last)
+        self._say_if_empty(bool(reports or last.trouble))
+        self._count_instances(reports, is_known=not last.listing_trouble and not last.trouble)
 
-    context.refreshers.append(refresh)
+    def _say_if_empty(self, is_any_known: bool) -> None:
+        if is_any_known:
+            self._empty.classes(add="hidden")
+            return
+        self._empty.classes(remove="hidden")
+        address = escape(self._collector.router.url.partition("://")[2])
+        self._empty.show(
+            '<div class="empty">The router has no instances. Start one with '
+            f"<code>--router {address}</code>, and it shows here.</div>"
+        )
+
+    def _count_instances(self, reports: Sequence[InstanceReport], *, is_known: bool) -> None:
+        ready = sum(_is_ready(report) for report in reports)
+        running = sum(report.listed.running for report in reports if report.listed.role != "prefill")
+        self._tiles["Instances"].show(format_count(len(reports)))
+        self._tiles["Ready for requests"].show(format_count(ready) if is_known else NOTHING)
+        self._tiles["Requests running"].show(format_count(running))
+        self._tiles["Trouble"].show(format_count(sum(bool(describe_trouble(report)) for report in reports)))
 
 
 class _Group:
@@ -98,7 +104,8 @@ class _Group:
                     put_text("span", "", "buttons")
                 self._list = ui.element("ul")
 
-    def show(self, reports: list[InstanceReport], moment: Moment) -> None:
+    def place_rows(self, reports: list[InstanceReport], moment: Moment) -> None:
+        """Show these, and no others."""
         self._card.classes(remove="hidden") if reports else self._card.classes(add="hidden")
         keys = {report.listed.key for report in reports}
         for gone in self._rows.keys() - keys:
@@ -108,11 +115,11 @@ class _Group:
             if key not in self._rows:
                 with self._list:
                     self._rows[key] = _Row(self._context, key)
-            self._rows[key].show(report, is_open=not moment.listing_trouble and not moment.trouble)
+            self._rows[key].show_report(report, is_open=not moment.listing_trouble and not moment.trouble)
 
 
 class _Row:
-    """One instance, whose elements stay, so that whoever stands on a button with the keyboard keeps it."""
+    """One instance, whose elements stay, so that a keyboard that stands on a button stays there."""
 
     def __init__(self, context: Context, key: str) -> None:
         self._context = context
@@ -137,9 +144,11 @@ class _Row:
             self._trouble = put_text("div", "", "trouble hidden")
 
     def delete(self) -> None:
+        """Take it off the page."""
         self._row.delete()
 
-    def show(self, report: InstanceReport, *, is_open: bool) -> None:
+    def show_report(self, report: InstanceReport, *, is_open: bool) -> None:
+        """Show it as it is now, and whether it ``is_open`` to orders."""
         listed, figures = report.listed, report.figures
         colour, state = _STATES.get(listed.state, ("bad", listed.state))
         self._dot.classes(replace=f"dot {colour}")
@@ -225,4 +234,4 @@ def _is_ready(report: InstanceReport) -> bool:
     return report.listed.state == "healthy" and report.listed.breaker != "open"
 
 
-FLEET = View("/fleet", "Fleet", "Fleet", _build)
+FLEET = View("/fleet", "Fleet", "Fleet", _FleetView)

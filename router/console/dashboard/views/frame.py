@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from fastapi import Request
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 from starlette.datastructures import URL
 
 from router.console.dashboard.collector import Collector
-from router.console.dashboard.history import Span
+from router.console.dashboard.history import History, Span
 from router.console.dashboard.views.look import ICON, STYLE
 from router.console.dashboard.views.parts import Banner, put_html, put_text
 from router.console.dashboard.words import make_sentence
@@ -46,6 +48,11 @@ class Context:
     refreshers: list[Callable[[], None]] = field(default_factory=list)
     """Called when there are new figures."""
 
+    @property
+    def history(self) -> History:
+        """The looks that figures are taken from."""
+        return self.site.collector.history
+
     def on_leave(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the browser has left the view."""
         ui.context.client.on_delete(callback)
@@ -55,21 +62,18 @@ class Context:
         for refresh in self.refreshers:
             refresh()
 
-    def choose_span(self) -> None:
+    def put_span_choice(self) -> None:
         """Put the choice of a length of time here."""
-
-        def choose(title: str) -> None:
-            self.span = next(span for span in SPANS if span.title == title)
-            ui.run_javascript(
-                f"document.cookie = '{_SPAN_COOKIE}=' + {SPANS.index(self.span)} + ';path=/;SameSite=Strict'"
-            )
-            self.refresh_now()
-
-        toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=lambda e: choose(e.value))
+        toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=self._on_span)
         toggle.classes("choice").props(
             "unelevated no-caps toggle-color=chosen toggle-text-color=chosen text-color=plain "
             'aria-label="Length of time shown"'
         )
+
+    def _on_span(self, change: ValueChangeEventArguments[Any]) -> None:
+        self.span = next(span for span in SPANS if span.title == change.value)
+        ui.run_javascript(f"document.cookie = '{_SPAN_COOKIE}=' + {SPANS.index(self.span)} + ';path=/;SameSite=Strict'")
+        self.refresh_now()
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class View:
     name: str
     """In the navigation."""
     title: str
-    build: Callable[[Context], None]
+    build: Callable[[Context], object]
+    """Puts the view into the page; one that shows figures gives the context its ``refresh``."""
 
 
 def link_request(request_id: str) -> str:
@@ -99,29 +104,44 @@ def open_frame(site: Site, view: View, request: Request) -> None:
         put_html(f'<a class="brand" href="/">{ICON}<span>KV pool</span></a>')
         _put_navigation(site, view)
         with ui.element("div").classes("side"):
-            alive = _put_liveness(context)
-            _put_switch(dark)
+            liveness = _Liveness(site.collector)
+            _Switch(dark)
     with ui.element("main").classes("main").props('id="content" tabindex="-1"'):
-        banner = Banner()
+        news = _News(context)
         view.build(context)
-    seen: list[object] = [object()]
 
     def tick() -> None:
-        alive()
-        last = site.collector.history.last
-        if last is not seen[0]:
-            seen[0] = last
-            if last is None:
-                banner.show("plain", f"Asking the router at {site.collector.router.url} for its figures …")
-            elif last.trouble:
-                said = make_sentence(f"No news of the router: {last.trouble}")
-                banner.show("bad", f"{said} Instances and pool are asked all the same.")
-            else:
-                banner.hide()
-            context.refresh_now()
+        liveness.update()
+        news.update()
 
     tick()
     ui.timer(REFRESH_SECONDS, tick)
+
+
+class _News:
+    """Has the view show each new look, and says in a banner why the router is not in it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._banner = Banner()
+        self._shown: object = self  # unlike any look, and unlike None, before the first
+
+    def update(self) -> None:
+        """Show the last look, unless it is shown."""
+        last = self._context.history.last
+        if last is self._shown:
+            return
+        self._shown = last
+        if last is None:
+            self._banner.show(
+                "plain", f"Asking the router at {self._context.site.collector.router.url} for its figures …"
+            )
+        elif last.trouble:
+            said = make_sentence(f"No news of the router: {last.trouble}")
+            self._banner.show("bad", f"{said} Instances and pool are asked all the same.")
+        else:
+            self._banner.hide()
+        self._context.refresh_now()
 
 
 def _put_navigation(site: Site, view: View) -> None:
@@ -132,44 +152,55 @@ def _put_navigation(site: Site, view: View) -> None:
     put_html(links, tag="nav").classes("nav").props('aria-label="Views"')
 
 
-def _put_liveness(context: Context) -> Callable[[], None]:
-    collector = context.site.collector
-    with ui.element("div").classes("alive"):
-        dot = ui.element("span").classes("dot").props('aria-hidden="true"')
-        words = put_text("span", "", "words")
+class _Liveness:
+    """The router's address, and whether it answers."""
 
-    def refresh() -> None:
-        last = collector.history.last
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        with ui.element("div").classes("alive"):
+            self._dot = ui.element("span").classes("dot").props('aria-hidden="true"')
+            self._words = put_text("span", "", "words")
+
+    def update(self) -> None:
+        """Show it as it is now."""
+        collector = self._collector
+        last, address = collector.history.last, collector.router.url.partition("://")[2]
         late = last is not None and time.time() - last.time > collector.seconds * MAX_LATE_LOOKS + 5
-        address = collector.router.url.partition("://")[2]
         if last is None:
             colour, said = "warn", "starting"
         elif last.trouble or late:
             colour, said = "bad", f"no answer from {address}"
         else:
             colour, said = "good", address
-        dot.classes(replace=f"dot {colour}")
-        words.set_text(said)
-
-    return refresh
+        self._dot.classes(replace=f"dot {colour}")
+        self._words.set_text(said)
 
 
-def _put_switch(dark: ui.dark_mode) -> None:
-    names = {None: ("As the system", "contrast"), False: ("Light", "light_mode"), True: ("Dark", "dark_mode")}
-    following: dict[bool | None, bool | None] = {None: False, False: True, True: None}
+class _Switch:
+    """The button that goes from the system's colours to light, dark, and back."""
 
-    def turn() -> None:
-        dark.value = following[dark.value]
-        show()
-        kept = {None: "", False: "light", True: "dark"}[dark.value]
+    _NAMES: Mapping[bool | None, tuple[str, str]] = {
+        None: ("As the system", "contrast"),
+        False: ("Light", "light_mode"),
+        True: ("Dark", "dark_mode"),
+    }
+    _FOLLOWING: Mapping[bool | None, bool | None] = {None: False, False: True, True: None}
+    _COOKIES: Mapping[bool | None, str] = {None: "", False: "light", True: "dark"}
+
+    def __init__(self, dark: ui.dark_mode) -> None:
+        self._dark = dark
+        self._button = ui.button(on_click=self._turn, color=None).classes("button look").props("flat dense no-caps")
+        self._name_choice()
+
+    def _turn(self) -> None:
+        self._dark.value = self._FOLLOWING[self._dark.value]
+        self._name_choice()
+        kept = self._COOKIES[self._dark.value]
         ui.run_javascript(f"document.cookie = '{COOKIE}={kept};path=/;SameSite=Strict;max-age=31536000'")
 
-    def show() -> None:
-        name, icon = names[dark.value]
-        button.props(f'icon="{icon}" aria-label="Colours: {name}" title="Colours: {name}"')
-
-    button = ui.button(on_click=turn, color=None).classes("button look").props("flat dense no-caps")
-    show()
+    def _name_choice(self) -> None:
+        name, icon = self._NAMES[self._dark.value]
+        self._button.props(f'icon="{icon}" aria-label="Colours: {name}" title="Colours: {name}"')
 
 
 def _read_span(request: Request) -> Span:

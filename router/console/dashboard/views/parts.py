@@ -20,6 +20,7 @@ __all__ = [
     "draw_parts",
     "draw_table",
     "put_button",
+    "put_head",
     "put_html",
     "put_text",
     "put_tiles",
@@ -52,6 +53,14 @@ def put_text(tag: str, text: str, classes: str = "") -> TextElement:
 def put_button(text: str, on_click: Any, kind: str = "") -> ui.button:
     """A button; ``kind`` is ``strong`` for the one thing to do here, ``danger`` for one that takes something away."""
     return ui.button(text, on_click=on_click, color=None).classes(f"button {kind}").props("flat no-caps")
+
+
+def put_head(title: str, lead: str) -> ui.element:
+    """The head of a view; beside its words there is room for a choice."""
+    with ui.element("div").classes("head") as head, ui.element("div"):
+        put_text("h1", title)
+        put_text("p", lead, "lead")
+    return head
 
 
 def put_tiles(*names: str) -> dict[str, Markup]:
@@ -125,7 +134,7 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
     """A prompt as a row of squares in the colours of its tokens' origins, and how many tokens a square is.
 
-    Tokens stand in the order in which an instance finds them: what its own cache has, then the pool, then the rest.
+    Tokens stand in the order in which an instance finds them: those in its own cache, those in the pool, the rest.
     """
     total = sum(tokens.values())
     size = 1

@@ -1,4 +1,4 @@
-"""The pool: its room, its masters, what it throws out, and what instances find in it."""
+"""The pool: its room, its masters, the blocks that it throws out, and those that instances find in it."""
 
 from __future__ import annotations
 
@@ -12,98 +12,92 @@ from router.console.dashboard.history import MasterReport, Moment
 from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
-from router.console.dashboard.views.parts import Banner, draw_table, put_html, put_text, put_tiles
+from router.console.dashboard.views.parts import Banner, draw_table, put_head, put_html, put_text, put_tiles
 from router.console.dashboard.words import format_bytes, format_count, format_share, make_sentence
 
 __all__ = ["POOL"]
 
-GIB = 1024.0**3
-# Above this a master throws out blocks to make room, which is what a full cache does.
-FULL_SHARE = 0.9
+MIB, GIB = 1024.0**2, 1024.0**3
+# Titles, the counters' own names, and colours.
+_OUTCOMES = (("Found", "ok", "pool"), ("Not there", "absent", "computed"), ("No answer", "failed", "bad"))
+_WAYS = (("Read", "get", "pool"), ("Written", "put", "accent"))
 
 
-def _build(context: Context) -> None:
-    history, addresses = context.site.collector.history, context.site.collector.pools
-    with ui.element("div").classes("head"):
-        with ui.element("div"):
-            put_text("h1", "Pool")
-            put_text(
-                "p", "Memory that all instances share: what one has worked out, the others read from here.", "lead"
-            )
-        context.choose_span()
-    banner = Banner()
-    tiles = put_tiles("Used", "Room in all", "Blocks", "Clients that give memory", "Thrown out")
-    with ui.element("div").classes("grid"):
-        room = put_chart("Room", "GiB")
-        blocks = put_chart("Blocks", "blocks", is_whole=True)
-        found = put_chart(
-            "Looked up by instances", "blocks/s", "bars", "Blocks that a prompt needed: whether the pool had them."
-        )
-        moved = put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
-    with ui.element("section").classes("card"):
-        put_text("h2", "Masters")
-        masters = put_html("")
-    with ui.element("section").classes("card"):
-        put_text("h2", "Who gives memory")
-        segments = put_html("")
-        put_text(
-            "p",
-            "Which models the blocks belong to, no master tells: the command kvstore stats counts that.",
-            "note",
-        )
+class _PoolView:
+    """The view in one browser."""
 
-    def refresh() -> None:
-        last, span = history.last, context.span
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        with put_head("Pool", "Memory that all instances share: what one has worked out, the others read from here."):
+            context.put_span_choice()
+        self._banner = Banner()
+        self._tiles = put_tiles("Used", "Room in all", "Blocks", "Clients that give memory", "Thrown out")
+        with ui.element("div").classes("grid"):
+            self._room = put_chart("Room", "GiB")
+            self._blocks = put_chart("Blocks", "blocks", is_whole=True)
+            said = "Blocks that a prompt needed: whether the pool had them."
+            self._found = put_chart("Looked up by instances", "blocks/s", "bars", said)
+            self._moved = put_chart("Moved", "MiB/s", "bars", "Between instances and the pool.")
+        with ui.element("section").classes("card"):
+            put_text("h2", "Masters")
+            self._masters = put_html("")
+        with ui.element("section").classes("card"):
+            put_text("h2", "Who gives memory")
+            self._segments = put_html("")
+            said = "Which models the blocks belong to, no master tells: the command kvstore stats counts that."
+            put_text("p", said, "note")
+        context.refreshers.append(self.refresh)
+
+    def refresh(self) -> None:
+        """Show the figures of now."""
+        last = self._context.history.last
         serving = _find_serving(last)
-        _show_trouble(banner, last, len(addresses))
-        labels = span.label_pieces()
+        _show_trouble(self._banner, last, len(self._context.site.collector.pools))
         if serving is not None:
-            share = serving.used / serving.capacity if serving.capacity else 0.0
-            tiles["Used"].show(f"{format_bytes(serving.used)} <small>{format_share(share)}</small>")
-            tiles["Room in all"].show(format_bytes(serving.capacity))
-            tiles["Blocks"].show(format_count(serving.keys))
-            tiles["Clients that give memory"].show(format_count(serving.clients))
-            thrown = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
-            tiles["Thrown out"].show(f"{format_count(thrown)} <small>blocks, last {escape(span.title)}</small>")
-        room.show(
-            labels,
-            [
-                Series(
-                    "Room in all",
-                    COLOURS["muted"],
-                    history.average_pieces(span, _now(lambda each: each.capacity / GIB)),
-                    is_dashed=True,
-                ),
-                Series("Used", COLOURS["pool"], history.average_pieces(span, _now(lambda each: each.used / GIB))),
-            ],
-        )
-        blocks.show(
-            labels, [Series("Blocks", COLOURS["pool"], history.average_pieces(span, _now(lambda each: each.keys)))]
-        )
-        looked = history.count_pieces(span, _read_look_ups)
-        found.show(
-            labels,
-            [
-                Series(name, COLOURS[colour], [each.get(status, 0.0) / span.piece_seconds for each in looked])
-                for name, status, colour in (
-                    ("Found", "ok", "pool"),
-                    ("Not there", "absent", "computed"),
-                    ("No answer", "failed", "bad"),
-                )
-            ],
-        )
-        traffic = history.count_pieces(span, _read_bytes)
-        moved.show(
-            labels,
-            [
-                Series(name, COLOURS[colour], [each.get(way, 0.0) / 2**20 / span.piece_seconds for each in traffic])
-                for name, way, colour in (("Read", "get", "pool"), ("Written", "put", "accent"))
-            ],
-        )
-        masters.show(_draw_masters(last.masters if last else ()))
-        segments.show(_draw_segments(serving))
+            self._show_tiles(serving)
+        self._draw_room()
+        self._draw_traffic()
+        self._masters.show(_draw_masters(last.masters if last else ()))
+        self._segments.show(_draw_segments(serving))
 
-    context.refreshers.append(refresh)
+    def _show_tiles(self, serving: MasterFigures) -> None:
+        history, span = self._context.history, self._context.span
+        share = serving.used / serving.capacity if serving.capacity else 0.0
+        thrown = history.count_span(span, _read_masters).get("evicted_keys", 0.0)
+        for name, content in (
+            ("Used", f"{format_bytes(serving.used)} <small>{format_share(share)}</small>"),
+            ("Room in all", format_bytes(serving.capacity)),
+            ("Blocks", format_count(serving.keys)),
+            ("Clients that give memory", format_count(serving.clients)),
+            ("Thrown out", f"{format_count(thrown)} <small>blocks, last {escape(span.title)}</small>"),
+        ):
+            self._tiles[name].show(content)
+
+    def _draw_room(self) -> None:
+        history, span = self._context.history, self._context.span
+        capacity = history.average_pieces(span, _read_serving(lambda each: each.capacity / GIB))
+        used = history.average_pieces(span, _read_serving(lambda each: each.used / GIB))
+        keys = history.average_pieces(span, _read_serving(lambda each: each.keys))
+        labels = span.label_pieces()
+        in_all = Series("Room in all", COLOURS["muted"], capacity, is_dashed=True)
+        self._room.draw(labels, [in_all, Series("Used", COLOURS["pool"], used)])
+        self._blocks.draw(labels, [Series("Blocks", COLOURS["pool"], keys)])
+
+    def _draw_traffic(self) -> None:
+        """Draw the blocks that instances look up in the pool, and the bytes that they move."""
+        span, history = self._context.span, self._context.history
+        for chart, pieces, unit, parts in (
+            (self._found, history.count_pieces(span, _read_look_ups), 1.0, _OUTCOMES),
+            (self._moved, history.count_pieces(span, _read_bytes), MIB, _WAYS),
+        ):
+            each_second = unit * span.piece_seconds
+            chart.draw(
+                span.label_pieces(),
+                [
+                    Series(name, COLOURS[colour], [piece.get(part, 0.0) / each_second for piece in pieces])
+                    for name, part, colour in parts
+                ],
+            )
 
 
 def _show_trouble(banner: Banner, last: Moment | None, number: int) -> None:
@@ -175,12 +169,14 @@ def _read_bytes(moment: Moment) -> Mapping[str, Mapping[str, float]]:
     return {key: each.figures.moved_bytes for key, each in moment.instances.items() if each.figures}
 
 
-def _now(read: Callable[[MasterFigures], float]) -> Callable[[Moment], float | None]:
-    def read_moment(moment: Moment) -> float | None:
+def _read_serving(read: Callable[[MasterFigures], float]) -> Callable[[Moment], float | None]:
+    """A figure of the master that serves, as a ``History`` reads it."""
+
+    def read_figure(moment: Moment) -> float | None:
         serving = _find_serving(moment)
         return None if serving is None else read(serving)
 
-    return read_moment
+    return read_figure
 
 
-POOL = View("/pool", "Pool", "Pool", _build)
+POOL = View("/pool", "Pool", "Pool", _PoolView)

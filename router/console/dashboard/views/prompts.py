@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from html import escape
+from typing import Any
 
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL
-from router.console.dashboard.history import Moment, count_origins, share_origins
+from router.console.dashboard.history import History, Moment, Span
+from router.console.dashboard.summaries import count_origins, share_origins
 from router.console.dashboard.views.charts import Chart, Series
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS
-from router.console.dashboard.views.parts import draw_parts, draw_table, put_html, put_text
+from router.console.dashboard.views.parts import draw_parts, draw_table, put_head, put_html, put_text
 from router.console.dashboard.words import NOTHING, ORIGIN_NAMES, ORIGIN_TEXTS, format_count, format_share
 
 __all__ = ["PROMPTS"]
@@ -21,44 +24,59 @@ __all__ = ["PROMPTS"]
 ALL = "All instances"
 
 
-def _build(context: Context) -> None:
-    history = context.site.collector.history
-    chosen = {"instance": ""}
-    with ui.element("div").classes("head"):
-        with ui.element("div"):
-            put_text("h1", "Where prompts come from")
-            put_text("p", "A prompt's tokens that some cache still has need not be computed again.", "lead")
-        context.choose_span()
-    with ui.element("section").classes("card"):
-        hero = put_html("")
-        legend = put_html("", "ul").classes("legend")
-    with ui.element("section").classes("card"):
-        with ui.element("div").classes("card-head"):
-            put_text("h2", "Over time, in tokens a second")
-            select = ui.select({"": ALL}, value="", on_change=lambda e: choose(e.value)).props(
-                'outlined dense options-dense aria-label="Instance shown"'
-            )
-        chart = Chart("Prompt tokens a second by origin, over time", "tokens/s", "bars")
-    with ui.element("section").classes("card"):
-        put_text("h2", "Instance by instance")
-        table = put_html("")
-        note = put_text("p", "", "note")
+class _PromptsView:
+    """The view in one browser."""
 
-    def choose(key: str | None) -> None:
-        chosen["instance"] = key or ""
-        refresh()
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._instance = ""
+        """Whose prompts are shown over time; of all with ``""``."""
+        lead = "A prompt's tokens that some cache still has need not be computed again."
+        with put_head("Where prompts come from", lead):
+            context.put_span_choice()
+        with ui.element("section").classes("card"):
+            self._hero = put_html("")
+            self._legend = put_html("", "ul").classes("legend")
+        with ui.element("section").classes("card"):
+            with ui.element("div").classes("card-head"):
+                put_text("h2", "Over time, in tokens a second")
+                self._select = ui.select({"": ALL}, value="", on_change=self._on_instance)
+                self._select.props('outlined dense options-dense aria-label="Instance shown"')
+            self._chart = Chart("Prompt tokens a second by origin, over time", "tokens/s", "bars")
+        with ui.element("section").classes("card"):
+            put_text("h2", "Instance by instance")
+            self._table = put_html("")
+            self._note = put_text("p", "", "note")
+        context.refreshers.append(self.refresh)
 
-    def refresh() -> None:
-        last, span = history.last, context.span
+    def refresh(self) -> None:
+        """Show the figures of now."""
+        history, span = self._context.history, self._context.span
+        last = history.last
         tokens = history.count_span(span, count_origins)
-        hero.show(_draw_hero(tokens, span.title, last))
-        legend.show(_draw_legend(tokens))
+        self._hero.show(_draw_hero(tokens, span.title, last))
+        self._legend.show(_draw_legend(tokens))
+        self._offer_instances(last)
+        self._draw_chart()
+        self._table.show(_draw_instances(history, span))
+        silent = [each.listed.key for each in last.instances.values() if each.figures is None] if last else []
+        said = f"Without figures: {', '.join(silent)}. They do not answer, or are no instances that count."
+        self._note.set_text(said if silent else "")
+
+    def _on_instance(self, change: ValueChangeEventArguments[Any]) -> None:
+        self._instance = change.value or ""
+        self.refresh()
+
+    def _offer_instances(self, last: Moment | None) -> None:
         known = {"": ALL, **{key: key for key in (last.instances if last else ())}}
-        if select.options != known:
-            select.set_options(known, value=chosen["instance"] if chosen["instance"] in known else "")
-        pieces = history.count_pieces(span, partial(count_origins, instance=chosen["instance"]))
-        shown = [origin for origin in ORIGINS if origin != HANDED_OVER or chosen["instance"]]
-        chart.show(
+        if self._select.options != known:
+            self._select.set_options(known, value=self._instance if self._instance in known else "")
+
+    def _draw_chart(self) -> None:
+        span = self._context.span
+        read = partial(count_origins, instance=self._instance)
+        pieces = self._context.history.count_pieces(span, read)
+        self._chart.draw(
             span.label_pieces(),
             [
                 Series(
@@ -66,18 +84,10 @@ def _build(context: Context) -> None:
                     COLOURS[origin],
                     [each.get(origin, 0.0) / span.piece_seconds for each in pieces],
                 )
-                for origin in shown
+                for origin in ORIGINS
+                if origin != HANDED_OVER or self._instance
             ],
         )
-        table.show(_draw_instances(context, last))
-        silent = [each.listed.key for each in last.instances.values() if each.figures is None] if last else []
-        note.set_text(
-            f"Without figures: {', '.join(silent)}. They do not answer, or are no instances that count."
-            if silent
-            else ""
-        )
-
-    context.refreshers.append(refresh)
 
 
 def _draw_hero(tokens: Mapping[str, float], title: str, last: Moment | None) -> str:
@@ -113,10 +123,10 @@ def _draw_legend(tokens: Mapping[str, float]) -> str:
     return "".join(entries)
 
 
-def _draw_instances(context: Context, last: Moment | None) -> str:
+def _draw_instances(history: History, span: Span) -> str:
     rows = []
-    for key, report in (last.instances if last else {}).items():
-        tokens = context.site.collector.history.count_span(context.span, partial(count_origins, instance=key))
+    for key, report in (history.last.instances if history.last else {}).items():
+        tokens = history.count_span(span, partial(count_origins, instance=key))
         shares = share_origins(tokens, with_handed_over=True)
         cells = [format_count(tokens.get(origin, 0.0)) if tokens else NOTHING for origin in ORIGINS]
         rows.append(
@@ -133,4 +143,4 @@ def _draw_instances(context: Context, last: Moment | None) -> str:
     return draw_table(heads, rows, numbers=(3, 4, 5, 6)) + '<p class="note">In tokens.</p>'
 
 
-PROMPTS = View("/", "Prompts", "Where prompts come from", _build)
+PROMPTS = View("/", "Prompts", "Where prompts come from", _PromptsView)

@@ -18,6 +18,7 @@ from router.console.dashboard.views.parts import (
     draw_facts,
     draw_table,
     put_button,
+    put_head,
     put_html,
     put_text,
 )
@@ -28,48 +29,48 @@ __all__ = ["REQUEST", "draw_request"]
 LISTED = 30
 
 
-def _build(context: Context) -> None:
-    router = context.site.collector.router
-    with ui.element("div").classes("head"), ui.element("div"):
-        put_text("h1", "One request")
-        put_text("p", "How a request was placed, why there, and how long each part of its way took.", "lead")
-    with ui.element("form").classes("ask").on("submit.prevent", lambda: look_up()):
-        field = ui.input("Id of the request", placeholder="as in its answer").classes("grow")
-        field.props("outlined dense autofocus").value = context.request.query_params.get("id", "")
-        put_button("Look up", None, "strong").props('type="submit"')
-    banner = Banner()
-    found = put_html("").classes("stack")
-    with ui.element("section").classes("card"):
-        with ui.element("div").classes("card-head"):
-            put_text("h2", "The last requests")
-            put_button("Look again", lambda: list_last())
-        last = put_html("")
+class _RequestView:
+    """The view in one browser."""
 
-    async def look_up() -> None:
-        wanted = (field.value or "").strip()
-        found.show("")
-        banner.hide()
+    def __init__(self, context: Context) -> None:
+        self._router = context.site.collector.router
+        put_head("One request", "How a request was placed, why there, and how long each part of its way took.")
+        with ui.element("form").classes("ask").on("submit.prevent", self._look_up):
+            self._field = ui.input("Id of the request", placeholder="as in its answer").classes("grow")
+            self._field.props("outlined dense autofocus").value = context.request.query_params.get("id", "")
+            put_button("Look up", None, "strong").props('type="submit"')
+        self._banner = Banner()
+        self._found = put_html("").classes("stack")
+        with ui.element("section").classes("card"):
+            with ui.element("div").classes("card-head"):
+                put_text("h2", "The last requests")
+                put_button("Look again", self._list_last)
+            self._last = put_html("")
+        ui.timer(0.05, self._look_at_all, once=True)
+
+    async def _look_at_all(self) -> None:
+        await self._look_up()
+        await self._list_last()
+
+    async def _look_up(self) -> None:
+        wanted = (self._field.value or "").strip()
+        self._found.show("")
+        self._banner.hide()
         if not wanted:
             return
         try:
-            explanation = await router.explain_request(wanted)
+            explanation = await self._router.explain_request(wanted)
         except RouterError as exc:
-            banner.show("bad", make_sentence(exc))
+            self._banner.show("bad", make_sentence(exc))
             return
-        found.show(draw_request(explanation))
+        self._found.show(draw_request(explanation))
         ui.run_javascript(f"history.replaceState(null, '', '{link_request(wanted)}')")
 
-    async def list_last() -> None:
+    async def _list_last(self) -> None:
         try:
-            last.show(_draw_list(await router.list_requests(LISTED)))
+            self._last.show(_draw_list(await self._router.list_requests(LISTED)))
         except RouterError as exc:
-            last.show(f'<div class="empty">{escape(make_sentence(exc))}</div>')
-
-    async def begin() -> None:
-        await look_up()
-        await list_last()
-
-    ui.timer(0.05, begin, once=True)
+            self._last.show(f'<div class="empty">{escape(make_sentence(exc))}</div>')
 
 
 def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
@@ -244,4 +245,4 @@ def _format_tokens(count: int | None) -> str:
     return "" if count is None else f"{format_count(count)} tokens"
 
 
-REQUEST = View("/request", "Request", "One request", _build)
+REQUEST = View("/request", "Request", "One request", _RequestView)

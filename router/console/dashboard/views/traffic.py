@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from html import escape
-from typing import TypeVar
 
 from nicegui import ui
 
 from router.console.dashboard.figures import RouterFigures
-from router.console.dashboard.history import Moment, estimate_quantile, sum_answers
+from router.console.dashboard.history import History, Moment, Span
+from router.console.dashboard.summaries import estimate_quantile, read_router, sum_answers
 from router.console.dashboard.views.charts import Series, put_chart
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.look import COLOURS, LINE_COLOURS
-from router.console.dashboard.views.parts import draw_table, put_html, put_text, put_tiles
+from router.console.dashboard.views.parts import draw_table, put_head, put_html, put_text, put_tiles
 from router.console.dashboard.words import NOTHING, format_count, format_rate, format_seconds
 
 __all__ = ["TRAFFIC"]
-
-K = TypeVar("K", bound=Hashable)
 
 QUANTILES = (("Median", 0.5), ("95 of 100", 0.95), ("99 of 100", 0.99))
 _ENDS = (
@@ -27,92 +25,85 @@ _ENDS = (
     ("left", "Client left", COLOURS["muted"]),
     ("failed", "Failed (5xx)", COLOURS["bad"]),
 )
+_ANSWERS = read_router(lambda router: router.answers)
+_FIRST_TOKEN = read_router(lambda router: router.first_token)
+_OUTPUT_TOKEN = read_router(lambda router: router.output_token)
 
 
-def _build(context: Context) -> None:
-    history = context.site.collector.history
-    with ui.element("div").classes("head"):
-        with ui.element("div"):
-            put_text("h1", "Traffic")
-            put_text("p", "What clients ask of the router, and how long they wait.", "lead")
-        context.choose_span()
-    tiles = put_tiles(
-        "Requests a second",
-        "First token, median",
-        "Further tokens, median",
-        "Running now",
-        "Waiting now",
-        "Failed",
-    )
-    with ui.element("div").classes("grid"):
-        requests = put_chart("Requests a second", "requests/s", "bars")
-        waiting = put_chart("Requests at once", "requests", is_whole=True)
-        first = put_chart(
-            "Time to the first token",
-            "ms",
-            note="Of streams; 95 of 100: so many had their first token within this time.",
+class _TrafficView:
+    """The view in one browser."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        with put_head("Traffic", "What clients ask of the router, and how long they wait."):
+            context.put_span_choice()
+        self._tiles = put_tiles(
+            *("Requests a second", "First token, median", "Further tokens, median"),
+            *("Running now", "Waiting now", "Failed"),
         )
-        later = put_chart("Time for each further token", "ms", note="Of streams: the mean time between tokens.")
-    with ui.element("section").classes("card"):
-        put_text("h2", "What went wrong")
-        errors = put_html("")
+        with ui.element("div").classes("grid"):
+            self._requests = put_chart("Requests a second", "requests/s", "bars")
+            self._at_once = put_chart("Requests at once", "requests", is_whole=True)
+            note = "Of streams; 95 of 100: so many had their first token within this time."
+            self._first = put_chart("Time to the first token", "ms", note=note)
+            note = "Of streams: the mean time between tokens."
+            self._later = put_chart("Time for each further token", "ms", note=note)
+        with ui.element("section").classes("card"):
+            put_text("h2", "What went wrong")
+            self._errors = put_html("")
+        context.refreshers.append(self.refresh)
 
-    def refresh() -> None:
-        span, last = context.span, history.last
-        answers = [sum_answers(each) for each in history.count_pieces(span, _read(lambda router: router.answers))]
+    def refresh(self) -> None:
+        """Show the figures of now."""
+        history, span = self._context.history, self._context.span
+        total = sum_answers(history.count_span(span, _ANSWERS))
+        self._sum_up(total)
+        self._draw_requests()
+        self._draw_times()
+        self._errors.show(_draw_errors(history, span, total))
+
+    def _sum_up(self, total: Mapping[str, float]) -> None:
+        history, span = self._context.history, self._context.span
+        last, tiles = history.last, self._tiles
+        length = min(span.seconds, last.time - history.list_moments(span.seconds)[0].time) if last else 0.0
+        tiles["Requests a second"].show(format_rate(sum(total.values()) / length if length > 0 else 0.0))
+        for name, read in (("First token, median", _FIRST_TOKEN), ("Further tokens, median", _OUTPUT_TOKEN)):
+            tiles[name].show(format_seconds(estimate_quantile(0.5, history.count_span(span, read))))
+        router = last.router if last else None
+        tiles["Running now"].show(format_count(router.running) if router else NOTHING)
+        tiles["Waiting now"].show(format_count(router.queued) if router else NOTHING)
+        tiles["Failed"].show(f"{format_count(total['failed'])} <small>of {format_count(sum(total.values()))}</small>")
+
+    def _draw_requests(self) -> None:
+        history, span = self._context.history, self._context.span
         labels = span.label_pieces()
-        requests.show(
+        answers = [sum_answers(each) for each in history.count_pieces(span, _ANSWERS)]
+        self._requests.draw(
             labels,
             [Series(name, colour, [each[end] / span.piece_seconds for each in answers]) for end, name, colour in _ENDS],
         )
-        waiting.show(
-            labels,
-            [
-                Series(
-                    "Being served", LINE_COLOURS[1], history.average_pieces(span, _now(lambda router: router.running))
-                ),
-                Series(
-                    "Waiting in line",
-                    COLOURS["warn"],
-                    history.average_pieces(span, _now(lambda router: router.queued)),
-                    is_dashed=True,
-                ),
-            ],
-        )
-        for chart, read in (
-            (first, _read(lambda router: router.first_token)),
-            (later, _read(lambda router: router.output_token)),
-        ):
+        served = history.average_pieces(span, _read_now(lambda router: router.running))
+        queued = history.average_pieces(span, _read_now(lambda router: router.queued))
+        waiting = Series("Waiting in line", COLOURS["warn"], queued, is_dashed=True)
+        self._at_once.draw(labels, [Series("Being served", LINE_COLOURS[1], served), waiting])
+
+    def _draw_times(self) -> None:
+        history, span = self._context.history, self._context.span
+        for chart, read in ((self._first, _FIRST_TOKEN), (self._later, _OUTPUT_TOKEN)):
             pieces = history.count_pieces(span, read)
-            chart.show(
-                labels,
+            chart.draw(
+                span.label_pieces(),
                 [
                     Series(name, colour, [_to_ms(estimate_quantile(quantile, each)) for each in pieces])
                     for (name, quantile), colour in zip(QUANTILES, LINE_COLOURS, strict=True)
                 ],
             )
-        total = sum_answers(history.count_span(span, _read(lambda router: router.answers)))
-        length = min(span.seconds, last.time - history.list_moments(span.seconds)[0].time) if last else 0.0
-        tiles["Requests a second"].show(format_rate(sum(total.values()) / length if length > 0 else 0.0))
-        for tile, read in (
-            ("First token, median", _read(lambda router: router.first_token)),
-            ("Further tokens, median", _read(lambda router: router.output_token)),
-        ):
-            tiles[tile].show(format_seconds(estimate_quantile(0.5, history.count_span(span, read))))
-        router = last.router if last else None
-        tiles["Running now"].show(format_count(router.running) if router else NOTHING)
-        tiles["Waiting now"].show(format_count(router.queued) if router else NOTHING)
-        tiles["Failed"].show(f"{format_count(total['failed'])} <small>of {format_count(sum(total.values()))}</small>")
-        errors.show(_draw_errors(context, total))
-
-    context.refreshers.append(refresh)
 
 
-def _draw_errors(context: Context, total: Mapping[str, float]) -> str:
-    history, span = context.site.collector.history, context.span
-    statuses = history.count_span(span, _read(lambda router: router.answers))
-    retries = history.count_span(span, _read(lambda router: router.retries))
-    resumed = history.count_span(span, _read(lambda router: router.resumptions))
+def _draw_errors(history: History, span: Span, total: Mapping[str, float]) -> str:
+    statuses = history.count_span(span, _ANSWERS)
+    retries = history.count_span(span, read_router(lambda router: router.retries))
+    resumed = history.count_span(span, read_router(lambda router: router.resumptions))
     rows = [
         ["Answers", f"status {escape(status)}", format_count(count)]
         for status, count in sorted(statuses.items())
@@ -129,16 +120,8 @@ def _draw_errors(context: Context, total: Mapping[str, float]) -> str:
     return draw_table(["What", "Where", "How often"], rows, numbers=(2,))
 
 
-def _read(read: Callable[[RouterFigures], Mapping[K, float]]) -> Callable[[Moment], Mapping[str, Mapping[K, float]]]:
-    """The router's counters, as a ``History`` reads them."""
-
-    def read_moment(moment: Moment) -> Mapping[str, Mapping[K, float]]:
-        return {} if moment.router is None else {"router": read(moment.router)}
-
-    return read_moment
-
-
-def _now(read: Callable[[RouterFigures], float]) -> Callable[[Moment], float | None]:
+def _read_now(read: Callable[[RouterFigures], float]) -> Callable[[Moment], float | None]:
+    """A figure of the router, as a ``History`` reads it."""
     return lambda moment: None if moment.router is None else read(moment.router)
 
 
@@ -146,4 +129,4 @@ def _to_ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-TRAFFIC = View("/traffic", "Traffic", "Traffic", _build)
+TRAFFIC = View("/traffic", "Traffic", "Traffic", _TrafficView)

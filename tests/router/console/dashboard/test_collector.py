@@ -52,11 +52,12 @@ def test_a_look_brings_the_router_its_instances_and_the_pool(
 
 
 def test_who_does_not_answer_is_told_in_a_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    router, nobody = make_router(stand_in(behave=answers(404, b"")), stand_in(behave=answers(200, b"{"))), free_port()
+    first, second = stand_in(behave=answers(404, b"")), stand_in(behave=answers(200, b"{"))
+    router, nobody = make_router(first, second), free_port()
     seen = look(router.url, [f"127.0.0.1:{nobody}", router.url.partition("//")[2]])
-    troubles = [report.trouble for report in seen.instances.values()]
-    assert "answers with status 404" in troubles[0]
-    assert "is no page of figures" in troubles[1]
+    assert "answers with status 404" in seen.instances[first.key].trouble
+    assert "is no page of figures" in seen.instances[second.key].trouble
+    assert list(seen.instances) == sorted([first.key, second.key])
     assert seen.masters[0].trouble.startswith(f"http://127.0.0.1:{nobody}/health does not answer: ")
     assert "/health is no JSON object" in seen.masters[1].trouble
 

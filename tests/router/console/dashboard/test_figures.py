@@ -6,6 +6,7 @@ import pytest
 
 from router.console.client import parse_samples
 from router.console.dashboard.figures import (
+    Listed,
     parse_plain_figures,
     read_instance_figures,
     read_listed,
@@ -15,6 +16,7 @@ from router.console.dashboard.figures import (
     read_segments,
 )
 
+MIXED = Listed("10.0.0.1:1", "mixed", "")
 ROUTER = """
 http_requests_total{method="POST",endpoint="/v1/chat/completions",status_code="200"} 7
 http_requests_total{method="GET",endpoint="other",status_code="200"} 1
@@ -76,7 +78,27 @@ def test_an_instances_figures_are_where_its_registration_says() -> None:
     ids=["ours", "FastDeploy", "vLLM", "SGLang", "another"],
 )
 def test_each_engine_tells_where_its_prompts_came_from(page: str, origins: dict[str, float] | None) -> None:
-    assert read_instance_figures(parse_samples(page)).origins == origins
+    assert read_instance_figures(parse_samples(page), MIXED).origins == origins
+
+
+@pytest.mark.parametrize(
+    ("role", "connector", "more", "origin"),
+    [
+        ("decode", "nixl", "", "handed_over"),
+        ("decode", "mooncake", "vllm:kvstore_blocks_total 1\n", "handed_over"),
+        ("decode", "kvstore", "", "pool"),
+        ("decode", "", "", "handed_over"),
+        ("decode", "", "vllm:kvstore_blocks_total 1\n", "pool"),
+        ("prefill", "nixl", "", "pool"),
+    ],
+    ids=["NIXL", "beside the pool", "our connector", "untold", "untold, with the pool", "prefill"],
+)
+def test_of_a_vllm_pair_decode_is_handed_prompts_over(role: str, connector: str, more: str, origin: str) -> None:
+    """vLLM counts what a prefill instance hands over and what the pool gives as the same: hits outside."""
+    entry = {"url": "http://10.0.0.1:8000", "role": role, "engine": "vllm", "kv_connector": connector}
+    page = f"vllm:prompt_tokens_total 100\nvllm:external_prefix_cache_hits_total 64\n{more}"
+    origins = read_instance_figures(parse_samples(page), read_listed(entry)).origins
+    assert origins == {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": 36, origin: 64}
 
 
 def test_of_an_instance_the_use_of_the_pool_is_told() -> None:
@@ -88,7 +110,7 @@ kvstore_blocks_total{operation="get",status="ok"} 4
 kvstore_bytes_total{operation="get"} 100
 kvstore_rejected_blocks_total{reason="checksum"} 1
 """
-    figures = read_instance_figures(parse_samples(page))
+    figures = read_instance_figures(parse_samples(page), MIXED)
     assert (figures.pool_open, figures.pool_paused, figures.rejected) == (True, True, 1)
     assert (figures.looked_up, figures.moved_bytes) == ({"ok": 5}, {"get": 100})
     assert (figures.running, figures.memory_used) == (None, None)

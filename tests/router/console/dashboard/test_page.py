@@ -202,8 +202,9 @@ def test_traffic_shows_answers_times_and_errors(
 def test_an_instance_is_drained_resumed_and_weighed_with_a_confirmation(
     router: RouterUnderTest, instance: StandIn, page: Page
 ) -> None:
-    open_view(page, "/fleet", "Healthy")
+    open_view(page, "/fleet", instance.key)
     row = page.get_by_role("listitem").filter(has_text=instance.key)
+    row.get_by_text("Healthy").wait_for()
     assert [each.strip() for each in row.locator(".figure span:last-child").all_inner_texts()] == [
         "0",
         "3",
@@ -288,6 +289,25 @@ def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
     wait_until(lambda: instance.left, "the instance to see that nobody listens")
     page.get_by_role("button", name="Begin anew").click()
     page.locator(".turn").wait_for(state="detached")
+
+
+def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
+    router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
+) -> None:
+    open_view(page, "/try", "Nothing said yet")
+    page.get_by_label("Your question").fill("What time was it?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("It was", exact=True).wait_for()
+    page.get_by_role("button", name="Begin anew").click()
+    page.get_by_text("Nothing said yet").wait_for()
+    wait_until(lambda: instance.left, "the instance to see that nobody listens")
+    router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
+    page.get_by_label("Your question").fill("And now?")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("It was night.").wait_for()
+    asked = [each.json for each in instance.received if each.target == "/v1/chat/completions"][-1]
+    assert asked["messages"] == [{"role": "user", "content": "And now?"}]
+    assert page.locator(".turn").count() == 1
 
 
 def test_a_router_that_wants_a_key_is_told_in_a_sentence(

@@ -46,6 +46,22 @@ def discovering(make_router: MakeRouter, api: KubernetesApi) -> Callable[..., Ro
     return start
 
 
+@pytest.fixture
+def instance(stand_in: MakeStandIn, api: KubernetesApi) -> StandIn:
+    """An engine in the pod ``a``, which is ready."""
+    made = stand_in()
+    api.put(pod_of(made))
+    return made
+
+
+@pytest.fixture
+def router(discovering: Callable[..., RouterUnderTest], instance: StandIn) -> RouterUnderTest:
+    """A router that has found that instance."""
+    made = discovering()
+    wait_for(made, {"ns/a": "healthy"})
+    return made
+
+
 def pod_of(instance: StandIn, name: str = "a", **changes: Any) -> dict[str, Any]:
     return make_pod(name, port=instance.port, **changes)
 
@@ -60,17 +76,14 @@ def wait_for(router: RouterUnderTest, expected: dict[str, str]) -> None:
 
 
 def test_ready_pods_serve_and_others_do_not(
-    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+    router: RouterUnderTest, api: KubernetesApi, instance: StandIn, stand_in: MakeStandIn
 ) -> None:
-    first, second = stand_in(), stand_in()
-    api.put(pod_of(first))
+    second = stand_in()
     api.put(pod_of(second, "b", ready=False))
-    router = discovering()
-    wait_for(router, {"ns/a": "healthy"})
     assert router.chat().status_code == 200
     api.put(pod_of(second, "b"))
     wait_for(router, {"ns/a": "healthy", "ns/b": "healthy"})
-    api.put(pod_of(first, ready=False))
+    api.put(pod_of(instance, ready=False))
     wait_for(router, {"ns/b": "healthy"})
     api.delete("b")
     wait_for(router, {})
@@ -108,12 +121,8 @@ def test_a_pod_without_a_role_is_told_of_once(
 
 
 def test_a_pod_that_is_told_to_end_drains_until_it_is_gone(
-    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+    router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
-    instance = stand_in()
-    api.put(pod_of(instance))
-    router = discovering()
-    wait_for(router, {"ns/a": "healthy"})
     api.put(pod_of(instance, terminating=True, ready=False))
     wait_for(router, {"ns/a": "draining"})
     api.delete("a")
@@ -123,12 +132,8 @@ def test_a_pod_that_is_told_to_end_drains_until_it_is_gone(
 
 
 def test_a_container_that_was_started_again_is_registered_anew(
-    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+    router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
-    instance = stand_in()
-    api.put(pod_of(instance))
-    router = discovering()
-    wait_for(router, {"ns/a": "healthy"})
     router.client.post("/admin/drain", json={"instance": instance.key})
     api.put(pod_of(instance, restarts=1))
     wait_for(router, {"ns/a": "healthy"})
@@ -151,12 +156,8 @@ def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
 
 
 def test_without_the_api_server_what_is_known_is_kept(
-    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+    router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
-    instance = stand_in()
-    api.put(pod_of(instance))
-    router = discovering()
-    wait_for(router, {"ns/a": "healthy"})
     wait_until(lambda: api.num_watchers, "a watch")
     api.stop()
     wait_until(lambda: "router_discovery_up 0.0" in router.client.get("/metrics").text, "the figure")
@@ -177,10 +178,8 @@ def test_one_that_does_not_answer_yet_is_tried_again(
 
 
 def test_the_first_worker_looks_for_all(
-    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
+    discovering: Callable[..., RouterUnderTest], api: KubernetesApi, instance: StandIn
 ) -> None:
-    instance = stand_in()
-    api.put(pod_of(instance))
     first, second = discovering(workers=2).workers
     for worker in (first, second):
         wait_for(worker, {"ns/a": "healthy"})

@@ -1,0 +1,59 @@
+"""Figures summed up: quantiles, the origins of prompts, the ends of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import pytest
+
+from router.console.dashboard.figures import InstanceFigures, Listed
+from router.console.dashboard.history import InstanceReport, Moment
+from router.console.dashboard.summaries import count_origins, estimate_quantile, share_origins, sum_answers
+
+INFINITE = float("inf")
+
+
+def report(key: str, role: str, origins: Mapping[str, float] | None) -> InstanceReport:
+    figures = InstanceFigures(origins, None, None, None, None, None, False, {}, {}, 0.0)
+    return InstanceReport(Listed(key, role, ""), figures)
+
+
+@pytest.mark.parametrize(
+    ("quantile", "counts", "seconds"),
+    [
+        (0.5, {0.1: 0, 0.2: 10, INFINITE: 10}, pytest.approx(0.15)),
+        (0.9, {0.1: 5, 0.2: 10, INFINITE: 10}, pytest.approx(0.18)),
+        (0.99, {0.1: 5, INFINITE: 10}, 0.1),
+        (0.5, {0.1: 0, INFINITE: 0}, None),
+        (0.5, {}, None),
+    ],
+    ids=["half way", "in the second bucket", "above all bounds", "no observations", "no buckets"],
+)
+def test_quantiles_are_estimated_as_prometheus_does(
+    quantile: float, counts: Mapping[float, float], seconds: float | None
+) -> None:
+    assert estimate_quantile(quantile, counts) == seconds
+
+
+def test_a_pairs_prompt_counts_once_in_the_whole_fleet() -> None:
+    prefill = report("p", "prefill", {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30})
+    decode = report("d", "decode", {"own_cache": 5, "pool": 0, "handed_over": 50, "computed": 5})
+    look = Moment(1, instances={"p": prefill, "d": decode, "silent": report("silent", "mixed", None)})
+    assert count_origins(look) == {
+        "p": {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30},
+        "d": {"pool": 0, "handed_over": 50, "computed": 5},
+    }
+    assert partial(count_origins, instance="d")(look)["d"]["own_cache"] == 5
+
+
+def test_shares_add_up_to_one_with_or_without_what_was_handed_over() -> None:
+    tokens = {"own_cache": 1.0, "pool": 1.0, "handed_over": 2.0, "computed": 0.0}
+    assert share_origins(tokens, with_handed_over=False) == {"own_cache": 0.5, "pool": 0.5, "computed": 0}
+    assert share_origins(tokens, with_handed_over=True)["handed_over"] == 0.5
+    assert share_origins({}, with_handed_over=True) == {}
+
+
+def test_answers_are_told_by_who_ended_them() -> None:
+    answers = {"200": 5.0, "429": 2.0, "499": 1.0, "502": 1.0, "504": 1.0}
+    assert sum_answers(answers) == {"answered": 5, "refused": 2, "left": 1, "failed": 2}
