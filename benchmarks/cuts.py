@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ class Bench:
 
         rows: list[dict[str, object]] = []
         for name, call, count in (("hit", hit, 1), ("miss", miss, PLAIN_CALLS)):
-            without, with_siblings = self._in_turn(lambda c=call: c(ask=False), lambda c=call: c(ask=True))
+            without, with_siblings = self._in_turn(partial(call, ask=False), partial(call, ask=True))
             ratio = statistics.median(b / a for a, b in zip(without, with_siblings, strict=True))
             rows.append(
                 {

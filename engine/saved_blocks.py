@@ -62,7 +62,11 @@ class SavedBlocks:
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
         """Save those of these blocks that are still cached: how many were tried, and how many the pool has now."""
-        return self._ask_later(partial(self._start_save, hashes))
+
+        def start_save(answer: Callable[[tuple[int, int]], None]) -> None:
+            self._start_save(hashes, answer)
+
+        return self._ask_later(start_save)
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
         """Let those that were saved again be reused in the order they were in before."""

@@ -164,8 +164,9 @@ class MissExplainer:
         return min(likest.num_common, len(inquiry.token_ids) - 1) // self._block_size
 
     def _explain_setup(self, inquiry: Inquiry, manifest: Manifest, alike: _Likest) -> Verdict:
-        """Of an instance whose set-up is another: it matters where this one had something like it."""
-        if alike.past is None or alike.num_common <= self._block_size:
+        """Of an instance whose set-up is another: it matters where a block more would have been shared without that."""
+        shared = min(alike.num_common, len(inquiry.token_ids) - 1) // max(1, manifest.block_size)
+        if alike.past is None or shared <= inquiry.leading:
             return self._explain_newness(inquiry)
         had = f"request {alike.past.request_id} ({alike.past.came_at}) had the same first {alike.num_common} tokens"
         verdict = compare_setups(self.manifest, manifest, ("the instance that answered that", "the one asked"))

@@ -313,6 +313,8 @@ class TestAnotherInstance:
         inquiry = Inquiry(knowing.encode(TALK), "", 0, time.monotonic(), manifest=Manifest(fields))
         verdict = knowing.explainer.find_kin(inquiry)
         assert (verdict.reason, "at an instance with another set-up" in verdict.sentence) == ("other_dtype", True)
+        found_all = replace(inquiry, leading=len(inquiry.token_ids) // BLOCK)
+        assert knowing.explainer.find_kin(found_all).reason == "parts", "the set-up cost nothing"
 
 
 def test_a_prompt_is_explained_before_it_is_asked(world: World) -> None:
