@@ -65,6 +65,7 @@ class Bench:
     def __init__(self, stack: GuardedBackend, rounds: int) -> None:
         self._stack = stack
         self._rounds = rounds
+        self._kept: list[Siblings] = []
         self._tokens = list(range(LENGTH))
         self.family = find_family(OWN, HEADS, AXES, block_sizes=(16, 32, 64, 128, 256))
         self._save_as(OWN)
@@ -108,18 +109,20 @@ class Bench:
         for tp_size, block_size in CUTS:
             cut = self._cut(tp_size, block_size)
             self._save_as(cut)
-            rows.append(self._compare(OWN, cut, scattered=block_size == TOKENS))
+            rows.append(self._compare(OWN, cut))
         rank = self._cut(2, TOKENS)
-        self._save_as(rank)
-        return [*rows, self._compare(rank, OWN)]
+        rows.append(self._compare(rank, OWN))
+        return [*rows, self._measure_scattered(rank)]
 
-    def _compare(self, own: Namespace, cut: Namespace, *, scattered: bool = False) -> dict[str, object]:
+    def _compare(self, own: Namespace, cut: Namespace) -> dict[str, object]:
         pool = BlockPool(self._stack, own)
         family = replace(self.family, own=own, axes=tuple(zip(dict(AXES), self.family.shape_of(own), strict=True)))
         hashes, names = self._names(own.block_size), self._names(cut.block_size)
         memory, targets = self._room(own, len(hashes))
         run = Run(len(hashes), cut, (range(len(hashes)),))
-        read = Siblings(pool, family).reader_of(run, hashes, 0, names)
+        siblings = Siblings(pool, family)
+        self._kept.append(siblings)  # whose memory stays registered
+        read = siblings.reader_of(run, hashes, 0, names)
 
         def plain() -> None:
             assert pool.load_by_deadline(hashes, targets) == len(hashes)
@@ -136,19 +139,19 @@ class Bench:
             "own_gb_s": round(nbytes / statistics.median(own_seconds) / 1e9, 2),
             "gathered_gb_s": round(nbytes / statistics.median(gathered) / 1e9, 2),
         }
-        if scattered:
-            row["scattered_gb_s"] = round(nbytes / self._measure_scattered(family, cut, hashes) / 1e9, 2)
         self._stack.unregister(memory.ctypes.data, len(memory))
         return row
 
-    def _measure_scattered(self, family: Family, cut: Namespace, hashes: Sequence[bytes]) -> float:
-        """Seconds; without headroom, in which there would be another head's bytes."""
-        memory = np.zeros(len(hashes) * family.block_bytes(OWN), np.uint8)
+    def _measure_scattered(self, cut: Namespace) -> dict[str, object]:
+        """TP 1 reads ``cut`` straight to its places; without headroom, in which there would be another head's bytes."""
+        hashes = self._names(TOKENS)
+        memory = np.zeros(len(hashes) * self.family.block_bytes(OWN), np.uint8)
         self._stack.register(memory.ctypes.data, len(memory))
-        keys, values = self._scatter(family, cut, hashes, memory)
+        keys, values = self._scatter(self.family, cut, hashes, memory)
         seconds, _ = self._in_turn(lambda: _check(self._stack.get(keys, values)), lambda: None)
         self._stack.unregister(memory.ctypes.data, len(memory))
-        return statistics.median(seconds)
+        scattered = round(len(memory) / statistics.median(seconds) / 1e9, 2)
+        return {"reader": f"TP 1, {TOKENS}", "stored": f"TP {cut.tp_size}, {TOKENS}", "scattered_gb_s": scattered}
 
     def _scatter(
         self, family: Family, cut: Namespace, hashes: Sequence[bytes], memory: np.ndarray

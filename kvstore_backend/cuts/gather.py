@@ -9,6 +9,7 @@ may write for as long as it runs: the memory that it was given is set aside unti
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -22,8 +23,11 @@ from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Gatherer", "Unit"]
 
+logger = logging.getLogger(__name__)
+
 Bytes = NDArray[np.uint8]
 
+_WARN_AFTER_SECONDS = 60.0
 # One read: enough that the time of a call does not count, and little enough to stay in a processor's cache.
 _BUFFER_BYTES = 16 << 20
 
@@ -166,16 +170,12 @@ class _Buffers:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next one
         self._free: list[Bytes] = []
-        self._set_aside: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
         """Memory of at least ``nbytes``, until ``give_back``."""
         with self._lock:
-            if self._set_aside and self._stack.wait_for_late_calls(0):
-                self._free += self._set_aside
-                self._set_aside = []
             buffer = self._free.pop() if self._free else None
         if buffer is not None and len(buffer) >= nbytes:
             return buffer
@@ -187,9 +187,21 @@ class _Buffers:
 
     def give_back(self, buffer: Bytes, *, maybe_late: bool) -> None:
         """``maybe_late``: a call with this memory failed, and may have been given up while it runs."""
-        is_touched = maybe_late and not self._stack.wait_for_late_calls(0)
-        with self._lock:
-            (self._set_aside if is_touched else self._free).append(buffer)
+
+        def put_back() -> None:
+            with self._lock:
+                self._free.append(buffer)
+
+        def wait() -> None:
+            while not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
+                logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
+            put_back()
+
+        if maybe_late and not self._stack.wait_for_late_calls(0):
+            # The thread keeps the memory from being freed, too, where nobody else has need of it any more.
+            threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
+        else:
+            put_back()
 
 
 def _slot_bytes(nbytes: int) -> int:
