@@ -102,9 +102,10 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
         ConfigError: a flag that cannot be used, in one sentence.
     """
     environ = os.environ if environ is None else environ
-    known, unknown = _build_parser().parse_known_args(argv)
+    parser = _build_parser()
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(_explain_unknown_flag(unknown[0]))
+        raise ConfigError(_explain_unknown_flag(unknown[0], parser))
     values = vars(known)
     if not values["model"]:  # argparse would ask for it before it names a flag that it does not know
         raise ConfigError("--model is not given; it must be a checkpoint folder in Hugging Face's format")
@@ -269,12 +270,9 @@ def _check_combinations(args: EngineArgs) -> None:
         )
 
 
-def _explain_unknown_flag(argument: str) -> str:
+def _explain_unknown_flag(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.partition("=")[0]
-    names = [field.name for field in fields(EngineArgs) if field.name != "retrieval"]
-    names += ["enable_retrieval", *(f"retrieval_{name}" for name in _RETRIEVAL_FIELDS)]
-    flags = [f"--{name.replace('_', '-')}" for name in names]
-    nearest = difflib.get_close_matches(name, flags, 1)
+    nearest = difflib.get_close_matches(name, parser._option_string_actions, 1)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
     return f"{name!r} is no flag of this program; {hint}"
 

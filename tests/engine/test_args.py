@@ -99,6 +99,7 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
         ("--splitwise prefill", "'--splitwise' is no flag", "--splitwise-role"),
         ("--quantization wint4", "'--quantization' is no flag", "see --help"),
+        ("--log-dir x", "'--log-dir' is no flag", "did you mean --log-level?"),  # FD_LOG_DIR says it
         ("stray", "'stray' is no flag", "see --help"),
         ("--port", "--port: expected one argument", "see --help"),
     ],
