@@ -81,3 +81,14 @@ def test_instances_share_quantised_blocks_with_those_alone_that_ask_for_them(tin
             assert len(answering.wait()) == 4
             loaded[name] = answering.sequence.pool_cached_tokens
     assert loaded == {"writer": 0, "reader": 64, "plain": 0, "fp8": 0}
+
+
+def test_an_instance_with_quantised_blocks_reads_no_plain_ones_of_another_block_size(tiny_checkpoint: Path) -> None:
+    store = MemoryStore(64 << 20)
+    prompt = random.Random(4).choices(range(VOCAB_SIZE), k=129)
+    with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=32) as engine:
+        expected = engine.answer(prompt, 4).wait()
+    with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=16, kv="int8") as engine:
+        answering = engine.answer(prompt, 4)
+        assert answering.wait() == expected
+        assert answering.sequence.pool_cached_tokens == 0

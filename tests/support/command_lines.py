@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -67,11 +68,11 @@ def _check_store(arguments: Sequence[str], _: Mapping[str, str]) -> None:
 
 
 def _check_store_command(arguments: Sequence[str]) -> None:
-    """Each command is a module, whose ``run`` gets the flags; and there is ``--version``."""
+    """Each command's ``run`` gets the flags; and there is ``--version``."""
     if arguments == ["--version"]:
         return
-    command = commands._COMMANDS[arguments[0]]
-    with mock.patch.object(command, "run", return_value=0):
+    command = dataclasses.replace(commands._COMMANDS[arguments[0]], run=lambda _: 0)
+    with mock.patch.dict(commands._COMMANDS, {arguments[0]: command}):
         assert run_kvstore(arguments) == 0
 
 
