@@ -86,6 +86,8 @@ class Siblings:
             first: counted from the beginning of the sequence.
             names_of: the names of all blocks of the sequence under a block size.
         """
+        if not self._alive and time.monotonic() < self._look_again_at:
+            return None  # the usual answer, before anything is counted
         own = count_leading(statuses)
         if own == len(statuses) or statuses[own] is not Status.ABSENT:
             return None
