@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -306,13 +308,18 @@ def test_the_context_that_links_cost_is_told_in_tokens_of_the_model(model: Path)
 
 
 @pytest.mark.parametrize(
-    ("token_seconds", "level", "text"), [(0.001, "ok", "tokens or more pay"), (0.0, "warn", "this pool loses: 1000")]
+    ("instance_of", "level", "text"),
+    [
+        (partial(timed_instance, 0.001, context=100), "ok", "tokens or more pay"),
+        (partial(timed_instance, 0.0, context=10**8, tokens_per_word=10**6), "warn", "this pool loses: 1000"),
+    ],
+    ids=["slow instance", "quick instance"],
 )
 def test_a_pool_is_compared_with_an_instances_computing(
-    tmp_path: Path, model: Path, token_seconds: float, level: str, text: str
+    tmp_path: Path, model: Path, instance_of: Callable[[], AbstractContextManager[str]], level: str, text: str
 ) -> None:
     pool = f"file://{tmp_path}/pool?size=64MiB"
-    with timed_instance(token_seconds, context=100) as instance:
+    with instance_of() as instance:
         diagnosis = doctor(pool, "--model", model, "--instance", instance.removeprefix("http://"))
     assert diagnosis.status == 0
     (verdict,) = [each["text"] for each in diagnosis.of(level) if each["subject"] == "worth it"]

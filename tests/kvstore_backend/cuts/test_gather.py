@@ -79,7 +79,7 @@ def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> 
 class Reading:
     """A reader of TP 1 and blocks of 8 tokens, where TP 2 wrote blocks of ``stored``."""
 
-    def __init__(self, store: MemoryStore, stored: int = 8) -> None:
+    def __init__(self, store: MemoryStore, stored: int = 8, deadline: float = 10.0) -> None:
         self.store = store
         self.whole = whole_kv(4)
         self.cut = namespace(4, 2, stored)
@@ -87,7 +87,7 @@ class Reading:
         self.own = namespace(4, 1, 8)
         self.family = family_of(self.whole, self.own)
         self.memories = [Memory(self.family.block_bytes(self.own)) for _ in range(TOKENS // 8)]
-        self.stack = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.1, 0.1))
+        self.stack = GuardedBackend(lambda: CheckedBackend(store), Deadlines(deadline, deadline))
         self.stack.wait_ready(None)
         self.gatherer = Gatherer(self.stack, self.family)
 
@@ -158,7 +158,7 @@ class HangingStore(MemoryStore):
 
 def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
     store = HangingStore()
-    reading = Reading(store)
+    reading = Reading(store, deadline=0.1)
     assert reading.read() == 0
     assert not any(reading.right())
     assert reading.read() == 0  # at once: the pool is not used while the call runs
