@@ -23,7 +23,7 @@ __all__ = ["Parts", "Step", "count_bytes"]
 
 # A part costs the store's fixed time for a call, a third of a millisecond in Mooncake.
 _PART_BYTES = 4 << 20
-_THREADS = min(4, len(os.sched_getaffinity(0)))
+_THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _PARTS = 2 * _THREADS
 # Bytes a second, of moving alone, that make a store quick; and of all the work, below which it is slow again.
 _QUICK, _SLOW = 3e9, 1.5e9
