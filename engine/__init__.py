@@ -29,7 +29,7 @@ pool_connector.py    between the engine's blocks and the pool: loads and saves o
 saved_blocks.py      cached blocks that the pool had, for putting them again where it has lost them
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
-why_miss/            why a request that is over was a miss, told by what the instance remembers
+why_miss/            why a request that is over was a miss, told from the requests that the instance remembers
 staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
