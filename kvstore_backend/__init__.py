@@ -17,7 +17,7 @@ backend.py     StorageBackend, the interface of stores and wrappers; Status, its
 transfers.py   loads and saves on their way, for engines that do not wait for the pool
 cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered
 load_or_compute.py  whether loading blocks from the pool is quicker than computing them
-verdict.py     the same for a whole pool and an instance, measured: kvstore doctor --instance
+pool_timing.py  the same for a whole pool and an instance, measured: kvstore doctor --instance
 refill.py      blocks that the pool has lost are put again by an instance that still holds them
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory

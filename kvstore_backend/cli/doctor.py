@@ -26,8 +26,8 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
+from kvstore_backend.pool_timing import Comparison, InstanceUnavailable, time_computing, time_loading
 from kvstore_backend.stores.mooncake_admin import find_admin
-from kvstore_backend.verdict import Comparison, InstanceUnavailable, time_computing, time_loading
 
 __all__ = ["add_arguments", "diagnose", "run"]
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["LoadSync"]
 
 # Changes are told at once after a pause, and otherwise so often. With 10 ms, telling, passing on and hearing take a
-# router of two workers some hundredths more CPU under full load, and the simulator places them no more than a hundredth better.
+# router of two workers some hundredths more CPU under full load, and requests are placed a hundredth better at most, by
+# the simulator.
 TELL_SECONDS = 0.025
 # All figures are told so often, for those who have just come, or have lost a message on the way.
 TELL_ALL_SECONDS = 1.0

@@ -2,7 +2,7 @@
 
 A hit of ``n`` tokens takes ``fixed + n * load`` to load and ``n * compute`` to compute, so it pays from
 ``fixed / (compute - load)`` tokens on, or never. Instances find that out by themselves, request by request
-(``load_or_compute.py``); this is for whoever wants to know before.
+(``load_or_compute.py``); this is for an operator, who wants to know before.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvstore_backend import PoolUnavailable, load_config, verdict
-from kvstore_backend.verdict import Comparison, InstanceUnavailable, time_computing, time_loading
+from kvstore_backend import PoolUnavailable, load_config
+from kvstore_backend.pool_timing import Comparison, InstanceUnavailable, time_computing, time_loading
 from tests.support.timed_instance import timed_instance
 
 
@@ -21,7 +21,7 @@ def test_a_hit_pays_from_the_length_on_at_which_it_makes_up_for_its_fixed_time(
 
 
 def test_computing_is_timed_without_the_time_that_any_request_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "_LONG_ENOUGH_SECONDS", 0.2)
+    monkeypatch.setattr(pool_timing, "_LONG_ENOUGH_SECONDS", 0.2)
     with timed_instance(0.001) as url:
         assert 0.0005 < time_computing(url) < 0.01
 
