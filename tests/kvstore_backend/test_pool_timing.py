@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvstore_backend import PoolUnavailable, load_config
+from kvstore_backend import PoolUnavailable, load_config, pool_timing
 from kvstore_backend.pool_timing import Comparison, InstanceUnavailable, time_computing, time_loading
 from tests.support.timed_instance import timed_instance
 
