@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvstore_backend.backend import PoolUnavailable
 from kvstore_backend.cli.report import Finding, fail, format_bytes, ok, warn
 from kvstore_backend.config import (
     DEFAULT_TENANT,
@@ -26,7 +27,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
-from kvstore_backend.stores.mooncake_admin import MasterAdmin, list_clusters_in_etcd
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, list_clusters_in_etcd
 from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
 
 __all__ = [
@@ -299,6 +300,27 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         yield fail("metadata", text, f"the path is /metadata, the port --http_metadata_server_port; or {remedy}")
         return
     yield ok("metadata", f"a metadata server answers at {url}")
+
+
+def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> MasterAdmin:
+    """The HTTP side of a cluster's master.
+
+    Args:
+        settings: name the master.
+        metrics_address: where that side is, as the user gave it.
+
+    Raises:
+        PoolUnavailable: there is no master, or it tells nothing there.
+    """
+    findings, address = check_master(settings)
+    if not address:
+        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
+    admin = find_admin(address, metrics_address)
+    if admin is None:
+        raise PoolUnavailable(
+            f"the master at {address} tells nothing on the usual ports: give --master-metrics HOST:PORT"
+        )
+    return admin
 
 
 def check_master_flags(admin: MasterAdmin | None, address: str) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSetting
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
-from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_admin, find_clients_gone
+from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_clients_gone
 
 __all__ = ["add_arguments", "run"]
 
@@ -162,14 +162,7 @@ def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoRetur
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
     """The figures that a cluster's master tells."""
-    findings, address = checks.check_master(settings)
-    if not address:
-        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
-    admin = find_admin(address, metrics_address)
-    if admin is None:
-        raise PoolUnavailable(
-            f"the master at {address} tells no figures on the usual ports: give --master-metrics HOST:PORT"
-        )
+    admin = checks.require_admin(settings, metrics_address)
     try:
         metrics = admin.fetch_metrics()
         names = Counter(_namespace_of(key) for key in admin.stream_keys())

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvstore_backend.backend import ConfigError, PoolUnavailable
+from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import checks
 from kvstore_backend.config import (
     DEFAULT_TENANT,
@@ -20,7 +20,6 @@ from kvstore_backend.config import (
     read_config,
 )
 from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
-from kvstore_backend.stores.mooncake_admin import find_admin
 
 __all__ = ["add_pool_arguments", "find_tenant", "open_holdings", "read_pool_config"]
 
@@ -86,20 +85,8 @@ def _find_holdings(arguments: argparse.Namespace) -> Holdings:
     config = read_pool_config(arguments)
     match config.store:
         case MooncakeSettings() as store:
-            return _find_mooncake(store, arguments.master_metrics)
+            return MooncakeHoldings(store, checks.require_admin(store, arguments.master_metrics))
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():
             raise ConfigError("memory is each process's own: only that process can tell what it holds")
-
-
-def _find_mooncake(settings: MooncakeSettings, metrics: str | None) -> MooncakeHoldings:
-    findings, address = checks.check_master(settings)
-    if not address:
-        raise PoolUnavailable(f"{findings[-1].text}: {findings[-1].remedy}")
-    admin = find_admin(address, metrics)
-    if admin is None:
-        raise PoolUnavailable(
-            f"the master at {address} tells its keys on none of the usual ports: give --master-metrics HOST:PORT"
-        )
-    return MooncakeHoldings(settings, admin)
