@@ -44,6 +44,7 @@ __all__ = [
     "check_ssd",
     "check_tenants",
     "find_wheels",
+    "require_admin",
 ]
 
 _CONNECT_SECONDS = 1.5
