@@ -32,6 +32,10 @@ from kvstore_backend.stores.mooncake_admin import find_admin
 __all__ = ["add_arguments", "diagnose", "run"]
 
 
+# Tokens; engines share no less than a block.
+_SMALLEST_BLOCK = 16
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
@@ -251,7 +255,8 @@ def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
             f"this pool loses: {text}",
             "a quicker network or protocol, or smaller blocks (kv=int8); until then instances compute such hits",
         )
-    return ok("worth it", f"{text}: hits of {max(1, least)} tokens or more pay")
+    pays = "every hit pays" if least <= _SMALLEST_BLOCK else f"hits of {least} tokens or more pay"
+    return ok("worth it", f"{text}: {pays}")
 
 
 def _describe_config(config: PoolConfig) -> str:
