@@ -3,9 +3,9 @@
     python benchmarks/vllm_connector.py [--prompts 100] [--json FILE] [--only PART] [--flags="--max-num-seqs 4"]
 
 Run it with a Python that has this project and mooncake_master; VLLM names vLLM's program where it is not on the PATH.
-Parts: ``hits``, ``answers``, ``throughput``, ``faults``, ``refill``, ``strangers``. Every instance is a process of its
-own with one compute thread; answers are greedy and compared with those of the instance without connector, token by
-token. The model is make_model's: its best word leads clearly, so answers do not depend on how the work was cut.
+Parts: ``hits``, ``answers``, ``throughput``, ``faults``, ``strangers``. Every instance is a process of its own with one
+compute thread; answers are greedy and compared with those of the instance without connector, token by token. The model
+is make_model's: its best word leads clearly, so answers do not depend on how the work was cut.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from engine.make_model import default_folder, make_model  # noqa: E402
 
 BLOCK = 128
 LONG = 2000  # tokens
-REFILL_PERIOD_S = 6.0  # an instance asks a pool every 5 s whether it has lost blocks
 FIRST_WORD, LAST_WORD = 300, 1600  # token ids that are whole words in make_model's vocabulary
-PARTS = ("hits", "answers", "throughput", "faults", "refill", "strangers")
+PARTS = ("hits", "answers", "throughput", "faults", "strangers")
 
 Prompt = list[int]
 
@@ -273,40 +272,6 @@ class Bench:
                 if blocks(self._second, "load", "ok") > loaded:
                     return
         fail("a minute after the master was back the second instance loads nothing")
-
-    async def refill(self) -> None:
-        """The master killed and started again, without a block, while the first instance has some: it puts them again.
-
-        It does so in vLLM's steps: first without requests, then with a small one every half second.
-        """
-        asked = [prompt(LONG, f"refill {number}") for number in range(20)]
-        truth = await self._client.answers([self._plain], asked)
-        self._saved = ended(self._first, "save")
-        self._compare("first", truth, await self._client.answers([self._first], asked))
-        await self._is_saved(len(asked) * ((LONG - 1) // BLOCK))
-        await asyncio.sleep(REFILL_PERIOD_S)  # it has asked the pool for some of them
-        master = self._cluster.master
-        before = await asyncio.to_thread(master.count_keys)
-        master.send(signal.SIGKILL)
-        await asyncio.to_thread(master.start)
-        await asyncio.sleep(2 * REFILL_PERIOD_S)
-        idle = await asyncio.to_thread(master.count_keys)
-        start = time.monotonic()
-        while (after := await asyncio.to_thread(master.count_keys)) < 0.99 * before:
-            if time.monotonic() > start + 120:
-                fail(f"after two minutes with requests the pool has {after} of {before} blocks")
-            await self._client.answer(self._first, prompt(20, f"refill step {after} {time.monotonic()}"))
-            await asyncio.sleep(0.5)
-        seconds = time.monotonic() - start
-        loaded = blocks(self._second, "load", "ok")
-        self._compare("second", truth, await self._client.answers([self._second], asked))
-        self.figures["refill"] = {
-            "blocks in the pool before": before,
-            f"{2 * REFILL_PERIOD_S:g} s after the master's return, without requests": idle,
-            "after the first request": f"{after} in {seconds:.1f} s",
-            "blocks that the second loaded then": blocks(self._second, "load", "ok") - loaded,
-            "answers equal": len(asked),
-        }
 
     async def strangers(self) -> None:
         """Instances of another dtype, and of another block size, on the same pool: no block changes hands."""
