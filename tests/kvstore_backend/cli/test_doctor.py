@@ -330,18 +330,18 @@ def test_a_pool_is_compared_with_an_instances_computing(
 
 
 @pytest.mark.parametrize(
-    ("fixed", "said"), [(0.002, "every hit pays"), (0.1, "hits of 100 tokens or more pay")], ids=["quick", "slow"]
+    ("fixed", "said"), [(0.002, "every hit pays"), (0.1, "hits of 84 tokens or more pay")], ids=["quick", "slow"]
 )
 def test_the_length_from_which_on_hits_pay_is_told_where_a_block_may_be_shorter(
     monkeypatch: pytest.MonkeyPatch, model: Path, fixed: float, said: str
 ) -> None:
     monkeypatch.setattr("kvstore_backend.cli.doctor.time_loading", lambda *_: (fixed, 0.0))
-    monkeypatch.setattr("kvstore_backend.cli.doctor.time_computing", lambda _: 0.001)
+    monkeypatch.setattr("kvstore_backend.cli.doctor.time_computing", lambda _: 0.0012)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = ["memory:?size=1MiB", "--model", str(model), "--instance", "127.0.0.1:1"]
     (verdict,) = [each.text for each in diagnose(parser.parse_args(arguments)) if each.subject == "worth it"]
-    assert verdict.endswith(f": {said}")
+    assert verdict.endswith(f"{1000 * fixed:g} ms to load, and this instance 1,200 ms to compute: {said}")
 
 
 def test_what_keeps_loading_from_being_compared_is_said(tmp_path: Path, model: Path) -> None:
