@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
-        self._step_began = 0.0
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -264,7 +262,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        self._step_began = time.monotonic()
+        if self._worker is not None:
+            self._worker.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
@@ -281,7 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
         """
         plan = self._get_connector_metadata().plan
-        self._mover.record_step(plan.num_tokens, time.monotonic() - self._step_began)
+        self._mover.end_step(plan.num_tokens)
         self._mover.start_saves(plan.saves)
         self._mover.wait_for_saves(plan.awaited)
 
