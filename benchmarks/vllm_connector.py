@@ -202,27 +202,26 @@ class Bench:
         rates: dict[int, list[float]] = {self._plain: [], self._first: []}
         names = {self._plain: "plain", self._first: "first"}
         spent: dict[int, list[float]] = {port: [] for port in rates}
-        ratios = []
         for number in range(1 + self._num_pairs):
-            pair = list(rates)[:: 1 if number % 2 else -1]
-            for port in pair:
+            for port in list(rates)[:: 1 if number % 2 else -1]:
                 asked = [prompt(700, f"throughput {port} {number} {i}") for i in range(12)]
                 start, cpu = time.perf_counter(), self._cluster.cpu_seconds(names[port])
                 answers = await self._client.answers([port], asked, at_once=6)
                 rates[port].append(sum(map(len, filter(None, answers))) / (time.perf_counter() - start))
                 spent[port].append(self._cluster.cpu_seconds(names[port]) - cpu)
-            if number:  # the first warms up
-                ratios.append(rates[self._first][-1] / rates[self._plain][-1])
-        medians = {port: statistics.median(found[1:]) for port, found in rates.items()}
-        ratio = statistics.median(ratios)  # of neighbours in time: this machine may be busy with something else, too
+        # Of neighbours in time, as this machine may be busy with something else, too; the first pair warms up.
+        ratios, costs = (
+            [mine / others for mine, others in zip(told[self._first][1:], told[self._plain][1:], strict=True)]
+            for told in (rates, spent)
+        )
+        ratio = statistics.median(ratios)
         self.figures["throughput"] = {
-            "tokens/s without": round(medians[self._plain], 1),
-            "tokens/s with, 0 % hits": round(medians[self._first], 1),
+            "tokens/s without": round(statistics.median(rates[self._plain][1:]), 1),
+            "tokens/s with, 0 % hits": round(statistics.median(rates[self._first][1:]), 1),
             "with / without, median of pairs": round(ratio, 3),
-            "processor seconds a round, without and with": [
-                round(statistics.median(spent[port][1:]), 2) for port in rates
-            ],
+            "processor time with / without, median of pairs": round(statistics.median(costs), 3),
             "pair by pair": [round(each, 3) for each in sorted(ratios)],
+            "processor time pair by pair": [round(each, 3) for each in sorted(costs)],
         }
         self._expect(ratio >= MIN_THROUGHPUT, f"throughput with the connector is {ratio:.3f} of without")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
 from kvstore_backend.cuts.family import HEAD
+from kvstore_backend.transfers import Event
 
 __all__ = ["KVMemory"]
 
@@ -99,6 +100,16 @@ class KVMemory:
             for block in blocks
         ]
 
+    def record_event(self) -> Event | None:
+        """The end of all that the calling thread has begun on a GPU's memory; None: what the host does has ended."""
+        if not self.is_on_device:
+            return None
+        import torch
+
+        event: Event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.tensors[0].device))  # type: ignore[attr-defined]
+        return event
+
     def layout_of(self, heads: int) -> str:
         """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""
         tensor = self.tensors[0]
@@ -109,6 +120,8 @@ class KVMemory:
         """Make finite any bytes that a failed read left: attention still meets masked positions, times zero."""
         for block, tensor in itertools.product(blocks, self.tensors):
             tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
+        if (cleared := self.record_event()) is not None:
+            cleared.synchronize()
 
     def _list_axes(self, tensor: Any) -> tuple[tuple[str, int], ...]:
         if tensor.dim() != 4:

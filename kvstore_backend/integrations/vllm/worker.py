@@ -17,8 +17,9 @@ from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
+from kvstore_backend.integrations.vllm.route import open_route
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, TransferMemory, Transfers
+from kvstore_backend.transfers import Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
 
@@ -51,7 +52,7 @@ class WorkerHalf:
         pool: closed by ``close``.
         memory: the worker's KV memory.
         family: of the pool's namespace; none: blocks of no other cut are read.
-        staged: ``memory`` by way of buffers that the pool knows; none: the pool reads and writes ``memory`` itself.
+        route: ``memory`` as transfers reach it; default: directly.
         clock: of the steps; default: the host's.
     """
 
@@ -61,7 +62,7 @@ class WorkerHalf:
         memory: KVMemory,
         family: Family | None = None,
         *,
-        staged: TransferMemory | None = None,
+        route: TransferMemory | None = None,
         clock: StepClock | None = None,
     ) -> None:
         self.namespace = pool.namespace
@@ -75,11 +76,7 @@ class WorkerHalf:
         self._loaded = Loaded()
         self._report = Report()
         self._clock = clock or HostClock()
-        if staged is None:
-            for span in memory.list_allocations():
-                pool.register(*span)
-            staged = DirectMemory(memory.locate_blocks, memory.clear_blocks)
-        self._transfers = Transfers(pool, staged, self._run_with_lock)
+        self._transfers = Transfers(pool, route or open_route("direct", memory, pool), self._run_with_lock)
 
     def begin_step(self) -> None:
         """Hear that the engine begins a step."""
