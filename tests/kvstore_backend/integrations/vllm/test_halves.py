@@ -10,9 +10,10 @@ import contextlib
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,12 @@ from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
+from kvstore_backend.integrations.vllm.route import open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.refill import Holder
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.transfers import TransferMemory
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
@@ -99,7 +102,15 @@ class Request:
 class Instance:
     """One vLLM instance: KV memory, a scheduler half, and one worker half for each rank."""
 
-    def __init__(self, store: StorageBackend, *, block_size: int = BLOCK, ranks: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        store: StorageBackend,
+        *,
+        block_size: int = BLOCK,
+        ranks: int = 1,
+        route: Callable[[KVMemory, BlockPool], TransferMemory] = partial(open_route, "direct"),
+        **options: Any,
+    ) -> None:
         self.kv = [torch.zeros(NUM_BLOCKS, 2, block_size, 6) for _ in range(LAYERS)]
         memory = KVMemory({f"layers.{i}": tensor for i, tensor in enumerate(self.kv)}, NUM_BLOCKS)
         self.blocks = Blocks()
@@ -108,7 +119,8 @@ class Instance:
             Namespace("m", "float32", block_size, LAYERS, 2, 3, memory.layout, tp_size=ranks, tp_rank=rank)
             for rank in range(ranks)
         ]
-        self.workers = [WorkerHalf(BlockPool(store, namespace), memory) for namespace in namespaces]
+        pools = [BlockPool(store, namespace) for namespace in namespaces]
+        self.workers = [WorkerHalf(pool, memory, route=route(memory, pool)) for pool in pools]
         self.use_scheduler(self.scheduler)
 
     def use_scheduler(self, scheduler: SchedulerHalf) -> None:
