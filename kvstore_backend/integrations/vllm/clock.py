@@ -1,4 +1,4 @@
-"""How long steps take: by the host's clock, or on a GPU by its events, as a step has only been queued when it returns."""
+"""How long steps take: by the host's clock, or on a GPU by its events, as there a step has only been queued so far."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 staged  by way of host buffers (``kvstore_backend.staging``): pinned ones and a CUDA stream for KV on a GPU; over KV in
         host memory the same steps run in the stand-in
-direct  the pool reads and writes vLLM's memory itself; on a GPU Mooncake does so by RDMA
+direct  the pool reads and writes vLLM's memory itself; on a GPU Mooncake does so by RDMA, and as the host cannot read
+        that memory, blocks have no checksums
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
-from kvstore_backend.integrations.vllm.route import open_route
+from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.refill import Holder
@@ -108,7 +107,8 @@ class Instance:
         *,
         block_size: int = BLOCK,
         ranks: int = 1,
-        route: Callable[[KVMemory, BlockPool], TransferMemory] = partial(open_route, "direct"),
+        route: Route = "direct",
+        open_memory: Callable[[Route, KVMemory, BlockPool], TransferMemory] = open_route,
         **options: Any,
     ) -> None:
         self.kv = [torch.zeros(NUM_BLOCKS, 2, block_size, 6) for _ in range(LAYERS)]
@@ -120,7 +120,7 @@ class Instance:
             for rank in range(ranks)
         ]
         pools = [BlockPool(store, namespace) for namespace in namespaces]
-        self.workers = [WorkerHalf(pool, memory, route=route(memory, pool)) for pool in pools]
+        self.workers = [WorkerHalf(pool, memory, route=open_memory(route, memory, pool)) for pool in pools]
         self.use_scheduler(self.scheduler)
 
     def use_scheduler(self, scheduler: SchedulerHalf) -> None:

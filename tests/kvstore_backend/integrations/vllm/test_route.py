@@ -7,7 +7,6 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +111,7 @@ class Gate:
             self.held.release()
             assert self._open.wait(60)
 
-    def open_route(self, memory: KVMemory, pool: BlockPool) -> TransferMemory:
+    def open_route(self, _: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
         """Staged, by a stand-in whose copies stop here."""
         device = StandInDevice(before_step=self.wait)
         return StagedMemory(KVTensors(memory.tensors, memory.num_blocks), pool, device=device)
@@ -126,7 +125,7 @@ def gate() -> Iterator[Gate]:
 
 
 def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store: StorageBackend, gate: Gate) -> None:
-    with contextlib.closing(Instance(store, route=gate.open_route)) as instance:
+    with contextlib.closing(Instance(store, open_memory=gate.open_route)) as instance:
         request = make_request()
         instance.scheduler.on_allocation(request, lambda: TABLE, 0)
         gate.close()
@@ -142,8 +141,8 @@ def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store
 
 def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: StorageBackend, gate: Gate) -> None:
     with (
-        contextlib.closing(Instance(store, route=partial(open_route, "staged"))) as first,
-        contextlib.closing(Instance(store, route=gate.open_route)) as second,
+        contextlib.closing(Instance(store, route="staged")) as first,
+        contextlib.closing(Instance(store, open_memory=gate.open_route)) as second,
     ):
         first.compute(make_request(), TABLE)
         request = make_request(name="b")
@@ -161,13 +160,12 @@ def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: St
 
 
 def test_a_read_that_was_given_up_reaches_no_block(store: StorageBackend) -> None:
-    staged = partial(open_route, "staged")
     injector = FaultInjector(store)
     guarded = GuardedBackend(lambda: injector, Deadlines(0.2, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
     with (
-        contextlib.closing(Instance(store, route=staged)) as first,
-        contextlib.closing(Instance(guarded, route=staged)) as second,
+        contextlib.closing(Instance(store, route="staged")) as first,
+        contextlib.closing(Instance(guarded, route="staged")) as second,
     ):
         first.compute(make_request(), TABLE)
         request = make_request(name="b")
@@ -189,7 +187,9 @@ def test_only_the_two_routes_can_be_named() -> None:
     assert [read_route({"memory": name}) for name in ("staged", "direct")] == ["staged", "direct"]
     assert read_route({}) is None
     for bad in ("gpu", "", 1, True, ["staged"]):
-        with pytest.raises(ConfigError, match=r'memory in kv_connector_extra_config is .* must be "staged" .* "direct"'):
+        with pytest.raises(
+            ConfigError, match=r'memory in kv_connector_extra_config is .* must be "staged" .* "direct"'
+        ):
             read_route({"memory": bad})
 
 
