@@ -200,7 +200,9 @@ def main() -> None:
     flags = shlex.split(options.flags)
     with scratch(f"faults_{options.memory}") as folder, Cluster(folder, model) as cluster:
         plain = cluster.start_vllm("plain", *flags, connector=None)
-        ports = {name: cluster.start_vllm(name, *flags, memory=options.memory) for name in ("first", "second")}
+        # As if the other were a prefill instance: whatever the pool has is loaded, however long that takes.
+        own = {"memory": options.memory, "prefill_wait_s": 0.05}
+        ports = {name: cluster.start_vllm(name, *flags, **own) for name in ("first", "second")}
         for name, port in {"plain": plain, **ports}.items():
             cluster.wait_ready(name, port)
         trial = Trial(cluster, list(ports.values()), mixed_prompts(options.prompts, "faults"))
