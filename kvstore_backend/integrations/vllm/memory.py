@@ -89,6 +89,28 @@ class KVMemory:
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
+    def merge_layers(self) -> tuple[Any, ...]:
+        """``tensors``, or one for all of them, ``[kernel block, layer, ...]``: then a copy takes one operation.
+
+        One where they lie in one allocation at equal distances, and each layer's part of a block before the next one's,
+        so that a block's bytes keep their order.
+        """
+        first = self.tensors[0]
+        offsets = [tensor.storage_offset() for tensor in self.tensors]
+        distance = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+        sizes, strides = (self._per_block, *first.shape[1:]), first.stride()
+        extent = max(size * stride for size, stride in zip(sizes, strides, strict=True) if size > 1)
+        is_regular = all(
+            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.stride() == strides
+            and offset == offsets[0] + number * distance
+            for number, (tensor, offset) in enumerate(zip(self.tensors, offsets, strict=True))
+        )
+        if distance < extent or not is_regular:
+            return self.tensors
+        shape = (first.shape[0], len(offsets), *first.shape[1:])
+        return (first.as_strided(shape, (strides[0], distance, *strides[1:]), offsets[0]),)
+
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
         """Where each block's bytes lie, in an order that is the same in every instance of this layout."""
         return [

@@ -60,7 +60,7 @@ def open_route(route: Route, memory: KVMemory, pool: BlockPool) -> TransferMemor
     if route == "staged":
         from kvstore_backend.staging import KVTensors, StagedMemory  # loads torch
 
-        return StagedMemory(KVTensors(memory.tensors, memory.num_blocks), pool)
+        return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
     for span in memory.list_allocations():
         pool.register(*span)
     return DirectMemory(memory.locate_blocks, memory.clear_blocks, memory.record_event)

@@ -91,6 +91,13 @@ def test_both_routes_give_a_block_the_same_bytes(
         assert not others_bytes[[0, 3, 4, 6]].any(), "no other block was touched"
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_layers_are_one_tensor_where_a_block_has_them_one_after_another(order: str) -> None:
+    layers = make_layers(order, torch.float32)
+    memory = KVMemory({f"l{i}": tensor for i, tensor in enumerate(layers)}, 7)
+    assert len(memory.merge_layers()) == (3 if order == "BHLNC" else 1)
+
+
 class Gate:
     """Holds the stand-in's copies up between their steps, until it is opened."""
 
@@ -114,7 +121,7 @@ class Gate:
     def open_route(self, _: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
         """Staged, by a stand-in whose copies stop here."""
         device = StandInDevice(before_step=self.wait)
-        return StagedMemory(KVTensors(memory.tensors, memory.num_blocks), pool, device=device)
+        return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool, device=device)
 
 
 @pytest.fixture
