@@ -30,7 +30,6 @@ saved_blocks.py      cached blocks that the pool had, for putting them again whe
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
 why_miss/            why a request that is over was a miss, told from the requests that the instance remembers
-staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router
