@@ -6,7 +6,7 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0, or 1 where whoever wrote the block could not read its bytes (a GPU's memory): its checksum is 0, and only
+Marks are 0, or 0x7575 where whoever wrote the block could not read its bytes (a GPU's memory): its checksum is 0, and only
 the rest of the header is verified.
 
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
@@ -50,7 +50,7 @@ _FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
-_UNSUMMED = 1
+_UNSUMMED = 0x7575
 _UNSUMMED_MARKS = slice(6, 8), _UNSUMMED.to_bytes(2, "little")
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES

@@ -59,12 +59,12 @@ class DeviceClock:
     """For engines that queue their work: a step takes as long as the device is at it, whatever the host does meanwhile.
 
     Args:
-        make_mark: makes an event; default: of CUDA.
+        make_mark: makes an event of the device.
     """
 
-    def __init__(self, make_mark: Callable[[], Mark] | None = None) -> None:
-        self._make_mark = make_mark or _make_cuda_event
-        self._begun = self._make_mark()
+    def __init__(self, make_mark: Callable[[], Mark]) -> None:
+        self._make_mark = make_mark
+        self._begun = make_mark()
         self._open: deque[tuple[int, Mark, Mark]] = deque()
 
     def begin(self) -> None:
@@ -83,10 +83,3 @@ class DeviceClock:
             num_tokens, begun, ended = self._open.popleft()
             steps.append((num_tokens, begun.elapsed_time(ended) / 1000))
         return steps
-
-
-def _make_cuda_event() -> Mark:
-    import torch
-
-    event: Mark = torch.cuda.Event(enable_timing=True)
-    return event

@@ -263,7 +263,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Blocks of another cut are put together by the host.
         family = _find_family(self._vllm_config, namespace, memory) if is_readable else None
         pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_readable=is_readable)
-        clock = DeviceClock() if memory.is_on_device else HostClock()
+        clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
 
     def get_handshake_metadata(self) -> _Rank | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
 from kvstore_backend.cuts.family import HEAD
+from kvstore_backend.integrations.vllm.clock import Mark
 from kvstore_backend.transfers import Event
 
 __all__ = ["KVMemory"]
@@ -126,11 +127,15 @@ class KVMemory:
         """The end of all that the calling thread has begun on a GPU's memory; None: what the host does has ended."""
         if not self.is_on_device:
             return None
-        import torch
+        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
 
-        event: Event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.tensors[0].device))  # type: ignore[attr-defined]
-        return event
+        return CudaDevice(self.tensors[0].device).record_event()
+
+    def make_mark(self) -> Mark:
+        """An event of the GPU that keeps the time, not recorded yet."""
+        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+
+        return CudaDevice(self.tensors[0].device).make_mark()
 
     def layout_of(self, heads: int) -> str:
         """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""

@@ -238,15 +238,16 @@ def test_several_large_values_are_verified_each_by_itself(store: MemoryStore, ch
 
 def test_blocks_in_memory_that_cannot_be_read_carry_no_checksum_and_are_told_by_their_names(store: MemoryStore) -> None:
     blind, seeing = CheckedBackend(store, is_readable=False), CheckedBackend(store)
-    blind.put([KEY], [Memory(b"unread").value])
-    seeing.put([OTHER_KEY], [Memory(b"summed").value])
+    sources = Memory(b"unread"), Memory(b"summed")
+    blind.put([KEY], [sources[0].value])
+    seeing.put([OTHER_KEY], [sources[1].value])
     marks_and_sum = [struct.unpack("<6xH8xQ", stored_object(store, key, 6)[:24]) for key in (KEY, OTHER_KEY)]
-    assert marks_and_sum[0] == (1, 0)
+    assert marks_and_sum[0] == (0x7575, 0)
     assert marks_and_sum[1] == (0, xxhash.xxh3_64_intdigest(b"summed"))
     for reader in (blind, seeing):
         targets = [Memory(6), Memory(6)]
         assert reader.get([KEY, OTHER_KEY], [target.value for target in targets]) == [OK, OK]
         assert [target.content for target in targets] == [b"unread", b"summed"]
     replace(store, KEY, stored_object(store, OTHER_KEY, 6))
-    assert blind.get([KEY], [Memory(6).value]) == [ABSENT], "another block's bytes, whole"
+    assert blind.get([KEY], [targets[0].value]) == [ABSENT], "another block's bytes, whole"
     assert blind.rejected == Counter(hash=1)
