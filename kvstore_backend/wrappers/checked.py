@@ -6,8 +6,8 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0, or 0x7575 where whoever wrote the block could not read its bytes (a GPU's memory): its checksum is 0, and only
-the rest of the header is verified.
+Marks are 0, or 0x7575 where whoever wrote the block could not read its bytes (a GPU's memory): its checksum is 0, and
+only the rest of the header is verified.
 
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
