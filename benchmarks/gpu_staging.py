@@ -341,18 +341,14 @@ def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterat
                 beside.append(median_step(instance, sizes, f"beside {i}"))
         step, slowed = statistics.median(alone[1:]), statistics.median(beside[1:])
         share = slowed / step
-        value = (
-            f"{slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, {share:.3f} of {step * 1e3:.2f} ms alone"
-        )
+        value = f"{slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, {share:.3f} of {step * 1e3:.2f} ms alone"
         yield Row(f"decode step of {sizes.decodes} sequences", value, f"<= {MAX_STEP}", share <= MAX_STEP)
 
 
 def median_step(instance: Instance, sizes: Sizes, seed: str) -> float:
     """Seconds of a step that decodes all sequences."""
     length = min(sizes.prompts) // 8
-    answers = [
-        instance.answer(random_tokens(length, f"{seed}, {i}"), sizes.steps) for i in range(sizes.decodes)
-    ]
+    answers = [instance.answer(random_tokens(length, f"{seed}, {i}"), sizes.steps) for i in range(sizes.decodes)]
     for answer in answers:
         answer.wait()
     # The last to begin: from its second token on all of them decode, up to the end of the first.

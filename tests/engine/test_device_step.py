@@ -52,8 +52,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
     return watch
 
 
-def runner_of(folder: Path) -> ModelRunner:
-    runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, BLOCK)
+def runner_of(folder: Path, device: str = "cpu") -> ModelRunner:
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), device, torch.float32, BLOCK)
     runner.allocate_kv(40)
     runner.repetition_penalty = 1.1
     return runner
@@ -130,6 +130,20 @@ def test_every_tensor_of_a_step_is_on_its_device(
     monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
     with watch.watching():
         assert set(tokens_of(take_steps(runner))) == {1}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
+    on_cpu = take_steps(runner_of(tiny_checkpoint))
+    runner = runner_of(tiny_checkpoint, "cuda")
+    take_steps(runner)  # what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu = take_steps(runner)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+    assert logprobs_of(on_gpu) == pytest.approx(logprobs_of(on_cpu), abs=1e-3)
 
 
 @pytest.mark.parametrize(
