@@ -63,6 +63,7 @@ from engine.model_runner import (
     load_model_config,
     load_tokenizer,
 )
+from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.protocol import (
     AbortBody,
     AbortRidBody,
@@ -154,7 +155,8 @@ class Instance:
             pool=pool_config is not None,
         )
         pool = _open_pool(pool_config, runner, self.metrics) if pool_config else None
-        self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
+        with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
+            self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
         tokenizer = load_tokenizer(folder)
         self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))

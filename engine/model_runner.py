@@ -21,7 +21,7 @@ from engine.attention import paged
 from engine.attention.block_index import width_of
 from engine.attention.retrieval import Retrieval, SparseState
 from engine.device_copies import wait_for_device
-from engine.out_of_memory import LEAVE_ROOM, told_if_too_large
+from engine.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.packed_linear import pack_linears
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
@@ -168,6 +168,7 @@ class ModelRunner:
             raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
         with told_if_too_large(f"--model {folder!r} on {device}; use --device cpu or a smaller one"):
             self.model.to(self.device).eval()
+        _settle_rope(self.model)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         if self.device.type == "cpu":
             pack_linears(self.model)
@@ -202,7 +203,7 @@ class ModelRunner:
         """
         shape = self.shape
         axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        with told_if_too_large(f"{num_blocks} KV blocks; lower --num-gpu-blocks-override or --gpu-memory-utilization"):
+        with told_if_too_large(f"{num_blocks} KV blocks; {LEAVE_ROOM_BESIDE}"):
             if self.device.type == "cpu":
                 self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
             else:
@@ -303,6 +304,16 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _settle_rope(model: torch.nn.Module) -> None:
+    """Let no layer look whether a text has outgrown the first length of its RoPE, which waits for the device.
+
+    ``check_length`` keeps all texts within it.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
 
 
 def _zeros_on_demand(nbytes: int) -> torch.Tensor:

@@ -9,10 +9,12 @@ import torch
 
 from kvstore_backend import ConfigError
 
-__all__ = ["LEAVE_ROOM", "is_out_of_memory", "told_if_too_large"]
+__all__ = ["LEAVE_ROOM", "LEAVE_ROOM_BESIDE", "is_out_of_memory", "told_if_too_large"]
 
 LEAVE_ROOM = "lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
 """How a user makes room for steps."""
+LEAVE_ROOM_BESIDE = "lower --num-gpu-blocks-override or --gpu-memory-utilization"
+"""How a user makes room beside KV blocks."""
 
 
 @contextlib.contextmanager

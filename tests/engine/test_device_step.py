@@ -99,11 +99,17 @@ def logprobs_of(heard: list[list[Choice]]) -> list[float]:
     return [value for logprobs in found for value in (logprobs.chosen, *(value for _, value in logprobs.top))]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [*((name, {}) for name in ARCHITECTURES), ("llama", {"rope_parameters": DYNAMIC})],
+)
 def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
-    architecture: str, tmp_path: Path, request: pytest.FixtureRequest, watch: DeviceWatch
+    architecture: str, changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, watch: DeviceWatch
 ) -> None:
-    folder = write_checkpoint(config_of(architecture), tmp_path)
+    folder = write_checkpoint(config_of(architecture, **changes), tmp_path)
     on_cpu = take_steps(runner_of(folder))
     assert watch.times_let_through == len([choices for choices in on_cpu if choices]) == 5
     request.getfixturevalue("as_on_gpu")
