@@ -87,7 +87,7 @@ SMALL = Sizes(
 )
 
 
-class Row(NamedTuple):
+class Figure(NamedTuple):
     """One line of the report."""
 
     figure: str
@@ -149,7 +149,7 @@ class FakeStore(StorageBackend):
         pass
 
 
-def measure_rates(device: torch.device, sizes: Sizes, _: str) -> Iterator[Row]:
+def measure_rates(device: torch.device, sizes: Sizes, _: str) -> Iterator[Figure]:
     """Load and save of blocks, beside copies of pinned memory in the same direction."""
     model = sizes.model
     axes = (sizes.moved_blocks, model["LAYERS"], 2, model["KV_HEADS"], BLOCK, model["HEAD_DIM"])
@@ -169,7 +169,7 @@ def measure_rates(device: torch.device, sizes: Sizes, _: str) -> Iterator[Row]:
         rate = statistics.median(rates[1:])  # the first warms up
         share = rate / copied
         value = f"{rate:.1f} GB/s, {share:.2f} of a pinned copy's {copied:.1f}"
-        yield Row(f"{direction} {kv.nbytes >> 20} MiB in blocks", value, f">= {MIN_RATE}", share >= MIN_RATE)
+        yield Figure(f"{direction} {kv.nbytes >> 20} MiB in blocks", value, f">= {MIN_RATE}", share >= MIN_RATE)
     transfers.close()
 
 
@@ -190,14 +190,14 @@ def copy_rate(nbytes: int, device: torch.device, direction: str) -> float:
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     source, target = (here, there) if direction == "load" else (there, here)
     target.copy_(source, non_blocking=True)
-    synchronize(device)
+    await_device(device)
     start = time.perf_counter()
     target.copy_(source, non_blocking=True)
-    synchronize(device)
+    await_device(device)
     return nbytes / (time.perf_counter() - start) / 1e9
 
 
-def synchronize(device: torch.device) -> None:
+def await_device(device: torch.device) -> None:
     """Wait for all that the device was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -226,20 +226,20 @@ class Instance:
         )
         self._closing = contextlib.ExitStack()
         nbytes = 4 * self.num_blocks * self.runner.shape.nbytes
-        self.pool = self._open_pool(pool_kind, nbytes)
+        self.pool = self._join_pool(pool_kind, nbytes)
         self.core = EngineCore(self.runner, self.scheduler, EngineMetrics(), pool=self.pool)
         self.core.start()
 
-    def _open_pool(self, kind: str, nbytes: int) -> BlockPool:
+    def _join_pool(self, kind: str, nbytes: int) -> BlockPool:
         if kind == "memory":
             return BlockPool(MemoryStore(nbytes), self.runner.namespace)
         master = self._closing.enter_context(running_master())
         return open_pool(pool_config(master, nbytes), self.runner.namespace, background=False)
 
-    def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
+    def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
         """Begin to answer greedily."""
         params = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
-        answer = Answer(EngineSequence(Request("benchmark", tuple(prompt), params), BLOCK))
+        answer = Asked(EngineSequence(Request("benchmark", tuple(prompt), params), BLOCK))
         self.core.submit(answer.sequence, Listener(answer.on_output, answer.saved.set))
         return answer
 
@@ -251,7 +251,7 @@ class Instance:
         self._closing.close()
 
 
-class Answer:
+class Asked:
     """A sequence in the engine, and when its tokens came."""
 
     def __init__(self, sequence: EngineSequence) -> None:
@@ -293,7 +293,7 @@ def random_tokens(count: int, seed: str) -> list[int]:
 # --- ttft -----------------------------------------------------------------------------------------------------
 
 
-def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Row]:
+def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
     """The first token of a prompt that the pool has, beside that of the same prompt computed."""
     with made_model(sizes) as folder, Instance(folder, device, sizes, pool_kind) as instance:
         for length in sizes.prompts:
@@ -303,7 +303,7 @@ def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator
             value = f"{hit * 1e3:.1f} ms, {share:.3f} of {cold * 1e3:.1f} ms computed"
             is_longest = length == max(sizes.prompts)
             bar = f"<= {MAX_TTFT}" if is_longest else ""
-            yield Row(f"TTFT of a hit of {length} tokens", value, bar, not is_longest or share <= MAX_TTFT)
+            yield Figure(f"TTFT of a hit of {length} tokens", value, bar, not is_longest or share <= MAX_TTFT)
 
 
 def measure_pair(instance: Instance, prompt: Sequence[int]) -> tuple[float, float]:
@@ -327,7 +327,7 @@ def measure_pair(instance: Instance, prompt: Sequence[int]) -> tuple[float, floa
 # --- decode ---------------------------------------------------------------------------------------------------
 
 
-def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Row]:
+def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
     """Steps of decodes alone and beside loads, in turn."""
     with (
         made_model(sizes) as folder,
@@ -337,12 +337,12 @@ def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterat
         alone, beside = [], []
         for i in range(sizes.rounds + 1):
             alone.append(median_step(instance, sizes, f"alone {i}"))
-            with loads.running():
+            with loads.going_on():
                 beside.append(median_step(instance, sizes, f"beside {i}"))
         step, slowed = statistics.median(alone[1:]), statistics.median(beside[1:])
         share = slowed / step
         value = f"{slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, {share:.3f} of {step * 1e3:.2f} ms alone"
-        yield Row(f"decode step of {sizes.decodes} sequences", value, f"<= {MAX_STEP}", share <= MAX_STEP)
+        yield Figure(f"decode step of {sizes.decodes} sequences", value, f"<= {MAX_STEP}", share <= MAX_STEP)
 
 
 def median_step(instance: Instance, sizes: Sizes, seed: str) -> float:
@@ -380,7 +380,7 @@ class Loads:
         return self._moved / self._seconds / 1e9
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def going_on(self) -> Iterator[None]:
         """Load for the time of the ``with`` block."""
         stop = threading.Event()
         thread = threading.Thread(target=self._load_until, args=(stop,))
@@ -398,7 +398,7 @@ class Loads:
             self._moved += self._block_bytes * wait_for_end(partial(self._transfers.load, self._names, self._blocks))
 
 
-PARTS: dict[str, Callable[[torch.device, Sizes, str], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[torch.device, Sizes, str], Iterator[Figure]]] = {
     "rates": measure_rates,
     "ttft": measure_ttft,
     "decode": measure_decode,

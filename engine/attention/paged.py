@@ -126,7 +126,7 @@ class _Places:
     sparse: list[tuple[int, SparseState]] = field(default_factory=list)
 
     @classmethod
-    def find(cls, chunks: Sequence[ChunkShape]) -> _Places:
+    def of_chunks(cls, chunks: Sequence[ChunkShape]) -> _Places:
         """Where chunks lie that follow each other in the step's row of tokens."""
         places, start = cls(), 0
         for chunk in chunks:
@@ -168,7 +168,7 @@ class PagedBatch:
         _, self._num_layers, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
         self._form = form_for(kv.device)
         self._gathered = kv.new_empty(0)
-        places = _Places.find(chunks)
+        places = _Places.of_chunks(chunks)
         groups = self._group_by_length(places.singles)
         positions = [position for chunk in chunks for position in chunk.list_positions()]
         write_blocks = [block for chunk in chunks for block in chunk.list_write_blocks(self._block_size)]

@@ -45,14 +45,14 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
+def device_watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
     """Not watching yet; lets the copy at a step's end through."""
-    watch = DeviceWatch()
-    monkeypatch.setattr(engine.sampler, "fetch_numbers", watch.letting_through(device_copies.fetch_numbers))
-    return watch
+    device_watch = DeviceWatch()
+    monkeypatch.setattr(engine.sampler, "fetch_numbers", device_watch.letting_through(device_copies.fetch_numbers))
+    return device_watch
 
 
-def runner_of(folder: Path, device: str = "cpu") -> ModelRunner:
+def build_runner(folder: Path, device: str = "cpu") -> ModelRunner:
     runner = ModelRunner(str(folder), load_model_config(str(folder)), device, torch.float32, BLOCK)
     runner.allocate_kv(40)
     runner.repetition_penalty = 1.1
@@ -90,11 +90,11 @@ def take_steps(runner: ModelRunner) -> list[list[Choice]]:
     return heard
 
 
-def tokens_of(heard: list[list[Choice]]) -> list[int]:
+def list_tokens(heard: list[list[Choice]]) -> list[int]:
     return [choice[0] for choices in heard for choice in choices if choice]
 
 
-def logprobs_of(heard: list[list[Choice]]) -> list[float]:
+def list_logprobs(heard: list[list[Choice]]) -> list[float]:
     found = [choice[1] for choices in heard for choice in choices if choice and choice[1]]
     return [value for logprobs in found for value in (logprobs.chosen, *(value for _, value in logprobs.top))]
 
@@ -107,49 +107,50 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     [*((name, {}) for name in ARCHITECTURES), ("llama", {"rope_parameters": DYNAMIC})],
 )
 def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
-    architecture: str, changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, watch: DeviceWatch
+    architecture: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    device_watch: DeviceWatch,
 ) -> None:
     folder = write_checkpoint(config_of(architecture, **changes), tmp_path)
-    on_cpu = take_steps(runner_of(folder))
-    assert watch.times_let_through == len([choices for choices in on_cpu if choices]) == 5
+    on_cpu = take_steps(build_runner(folder))
+    assert device_watch.times_let_through == len([choices for choices in on_cpu if choices]) == 5
     request.getfixturevalue("as_on_gpu")
-    runner = runner_of(folder)
-    watch.times_let_through = 0
-    with watch.watching():
+    runner = build_runner(folder)
+    device_watch.times_let_through = 0
+    with device_watch.watching():
         as_on_gpu = take_steps(runner)
-    assert watch.times_let_through == 5
-    assert tokens_of(as_on_gpu) == tokens_of(on_cpu)
-    assert len(logprobs_of(on_cpu)) > 10
-    assert logprobs_of(as_on_gpu) == pytest.approx(logprobs_of(on_cpu), abs=1e-4)
+    assert device_watch.times_let_through == 5
+    assert list_tokens(as_on_gpu) == list_tokens(on_cpu)
+    assert len(list_logprobs(on_cpu)) > 10
+    assert list_logprobs(as_on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-4)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
 def test_every_tensor_of_a_step_is_on_its_device(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, watch: DeviceWatch
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch
 ) -> None:
     """Without memory, and so without values: nothing of a step may depend on one."""
-    runner = runner_of(tiny_checkpoint)
-    runner.device = torch.device("meta")
-    runner.model.to(runner.device)
-    runner.kv = runner.kv.to(runner.device)
-    fetched = watch.letting_through(lambda numbers: [1.0] * len(numbers))
+    runner = build_runner(tiny_checkpoint, "meta")
+    fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
     monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
-    with watch.watching():
-        assert set(tokens_of(take_steps(runner))) == {1}
+    with device_watch.watching():
+        assert set(list_tokens(take_steps(runner))) == {1}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
-    on_cpu = take_steps(runner_of(tiny_checkpoint))
-    runner = runner_of(tiny_checkpoint, "cuda")
+    on_cpu = take_steps(build_runner(tiny_checkpoint))
+    runner = build_runner(tiny_checkpoint, "cuda")
     take_steps(runner)  # what is made once
     torch.cuda.set_sync_debug_mode("error")
     try:
         on_gpu = take_steps(runner)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert tokens_of(on_gpu) == tokens_of(on_cpu)
-    assert logprobs_of(on_gpu) == pytest.approx(logprobs_of(on_cpu), abs=1e-3)
+    assert list_tokens(on_gpu) == list_tokens(on_cpu)
+    assert list_logprobs(on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,9 @@ def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_check
     ids=["item", "tolist", "cpu", "if", "boolean index", "nonzero", "list index", "tensor", "slice", "comparison"],
 )
 def test_a_step_that_waits_in_its_middle_is_caught(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, watch: DeviceWatch, waiting: Any
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, waiting: Any
 ) -> None:
-    runner = runner_of(tiny_checkpoint)
+    runner = build_runner(tiny_checkpoint)
     compute = runner._compute_logits  # the middle of a step
 
     def wait_after(batch: paged.PagedBatch) -> torch.Tensor:
@@ -180,5 +181,5 @@ def test_a_step_that_waits_in_its_middle_is_caught(
         return logits
 
     monkeypatch.setattr(runner, "_compute_logits", wait_after)
-    with watch.watching(), pytest.raises(HostWaits):
+    with device_watch.watching(), pytest.raises(HostWaits):
         take_steps(runner)

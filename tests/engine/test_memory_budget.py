@@ -123,7 +123,7 @@ class FakeGpu:
     """A fake: a GPU whose memory is a number, for a runner whose tensors have none ("meta").
 
     Args:
-        runner: becomes one on this device.
+        runner: on that device.
         free: bytes, once the model is loaded.
         step: bytes that a step takes until they are given back.
     """
@@ -135,11 +135,9 @@ class FakeGpu:
         self._taken = 0
         self._step = step
         self._run = runner.run
-        runner.device = torch.device("meta")
-        runner.model.to(runner.device)
         monkeypatch.setattr(runner, "count_free_bytes", lambda: free - self._taken)
         monkeypatch.setattr(runner, "run", self.run)
-        monkeypatch.setattr(engine.memory_budget, "_give_back_memory", self.give_back)
+        monkeypatch.setattr(engine.memory_budget, "_give_back_memory", self.take_back)
         monkeypatch.setattr(engine.sampler, "fetch_numbers", lambda numbers: [1.0] * len(numbers))
 
     def run(self, chunks: list[Chunk]) -> list[Choice]:
@@ -150,7 +148,7 @@ class FakeGpu:
         self._taken = self._step
         return self._run(chunks)
 
-    def give_back(self, device: torch.device) -> None:
+    def take_back(self, device: torch.device) -> None:
         """Forget what steps took."""
         assert device.type == "meta"
         self._taken = 0
@@ -159,13 +157,19 @@ class FakeGpu:
 ON_GPU = parse_args(LINE.split(), {})
 
 
+@pytest.fixture
+def gpu_runner(tiny_checkpoint: Path) -> ModelRunner:
+    """A runner for a fake GPU."""
+    return ModelRunner(str(tiny_checkpoint), load_model_config(str(tiny_checkpoint)), "meta", torch.float32, BLOCK)
+
+
 def test_on_a_gpu_kv_blocks_get_their_share_of_what_a_step_leaves(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free, step = 400 * runner.shape.nbytes, 99 * runner.shape.nbytes
-    gpu = FakeGpu(runner, monkeypatch, free, step)
-    assert choose_num_blocks(ON_GPU, runner) == int(0.9 * 301)
-    assert not len(runner.kv), "blocks that were made to try a step are still there"
+    free, step = 400 * gpu_runner.shape.nbytes, 99 * gpu_runner.shape.nbytes
+    gpu = FakeGpu(gpu_runner, monkeypatch, free, step)
+    assert choose_num_blocks(ON_GPU, gpu_runner) == int(0.9 * 301)
+    assert not len(gpu_runner.kv), "blocks that were made to try a step are still there"
     assert sum(chunk.num_tokens for chunk in gpu.chunks) == 400 + 2
     assert {chunk.sequence.num_computed + chunk.num_tokens for chunk in gpu.chunks} == {400}
     assert len(gpu.chunks) == 3
@@ -173,31 +177,31 @@ def test_on_a_gpu_kv_blocks_get_their_share_of_what_a_step_leaves(
 
 
 def test_on_a_gpu_blocks_on_their_way_to_the_pool_have_memory_put_aside(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 1 << 30
-    FakeGpu(runner, monkeypatch, free)
-    alone = choose_num_blocks(ON_GPU, runner)
-    beside_pool = choose_num_blocks(parse_args([*LINE.split(), "--kvcache-storage-backend", "memory"], {}), runner)
-    assert alone == int(0.9 * free) // runner.shape.nbytes
-    assert beside_pool < alone - (1 << 26) // runner.shape.nbytes
+    FakeGpu(gpu_runner, monkeypatch, free)
+    alone = choose_num_blocks(ON_GPU, gpu_runner)
+    beside_pool = choose_num_blocks(parse_args([*LINE.split(), "--kvcache-storage-backend", "memory"], {}), gpu_runner)
+    assert alone == int(0.9 * free) // gpu_runner.shape.nbytes
+    assert beside_pool < alone - (1 << 26) // gpu_runner.shape.nbytes
 
 
-def test_too_little_memory_on_a_gpu_is_one_sentence(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_on_a_gpu_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     step = 1 << 20
-    FakeGpu(runner, monkeypatch, step + 20 * runner.shape.nbytes, step)
+    FakeGpu(gpu_runner, monkeypatch, step + 20 * gpu_runner.shape.nbytes, step)
     with pytest.raises(ConfigError) as caught:
-        choose_num_blocks(ON_GPU, runner)
+        choose_num_blocks(ON_GPU, gpu_runner)
     said = str(caught.value)
     assert said.startswith("a step needs 1.0 MiB for --max-num-seqs 3 of --max-model-len 400, and")
     assert said.endswith("lower --max-num-seqs or --max-model-len, or set --num-gpu-blocks-override")
     assert "\n" not in said
 
 
-def test_no_memory_for_a_step_is_one_sentence(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeGpu(runner, monkeypatch, 1 << 30).is_full = True
+def test_no_memory_for_a_step_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu(gpu_runner, monkeypatch, 1 << 30).is_full = True
     with pytest.raises(ConfigError) as caught:
-        choose_num_blocks(ON_GPU, runner)
+        choose_num_blocks(ON_GPU, gpu_runner)
     assert str(caught.value) == (
         "there is no memory for a step of 2048 tokens and 3 sequences; lower --max-num-batched-tokens, --max-num-seqs "
         "or --max-model-len: CUDA out of memory. Tried to allocate 1 GiB."
