@@ -19,6 +19,8 @@ scheduler.py         which sequence computes how many tokens in the next step; f
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
 model_runner.py      the checkpoint, its KV memory, and one forward pass
 memory_budget.py     how many KV blocks there are, beside the memory of sparse attention
+out_of_memory.py     memory that cannot be had, told in a sentence
+device_copies.py     the numbers of a step, on their way to the device and back
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors
