@@ -11,6 +11,7 @@ GPU reads all pages of a layer and of all sequences at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -60,7 +61,7 @@ class PageReader:
             Of the shape of ``queries``.
         """
         outputs, weights = [], []
-        for keys, values in (newest[:, None], *self._read_pieces(memory, blocks, layer)):
+        for keys, values in chain([newest[:, None]], self._read_pieces(memory, blocks, layer)):
             # What the public function calls on a CPU, but it keeps the logarithm of the weights' sum to itself.
             output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 queries[None], keys, values, scale=scale
@@ -98,6 +99,8 @@ class PageReader:
 
     def _read_pieces(self, memory: torch.Tensor, blocks: torch.Tensor, layer: int) -> Iterator[torch.Tensor]:
         """K and V of some blocks after the other, ``[2, 1, kv_head, tokens, head_dim]``, each gone with the next."""
+        if not blocks.numel():
+            return
         every_page = memory.view(-1, self._page_size)
         at_once = len(self._piece) // (2 * self._kv_heads)
         for some in self._find_pages(blocks, layer).split(at_once, -1):

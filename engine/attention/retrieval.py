@@ -44,7 +44,8 @@ class SparseState:
         self._config = config
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
-        self._window_starts: dict[bool, int] = {}
+        self.window_starts: dict[bool, int] = {}
+        """Where the window began in the step before, for layers that read every block and for the others."""
         self.host: torch.Tensor | None = None
         """Its full blocks ``[block of the sequence, layer, 2, kv_head, token, head_dim]``, if it is offloaded."""
         if sequence.regime is Regime.OFFLOADED:
@@ -60,16 +61,19 @@ class SparseState:
         return self.sequence.num_computed + 1
 
     @property
+    def newest_block(self) -> int:
+        """The block of KV memory that holds the newest tokens."""
+        return self.sequence.block_table[(self.context_length - 1) // self._config.block_size]
+
+    @property
     def num_filled(self) -> int:
-        """Tokens of the newest block."""
+        """How many tokens it holds."""
         return (self.context_length - 1) % self._config.block_size + 1
 
     def must_choose(self, is_dense: bool, partition: BlockPartition) -> bool:
         """Whether layers, those that read every block or the others, choose blocks anew in this step."""
-        before = self._window_starts.get(is_dense)
-        self._window_starts[is_dense] = partition.window_start
         steps = self.context_length - self.sequence.num_prompt_tokens
-        return before != partition.window_start or steps % self._config.stride == 0
+        return self.window_starts.get(is_dense) != partition.window_start or steps % self._config.stride == 0
 
     def working_set(self, layer: int) -> WorkingSet:
         """The layer's; made for all layers when first asked for, large enough to the sequence's end."""
@@ -88,7 +92,7 @@ class SparseState:
         wanted = wanted.scatter_(1, numbers, True).cpu()
         working_set = self.working_set(layer)
         working_set.fill(wanted, self.host, layer)
-        working_set.append_newest(self._kv[self.sequence.block_table[-1], layer], self.num_filled)
+        working_set.append_newest(self._kv[self.newest_block, layer], self.num_filled)
         return working_set.attend(queries, scale)
 
 
@@ -101,13 +105,12 @@ class _Step:
         self.states, self.partitions = list(states), partitions
         self._contexts = [state.context_length for state in states]
         rows = [state.row for state in states]
-        newest = [
-            (state.sequence.block_table[partition.num_blocks - 1], state.num_filled)
-            for state, partition in zip(states, partitions, strict=True)
-        ]
+        newest = [(state.newest_block, state.num_filled) for state in states]
         self.plan = StepPlan(partitions, rows, newest, kv.shape[4], kv.device)
         some = [i for i, state in enumerate(states) if state.must_choose(is_dense, partitions[i])]
         some = [i for i in some if partitions[i].num_recalled < partitions[i].num_outside]
+        for state, partition in zip(states, partitions, strict=True):
+            state.window_starts[is_dense] = partition.window_start
         self.search: Search | None = None
         """Blocks that are chosen anew: for these of the sequences, in these rows."""
         self.searching, self.searched_rows = (
