@@ -137,7 +137,11 @@ class TestBuffers:
 
     def test_one_is_used_again_when_its_copy_has_ended(self) -> None:
         held = threading.Event()
-        device = StandInDevice(before_step=lambda: held.wait() and None)
+
+        def wait() -> None:
+            held.wait()
+
+        device = StandInDevice(before_step=wait)
         kv = KVTensors(make_layers("cpu"), 6)
         memory = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=device, buffer_bytes=kv.block_bytes)
         for block in (0, 1):
