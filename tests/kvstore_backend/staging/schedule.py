@@ -69,7 +69,7 @@ class SlowPool:
     """A pool of which each call takes its time, and is given up now and then, to go on when others have begun."""
 
     def __init__(self, chance: Chance) -> None:
-        self.contents: dict[bytes, bytes] = {}
+        self.contents = {each: right_bytes(each, NUM_LAYERS * LAYER_BYTES) for each in CONVERSATIONS[0]}
         self._chance = chance
         self._spans: set[Span] = set()
         self._late: list[threading.Thread] = []
