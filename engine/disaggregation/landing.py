@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -62,12 +63,11 @@ class Landing:
 
     def _take_back(self) -> None:
         self._is_closed = True
-        while self._windows:
-            window = self._windows.pop()
-            try:
-                window.wait()
-            finally:
-                window.take_back()
+        windows, self._windows = self._windows, []
+        with contextlib.ExitStack() as ended:
+            for window in windows:
+                ended.callback(window.take_back)
+                ended.callback(window.wait)
 
     def _values(self) -> list[Value]:
         return [value for window in self._windows for value in window.values]
