@@ -73,12 +73,12 @@ class Parts:
             self._is_quick = batch.nbytes > _SLOW * (time.perf_counter() - began)
             return
         if self._hashes_first:
-            batch.begin_hashing(whole).finish()
+            batch.hash_now(whole)
         began = time.perf_counter()
         move_part(whole)
         self._is_quick = batch.nbytes > _QUICK * (time.perf_counter() - began)
         if not self._hashes_first:
-            batch.begin_hashing(whole).finish()
+            batch.hash_now(whole)
 
     @staticmethod
     def _hash_ahead(batch: _Batch, statuses: Sequence[Status], move_part: Step) -> None:
@@ -123,6 +123,7 @@ class _Batch:
         self.hash_part = hash_part
         self.nbytes = self._ends[-1] if values else 0
         self.is_shared = _THREADS > 1 and len(values) > 1 and self.nbytes >= _SHARED_BYTES
+        self._is_unlocked = self.nbytes >= _UNLOCKED_BYTES * len(values)
 
     def cut(self, share: float) -> tuple[slice, slice]:
         """Two parts, neither empty, of which the first has about this share of the bytes."""
@@ -130,15 +131,22 @@ class _Batch:
         middle = max(1, min(count - 1, 1 + bisect_left(self._ends, self.nbytes * share)))
         return slice(0, middle), slice(middle, count)
 
+    def hash_now(self, part: slice) -> None:
+        """Hash the values of ``part`` on this thread, and on helpers where they would not be in its way."""
+        if self._is_unlocked:
+            self.begin_hashing(part).finish()
+        else:
+            self.hash_part(part)
+
     def begin_hashing(self, part: slice) -> _Hashing:
         """Have helpers begin with the values of ``part``."""
         return _Hashing(self, self._helpers, part)
 
     def cut_pieces(self, part: slice) -> list[slice]:
         """Pieces of about ``_PIECE_BYTES``; all in one where threads would be in each other's way."""
-        count = part.stop - part.start
-        nbytes = self._ends[part.stop - 1] - (self._ends[part.start - 1] if part.start else 0)
-        step = max(1, count * _PIECE_BYTES // nbytes) if nbytes >= _UNLOCKED_BYTES * count else count
+        step = part.stop - part.start
+        if self._is_unlocked:
+            step = max(1, len(self._ends) * _PIECE_BYTES // self.nbytes)
         return [slice(start, min(start + step, part.stop)) for start in range(part.start, part.stop, step)]
 
 
