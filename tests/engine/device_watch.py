@@ -80,7 +80,7 @@ class DeviceWatch:
             raise HostWaits(f"{name} in a step")
         if name == "where" and len(tensors) == 1:
             raise HostWaits("the places where a condition holds, in a step")
-        if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tree_leaves(args[1])):
+        if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tensors[1:]):
             raise HostWaits("a boolean index in a step")
         if name == "lift_fresh" and any(tensor.dim() for tensor in tensors):
             raise HostWaits("a tensor made of a list of numbers in a step")
