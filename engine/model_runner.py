@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
 from engine.attention.block_index import width_of
-from engine.attention.retrieval import Retrieval, SparseState
+from engine.attention.retrieval import Retrieval, SparseState, reads_host_memory
 from engine.device_copies import wait_for_device
 from engine.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.packed_linear import pack_linears
@@ -242,10 +242,17 @@ class ModelRunner:
             raise ConfigError(f"--model {self._folder!r}: this engine cannot run a {kind}: {reason}")
 
     def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
-        """Bytes that sparse attention takes on the device at most, besides KV blocks: its index and working sets."""
+        """Bytes that sparse attention takes on the device at most, besides KV blocks.
+
+        They are the index, tables, and on a GPU what it reads at once: working sets of offloaded sequences.
+        """
         shape = self.shape
-        vectors = -(-max_model_len // shape.block_size) * shape.num_layers * shape.num_kv_heads
+        blocks = -(-max_model_len // shape.block_size)
+        vectors = blocks * shape.num_layers * shape.num_kv_heads
         index = vectors * width_of(config.representative, shape.head_dim) * shape.dtype.itemsize
+        index += (vectors + blocks) * torch.long.itemsize
+        if reads_host_memory(self.device):
+            return max_num_seqs * index
         read = sum(config.max_blocks_read(max_model_len, layer) for layer in range(shape.num_layers))
         return max_num_seqs * (index + read * shape.nbytes // shape.num_layers)
 

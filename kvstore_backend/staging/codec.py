@@ -19,7 +19,7 @@ class Codec(Protocol):
     nbytes: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encoded rows, uint8 ``[block, nbytes]``, of rows of KV memory, uint8 ``[block, bytes]``."""
+        """Encoded rows, uint8 ``[block, nbytes]``, of rows of KV memory, uint8 ``[block, bytes]``, which may change."""
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
         """Rows of KV memory again; ``encoded`` may have gaps between its rows."""

@@ -28,6 +28,10 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def make_mark(self) -> torch.cuda.Event:
+        """An event that keeps the time; the caller records it."""
+        return torch.cuda.Event(enable_timing=True)
+
     def open_stream(self) -> _CudaStream:
         return _CudaStream(self._device)
 

@@ -19,6 +19,7 @@ from kvstore_backend.transfers import Event, Window
 
 __all__ = ["StagedMemory"]
 
+# At 3 GB/s of a pool a buffer takes 10 ms, and at 25 GB/s of a GPU's bus 1 ms: copies end while the pool works.
 _BUFFER_BYTES = 32 << 20
 
 

@@ -43,17 +43,19 @@ def count_retrieval_bytes(runner: ModelRunner) -> int:
 
 @pytest.mark.parametrize("representative", REPRESENTATIVES)
 @pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("in_place", [True, False], ids=["CPU", "as on a GPU"])
 def test_what_is_put_aside_is_what_sparse_attention_allocates_at_most(
-    runner: ModelRunner, representative: str, dense_layers: int
+    runner: ModelRunner, representative: str, dense_layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.model_runner.reads_host_memory", lambda device: in_place)
     config = RetrievalConfig(BLOCK, 16, 40, 0.3, 0, 0, representative, dense_layers=dense_layers)
     runner.allocate_kv(1)
     runner.enable_retrieval(config, 3, 400)
     assert runner.retrieval
     index = runner.retrieval.index
     assert isinstance(index, BlockIndex)
-    allocated = index.nbytes
-    for _ in range(3):
+    allocated = index.nbytes + runner.retrieval.table_bytes
+    for _ in range(0 if in_place else 3):
         sequence = Sequence(Request("", (1,) * 300, SamplingParams(100)), BLOCK)
         sequence.regime = Regime.SPARSE
         state = runner.retrieval.state_of(sequence)
