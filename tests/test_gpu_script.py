@@ -37,6 +37,7 @@ def test_a_part_that_is_not_there_is_named_with_those_that_are() -> None:
     assert "there is no part 'speed'; there are suite, equality," in ended.stderr
 
 
+@pytest.mark.skipif("TRY_GPU_SCRIPT" not in os.environ, reason="takes 10 s of a processor: TRY_GPU_SCRIPT=1 runs it")
 def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "gpu.md"
     log.write_text("## Before\n")
