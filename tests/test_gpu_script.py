@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PARTS: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "test-gpu"))["PARTS"]
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +54,9 @@ def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None
     assert "| save " in said
 
 
-@pytest.mark.parametrize("name", ["pool", "pd", "rates", "ttft", "decode", "suite", "equality", "faults"])
-def test_the_page_tells_of_each_part(name: str) -> None:
+@pytest.mark.parametrize(("name", "part"), PARTS.items())
+def test_each_part_names_files_that_are_there_and_is_on_the_page(name: str, part: Any) -> None:
+    named = [word for word in (*part.arguments, part.script) if "/" in word]
+    assert named
+    assert all((ROOT / path).exists() for path in named)
     assert f"| `{name}` |" in (ROOT / "docs" / "gpu.md").read_text()
