@@ -25,7 +25,7 @@ def send_numbers(
         rows: of any lengths, not all of them empty.
         dtype: int64 or float64.
     """
-    numbers = array(_TYPECODES[dtype])
+    numbers: array[float] = array(_TYPECODES[dtype])
     for row in rows:
         numbers.extend(row)
     sent = send_tensor(torch.frombuffer(numbers, dtype=dtype), device)
