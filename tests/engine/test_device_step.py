@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 import engine.sampler
 from engine import device_copies
@@ -43,6 +45,13 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     form = paged.form_for(torch.device("cuda"))
     assert form != paged.form_for(torch.device("cpu"))
     monkeypatch.setattr(paged, "form_for", lambda device: form)
+    monkeypatch.setattr(paged, "causal_lower_right", make_bias)
+
+
+def make_bias(num_tokens: int, context: int) -> torch.Tensor:
+    """torch's own, which cannot be made under a watch."""
+    with _disable_current_modes():
+        return causal_lower_right(num_tokens, context)
 
 
 @pytest.fixture
