@@ -154,7 +154,7 @@ class FakeStore(StorageBackend):
         pass
 
 
-def measure_rates(device: torch.device, sizes: Sizes, _: str) -> Iterator[Figure]:
+def measure_rates(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterator[Figure]:
     """Load and save of blocks, beside copies of pinned memory in the same direction."""
     model = sizes.model
     layers, heads, head_dim = (model[name] for name in ("LAYERS", "KV_HEADS", "HEAD_DIM"))

@@ -107,7 +107,7 @@ class _Calls(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     def __init__(self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
