@@ -320,7 +320,7 @@ def _settle_rope(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
-            module.rope_type = "default"
+            module.rope_type = "default"  # type: ignore[assignment]
 
 
 def _zeros_on_demand(nbytes: int) -> torch.Tensor:
