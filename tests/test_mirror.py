@@ -118,7 +118,10 @@ TESTED_IN = {
     # Attention, beside transformers' own.
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",
     "engine/attention/paged.py": "tests/engine/test_models.py",
+    "engine/attention/pages.py": "tests/engine/test_pages.py",
+    "engine/attention/plan.py": "tests/engine/test_plan.py",
     "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
+    "engine/attention/working_set.py": "tests/engine/test_working_set.py",
     "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
     # Other APIs, spoken to by their own clients.
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",

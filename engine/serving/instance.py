@@ -44,6 +44,7 @@ from engine.model_runner import (
     load_model_config,
     load_tokenizer,
 )
+from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
 from engine.scheduler import Scheduler
 from engine.tracing import open_tracer
@@ -83,7 +84,8 @@ class Instance:
         self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
         pool = _open_pool(pool_config, runner, self.metrics) if pool_config else None
         scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
-        self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
+        with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
+            self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
         tokenizer = load_tokenizer(folder)
         self._transfer_protocols = list(args.cache_transfer_protocol)
         memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
