@@ -112,7 +112,7 @@ class TransferMemory(Protocol):
         """On the thread that asks for a transfer: the end of all that it has begun on blocks; None: it has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Memory that leading ones of ``blocks``, at least one, are to be read into; these are touched after ``after``."""
+        """Memory that leading ones of ``blocks``, at least one, are to be read into; touched after ``after``."""
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
         """Memory for the contents of leading ones of ``blocks``, at least one, as they are after ``after``.

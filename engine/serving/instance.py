@@ -48,6 +48,7 @@ from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.registration import host_ip_towards, send_heartbeats
 from engine.scheduler import Scheduler
 from engine.serving.surroundings import Surroundings
+from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvstore_backend import BlockPool, PoolConfig, open_pool
@@ -120,13 +121,13 @@ class Instance:
         if self.args.splitwise_role == "mixed":
             return None
         try:
-            if runner.device.type != "cpu":
-                raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
-            memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
             protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
             self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
-            transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
-            return BlockMemory(self.core, runner, transfer)
+            transfer = Transfer(self._own_address(), protocol, rdma_devices)
+            if runner.device.type == "cpu":
+                return BlockMemory(self.core, runner, transfer, open_direct(runner, transfer))
+            max_lent = MAX_LENT_BYTES // runner.shape.nbytes
+            return BlockMemory(self.core, runner, transfer, stage_handovers(runner, transfer), max_lent)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None

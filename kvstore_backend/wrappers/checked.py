@@ -6,8 +6,8 @@ copied. The header, 128 bytes little-endian, so that the payload stays aligned::
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0, or 0x7575 where whoever wrote the block could not read its bytes (a GPU's memory): its checksum is 0, and
-only the rest of the header is verified.
+Marks are 0. Where the host cannot read the bytes, as they lie in a GPU's memory, marks are 0x7575 and the checksum is
+0: only the rest of the header is verified. No reader takes one kind for the other.
 
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
@@ -51,7 +51,6 @@ _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace",
 REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
 _UNSUMMED = 0x7575
-_UNSUMMED_MARKS = slice(6, 8), _UNSUMMED.to_bytes(2, "little")
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 
@@ -69,15 +68,13 @@ class CheckedBackend(Wrapper):
         store: any backend.
         rejected: where reads that did not verify are counted, by the field of the header that was wrong: ``magic``,
             ``version``, ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
-        is_readable: whether this process can read the memory that values lie in. Where it cannot, checksums are neither
-            made nor verified.
+        is_summed: whether headers have checksums. They cannot where this process cannot read the memory that values lie
+            in; what was written so is a miss for all others.
     """
 
-    def __init__(
-        self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_readable: bool = True
-    ) -> None:
+    def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_summed: bool = True) -> None:
         self.rejected: Counter[str] = Counter() if rejected is None else rejected
-        self._is_readable = is_readable
+        self._is_summed = is_summed
         super().__init__(store)
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
@@ -122,7 +119,7 @@ class CheckedBackend(Wrapper):
 
             def seal(part: slice) -> None:
                 for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
-                    header = _seal_value(key, value, is_readable=self._is_readable)
+                    header = _build_header(key, value, is_summed=self._is_summed)
                     _HeaderMemory.from_address(place[0].address).raw = header
 
             def send(part: slice) -> None:
@@ -137,7 +134,7 @@ class CheckedBackend(Wrapper):
         Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
         """
         header = _HeaderMemory.from_address(place[0].address).raw
-        wanted = _build_wanted(header, key, target, is_readable=self._is_readable)
+        wanted = _build_header(key, target, is_summed=self._is_summed)
         if header == wanted:
             return True
         self._reject_block(key, _find_wrong_field(header, wanted))
@@ -213,7 +210,7 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
         return "size"
     payload = [Span(stored.ctypes.data + HEADER_BYTES, stored.nbytes - HEADER_BYTES)]
     header = stored[:HEADER_BYTES].tobytes()
-    wanted = _build_wanted(header, key, payload, is_readable=True)
+    wanted = _build_header(key, payload)
     return None if header == wanted else _find_wrong_field(header, wanted)
 
 
@@ -227,22 +224,9 @@ def _hash_value(value: Value) -> int:
     return state.intdigest()
 
 
-def _seal_value(key: str, value: Value, *, is_readable: bool) -> bytes:
-    """The header of a value that is stored."""
-    return _build_header(key, value, _hash_value(value)) if is_readable else _build_header(key, value, 0, _UNSUMMED)
-
-
-def _build_wanted(header: bytes, key: str, target: Value, *, is_readable: bool) -> bytes:
-    """The header that the bytes in ``target`` ought to have, where they have ``header``."""
-    place, unsummed = _UNSUMMED_MARKS
-    if header[place] == unsummed:
-        return _build_header(key, target, 0, _UNSUMMED)
-    if is_readable:
-        return _build_header(key, target, _hash_value(target))
-    return _build_header(key, target, _FIELDS.unpack(header)[_FIELD_NAMES.index("checksum")])
-
-
-def _build_header(key: str, value: Value, checksum: int, marks: int = 0) -> bytes:
+def _build_header(key: str, value: Value, *, is_summed: bool = True) -> bytes:
+    """The header of a value that is stored, or that was read as it ought to be."""
+    checksum, marks = (_hash_value(value), 0) if is_summed else (0, _UNSUMMED)
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, marks, count_bytes(value), checksum, _build_identity(key))
 
 

@@ -256,13 +256,15 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
         route = choose_route(self._route, memory, self._config)
-        is_readable = route == "staged" or not memory.is_on_device
+        is_summed = route == "staged" or not memory.is_on_device
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
+        if not is_summed:  # nobody who verifies bytes is to meet blocks without a checksum
+            namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
         logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
         # Blocks of another cut are put together by the host.
-        family = _find_family(self._vllm_config, namespace, memory) if is_readable else None
-        pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_readable=is_readable)
+        family = _find_family(self._vllm_config, namespace, memory) if is_summed else None
+        pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
 
