@@ -20,14 +20,15 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class RequestHead:
     """A request's head, read. Its attributes are for reading."""
 
-    __slots__ = ("_line", "forwarded", "headers", "sent_id", "session", "trace_id")
+    __slots__ = ("forwarded", "headers", "line", "sent_id", "session", "trace_id")
 
     def __init__(self, request: ClientRequest) -> None:
         """
         Raises:
             BadBody: a header is wrong.
         """
-        self._line = (request.method, request.target)
+        self.line = (request.method, request.target)
+        """Method and target."""
         self.headers: Headers = request.headers
         self.sent_id = find_request_id(request.headers)
         """The id that the client gave the request; ``""`` where it gave none."""
@@ -40,12 +41,8 @@ class RequestHead:
         """The session that it names."""
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
-        self.forwarded: PreparedHead = prepare_head(*self._line, end_to_end(request.headers, dropped))
+        self.forwarded: PreparedHead = prepare_head(*self.line, end_to_end(request.headers, dropped))
         """The head that instances get, before that has lines of an instance's own."""
-
-    def is_of(self, request: ClientRequest) -> bool:
-        """Whether another request has an equal head."""
-        return self.headers == request.headers and self._line == (request.method, request.target)
 
 
 def read_head(request: ClientRequest) -> RequestHead:
@@ -54,8 +51,8 @@ def read_head(request: ClientRequest) -> RequestHead:
     Raises:
         BadBody: a header is wrong.
     """
-    known = request.known_head
-    if isinstance(known, RequestHead) and known.is_of(request):
+    known, line = request.known_head, (request.method, request.target)
+    if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers:
         return known
     head = RequestHead(request)
     request.keep_head(head)
