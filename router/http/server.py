@@ -356,8 +356,8 @@ class RouterProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         existing = self.cycle
-        path = self._data_plane.usual_targets.get(self.url)
-        if path is None and not self._data_plane.takes(path := self._find_path()):
+        path = self._data_plane.usual_targets.get(self.url, "")
+        if not path and not self._data_plane.takes(path := self._find_path()):
             url, headers, expects = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
             self.url, self.expect_100_continue = url, expects

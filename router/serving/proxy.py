@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from router.fleet import Instance
 from router.http import ApiError, ClientRequest, Headers, Refused
@@ -35,7 +35,7 @@ class Proxy:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
         """Whether clients are to close their connections, as this process is to end soon."""
-        self.usual_targets = {path.encode(): path for path in GENERATING}
+        self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in GENERATING}
         """Targets of its requests that need no further look, and their paths."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
