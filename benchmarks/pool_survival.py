@@ -7,7 +7,8 @@ etcd where it needs one), and a process that gives the pool memory, holds 10,000
 cache does, and has put them. 12 s later, when no block is protected by a lease any more, the process in question is
 killed with SIGKILL and, but for a failover, started again. Ten and thirty seconds after that, processes that join the
 pool anew read all blocks: once through our checks, once as Mooncake's client gives them. The table says which share is
-there, and how many bytes of those were not what was put.
+there, and how many bytes of those were not what was put. Where instances put blocks again and the owner is killed, the
+instance that holds them is another process, without memory of the pool's.
 
 Needs etcd (Debian: etcd-server) for the means with ``etcd`` in their name; takes about a minute a line.
 """
@@ -74,7 +75,7 @@ class Means:
         environ: of the master, likewise.
         masters: how many; more than none of them behind etcd.
         ssd: the owner keeps blocks on disk, too.
-        refills: the owner puts blocks again that the pool has lost, as our engine does.
+        refills: the process that holds the blocks puts those again that the pool has lost, as our engine does.
         churn: so many times as many other blocks are put before the event, which evict the first.
     """
 
@@ -113,7 +114,7 @@ UNLEASED = {"MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP": "1"}
 BOTH, FAILING_OVER = ("master restarted", "owner restarted"), ("master restarted", "failover")
 MEANS = (
     Means("nothing", BOTH),
-    Means("refill", BOTH[:1], refills=True),
+    Means("refill", BOTH, refills=True),
     Means("snapshot, as in Mooncake's guide", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER),
     Means("snapshot", BOTH[:1], SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED),
     Means("old snapshot", ("master restarted",), OLD_SNAPSHOT, SNAPSHOT_FOLDER | UNLEASED, churn=3),
@@ -123,6 +124,7 @@ MEANS = (
     Means("etcd, oplog", FAILING_OVER[1:], ("--enable_oplog=true",), etcd_masters=2),
     Means("etcd, oplog, one master", FAILING_OVER[:1], ("--enable_oplog=true",), etcd_masters=1),
     Means("SSD", BOTH, ("--enable_offload=true",), ssd=True),
+    Means("etcd, SSD", FAILING_OVER[1:], ("--enable_offload=true",), etcd_masters=2, ssd=True),
 )
 
 
@@ -266,6 +268,8 @@ class Trial:
         self.leader = self.wait_for_leader()
         self.line = Line(means.name, event)
         self._owner = self._start_owner()
+        is_apart = means.refills and event == "owner restarted"
+        self._holder = self._start_instance() if is_apart else self._owner
 
     def wait_for_leader(self) -> Master:
         """The master that takes calls."""
@@ -291,7 +295,7 @@ class Trial:
 
     def run(self) -> Line:
         """Put all blocks, let it happen, and read them twice."""
-        stored = self._owner.call(Instance.fill, self.hashes)
+        stored = self._holder.call(Instance.fill, self.hashes)
         assert stored == len(self.hashes), f"the pool took {stored} of {len(self.hashes)} blocks"
         time.sleep(OFFLOAD_SECONDS if self.means.ssd or self.means.churn else LEASE_SECONDS)
         for round_ in range(self.means.churn):
@@ -320,7 +324,10 @@ class Trial:
         if means.ssd:
             (self.folder / "ssd").mkdir(exist_ok=True)
             memory |= {"enable_ssd_offload": True, "ssd_offload_path": str(self.folder / "ssd")}
-        opened = partial(Instance, self.config(**memory), len(self.hashes), means.refills, OWNER_ENVIRON)
+        return self._start_instance(**memory)
+
+    def _start_instance(self, **memory: object) -> Peer:
+        opened = partial(Instance, self.config(**memory), len(self.hashes), self.means.refills, OWNER_ENVIRON)
         return self.stack.enter_context(Peer(cast("Callable[[], StorageBackend]", opened)))
 
     def _read_all(self) -> None:

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from train_needle import NUM_VALUES, make_texts, tokenizer, train  # noqa: E402
 
 from engine.kv_codec import choose_codec, quantised_namespace  # noqa: E402
 from engine.make_model import WORDS, make_model  # noqa: E402
-from engine.staging import StagedMemory  # noqa: E402
 from kvstore_backend import BlockPool, Namespace, open_pool  # noqa: E402
+from kvstore_backend.staging import KVTensors, StagedMemory  # noqa: E402
 
 FORMS = ("", "int8", "fp8")
 BLOCK = 64
@@ -136,7 +136,10 @@ def cache_after_hit(model: Any, prompt: torch.Tensor, form: str) -> Any:
     full = kv.shape[-2] // BLOCK * BLOCK
     blocks = kv[..., :full, :].unflatten(-2, (-1, BLOCK)).movedim(-3, 0).contiguous()
     codec = choose_codec(quantised_namespace(make_namespace("float32"), form), blocks)
-    kv[..., :full, :] = codec.decode(codec.encode(blocks)).movedim(0, -3).flatten(-3, -2)
+    if codec is not None:
+        rows = codec.encode(blocks.clone().flatten(1).view(torch.uint8))
+        blocks = codec.decode(rows).view(blocks.dtype).view(blocks.shape)
+    kv[..., :full, :] = blocks.movedim(0, -3).flatten(-3, -2)
     for layer, (keys, values) in zip(cache.layers, kv, strict=True):
         layer.keys, layer.values = keys[None], values[None]
     return cache
@@ -161,34 +164,33 @@ def show_time(pool: BlockPool, dtype: torch.dtype, form: str, rounds: int) -> No
     """Print one row: the quickest of saves and of loads, by way of staging, as the engine has them."""
     count = TIMED_TOKENS // BLOCK
     kv = torch.randn(2 * count, LAYERS, 2, KV_HEADS, BLOCK, HEAD_DIM).to(dtype)
-    memory = StagedMemory(kv, pool)
+    memory = StagedMemory(KVTensors([kv], len(kv)), pool, choose_codec(pool.namespace, kv))
     times: dict[str, list[float]] = {"save": [], "load": [], "encode": [], "decode": []}
     nbytes = 0
     for number in range(rounds):
         hashes = [number.to_bytes(16, "little") + i.to_bytes(16, "little") for i in range(count)]
         start = time.perf_counter()
-        outgoing = memory.open_outgoing(range(count))
+        outgoing = memory.open_outgoing(range(count), None)
+        outgoing.wait()
         times["encode"].append(time.perf_counter() - start)
         assert len(outgoing.values) == count
         assert all(pool.save(hashes, outgoing.values))
         times["save"].append(time.perf_counter() - start)
         nbytes = sum(span.nbytes for value in outgoing.values for span in value)
-        incoming = memory.open_incoming(range(count, 2 * count))
+        outgoing.take_back()
+        incoming = memory.open_incoming(range(count, 2 * count), None)
         start = time.perf_counter()
         assert pool.load(hashes, incoming.values) == count
-        times["decode"].append(timed(lambda incoming=incoming: incoming.deliver(count)))  # type: ignore[misc]
+        decoding = time.perf_counter()
+        incoming.deliver(count)
+        incoming.wait()
+        times["decode"].append(time.perf_counter() - decoding)
         times["load"].append(time.perf_counter() - start)
+        incoming.take_back()
     pool.clear()
     name = str(dtype).removeprefix("torch.")
     figures = "".join(f"{1e3 * min(taken):>11.1f}" for taken in times.values())
     print(f"{name:<9} {form or 'is':<9}  {nbytes / 2**20:>18.2f}{figures}", flush=True)
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A request goes from top to bottom, and its tokens come back up:
 
-api_server.py        python -m engine.api_server: an instance's start, stop and HTTP endpoints
-http_server.py       HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape
+api_server.py        python -m engine.api_server: an instance's start, from its command line on
+serving/             the instance itself, and the HTTP server around it
 args.py              the command line and the environment, in FastDeploy's names
 protocol.py          OpenAI's request bodies, checked; the shapes of responses and errors
 completions.py       chat and plain completions over generations: prompts in, JSON objects and event streams out
@@ -19,6 +19,8 @@ scheduler.py         which sequence computes how many tokens in the next step; f
 block_manager.py     which KV block belongs to which sequence; the prefix cache; free of tensors
 model_runner.py      the checkpoint, its KV memory, and one forward pass
 memory_budget.py     how many KV blocks there are, beside the memory of sparse attention
+out_of_memory.py     memory that cannot be had, told in a sentence
+device_copies.py     the numbers of a step, on their way to the device and back
 packed_linear.py     linear layers with weights as oneDNN wants them, for CPUs
 attention/           attention over paged KV memory: exact, and sparse by retrieval
 retrieval_config.py  the sizes of sparse attention; free of tensors
@@ -30,7 +32,6 @@ saved_blocks.py      cached blocks that the pool had, for putting them again whe
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
 why_miss/            why a request that is over was a miss, told from the requests that the instance remembers
-staging.py           host memory between a GPU and the pool
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router

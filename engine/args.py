@@ -136,6 +136,18 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--served-model-name", help="name in /v1/models and answers; the value of --model if not given")
     add("--host", default="0.0.0.0", help="address to listen on")
     add("--port", type=_parse_port, default=8000, help="port to listen on")
+    add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
+    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
+    _add_batch_flags(parser)
+    _add_pool_flags(parser)
+    _add_pair_flags(parser)
+    _add_router_flags(parser)
+    _add_retrieval_flags(parser)
+    return parser
+
+
+def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how much is computed at once, and where").add_argument
     add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="auto: cuda where there is one")
     add(
         "--dtype",
@@ -149,17 +161,26 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--block-size", type=_parse_positive, default=64, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_parse_positive, help="KV blocks; not given: from the memory there is")
     add("--gpu-memory-utilization", type=_parse_share, default=0.9, help="share of a GPU's free memory for KV blocks")
+    add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
+
+
+def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("blocks that are used again").add_argument
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
-    add(
-        "--enable-output-caching",
-        action="store_true",
-        help="save generated blocks too, but for sparse attention's",
-    )
     add(
         "--kvcache-storage-backend",
         type=_parse_store,
         help=f"the pool: {', '.join(_STORES)}, or a URL such as file:///dev/shm/kvpool?size=4GiB; not given: none",
     )
+    add(
+        "--enable-output-caching",
+        action="store_true",
+        help="save generated blocks too, but for sparse attention's",
+    )
+
+
+def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prefill and decode apart").add_argument
     add("--splitwise-role", choices=_ROLES, default="mixed", help="part in prefill/decode disaggregation")
     add("--cache-transfer-protocol", default="ipc", help="ipc, rdma, tcp, or several with commas; told to the router")
     add("--pd-comm-port", type=_parse_port, default=0, help="connector port: where prefill instances reach this one")
@@ -169,6 +190,10 @@ def _build_parser() -> argparse.ArgumentParser:
         default="fastdeploy",
         help="whose way of asking a pair this instance understands; others than fastdeploy are for tests of routers",
     )
+
+
+def _add_router_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the router, and what it is told").add_argument
     add("--router", help="router to register with: host:port")
     add(
         "--router-token-file",
@@ -176,14 +201,9 @@ def _build_parser() -> argparse.ArgumentParser:
         help="with the token that the router wants of those who register (its --register-token-file); "
         f"or {_TOKEN_VARIABLE}",
     )
-    add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="told to the router; not used otherwise")
     add("--cache-queue-port", type=_parse_port, help="accepted for FastDeploy's sake; not used")
     add("--rdma-comm-ports", help="told to the router; not used otherwise")
-    add("--log-level", choices=_LOG_LEVELS, help="what is logged; debug is what FD_DEBUG=1 asks for, too")
-    add("--tensor-parallel-size", type=_parse_positive, default=1, help="only 1")
-    _add_retrieval_flags(parser)
-    return parser
 
 
 def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:

@@ -13,55 +13,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from kvstore_backend import Namespace
+from kvstore_backend.staging import Codec
 
-__all__ = ["Codec", "PlainCodec", "choose_codec", "quantised_namespace"]
+__all__ = ["choose_codec", "quantised_namespace"]
 
 _AS = " as "
 _SCALE = torch.bfloat16
 # Rounding to bfloat16 may make a scale smaller by a 256th, by which the largest value would overflow.
 _MARGIN = 1 + 2**-8
 _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-
-
-class Codec(Protocol):
-    """The form of blocks in the pool.
-
-    Attributes:
-        shape: of one encoded block.
-        dtype: of its elements.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def encode(self, blocks: torch.Tensor) -> torch.Tensor:
-        """``[block, *shape]`` of blocks of KV memory, which may be changed."""
-
-    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Blocks of KV memory again."""
-
-
-class PlainCodec:
-    """Blocks as they are.
-
-    Args:
-        kv: the KV memory, ``[block, ...]``.
-    """
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self.shape = kv.shape[1:]
-        self.dtype = kv.dtype
-
-    def encode(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks
-
-    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        return encoded
 
 
 class _QuantisingCodec:
@@ -72,25 +36,23 @@ class _QuantisingCodec:
         name: ``int8`` or ``fp8``.
     """
 
-    dtype = torch.uint8
-
     def __init__(self, kv: torch.Tensor, name: str) -> None:
         self._type, self._largest = _TYPES[name]
         self._kv_dtype = kv.dtype
         self._block = kv.shape[1:]
         self._channels = torch.Size([*kv.shape[1:-2], 1, kv.shape[-1]])
         self._scale_bytes = math.prod(self._channels) * _SCALE.itemsize
-        self.shape = torch.Size([self._scale_bytes + math.prod(self._block)])
+        self.nbytes = self._scale_bytes + math.prod(self._block)
 
-    def encode(self, blocks: torch.Tensor) -> torch.Tensor:
-        values = blocks.float()
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        values = rows.view(self._kv_dtype).view(-1, *self._block).float()
         largest = torch.maximum(values.amax(-2, keepdim=True), -values.amin(-2, keepdim=True))
         # Zeros have any scale; infinity and NaN stay what they are, as they would have been without a pool.
         scales = (largest * (_MARGIN / self._largest)).clamp_(min=torch.finfo(_SCALE).tiny).to(_SCALE)
         values /= scales
         if not self._type.is_floating_point:
             values.round_()
-        encoded = torch.empty((len(blocks), *self.shape), dtype=torch.uint8, device=blocks.device)
+        encoded = rows.new_empty(len(rows), self.nbytes)
         encoded[:, : self._scale_bytes] = scales.flatten(1).view(torch.uint8)
         encoded[:, self._scale_bytes :] = values.to(self._type).flatten(1).view(torch.uint8)
         return encoded
@@ -98,7 +60,7 @@ class _QuantisingCodec:
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
         scales = encoded[:, : self._scale_bytes].contiguous().view(_SCALE).view(-1, *self._channels)
         values = encoded[:, self._scale_bytes :].contiguous().view(self._type).view(-1, *self._block)
-        return values.float().mul_(scales).to(self._kv_dtype)
+        return values.float().mul_(scales).to(self._kv_dtype).flatten(1).view(torch.uint8)
 
 
 def quantised_namespace(namespace: Namespace, kv: str) -> Namespace:
@@ -106,7 +68,7 @@ def quantised_namespace(namespace: Namespace, kv: str) -> Namespace:
     return replace(namespace, kv_dtype=f"{namespace.kv_dtype}{_AS}{kv}") if kv else namespace
 
 
-def choose_codec(namespace: Namespace, kv: torch.Tensor) -> Codec:
-    """The codec of a namespace's blocks, between the pool and ``kv``."""
+def choose_codec(namespace: Namespace, kv: torch.Tensor) -> Codec | None:
+    """The codec of a namespace's blocks, between the pool and ``kv``; None: they are in the pool as they are in it."""
     name = namespace.kv_dtype.partition(_AS)[2]
-    return _QuantisingCodec(kv, name) if name else PlainCodec(kv)
+    return _QuantisingCodec(kv, name) if name else None

@@ -24,6 +24,13 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._add_states()
+        self._add_prompt_counts()
+        self._add_pool_counts()
+        self._add_request_figures()
+
+    def _add_states(self) -> None:
+        """Requests, blocks and the pool as they are now."""
         self.running = self._add_gauge("fastdeploy:num_requests_running", "Requests in the running batch")
         self.waiting = self._add_gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
         self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks held, 0 to 1")
@@ -32,17 +39,11 @@ class EngineMetrics:
             "kvstore_reserved_blocks",
             "KV blocks kept for hand-overs that run, or that were given up and may still write",
         )
-        self.handed_over = self._add_counters(
-            "kvstore_handed_over",
-            "Prompts that another instance was to prefill, by where their KV came from: direct, pool, computed",
-            "way",
-            ("direct", "pool", "computed"),
-        )
-        self.handed_over_bytes = self._add_counter(
-            "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
-        )
         self.pending_saves = self._add_gauge("kvstore_pending_save_blocks", "Blocks on their way to the pool")
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
+
+    def _add_prompt_counts(self) -> None:
+        """Tokens, and where the KV of prompts came from."""
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
         self.prompt_origins = self._add_counters(
@@ -57,6 +58,18 @@ class EngineMetrics:
         self.pool_cached_tokens = self._add_counter(
             "kvstore_pool_cached_tokens", "Prompt tokens read from the pool instead of computed"
         )
+        self.handed_over = self._add_counters(
+            "kvstore_handed_over",
+            "Prompts that another instance was to prefill, by where their KV came from: direct, pool, computed",
+            "way",
+            ("direct", "pool", "computed"),
+        )
+        self.handed_over_bytes = self._add_counter(
+            "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
+        )
+
+    def _add_pool_counts(self) -> None:
+        """Blocks on their way from and to the pool, and why some were not."""
         self.pool_unused = self._add_counters(
             "kvstore_pool_unused_requests",
             "Requests of whose prompt nothing came from the pool, by the reason, which their line in the log tells",
@@ -74,6 +87,9 @@ class EngineMetrics:
             "kvstore_refilled_blocks", "Blocks of this instance's cache that the pool has again after it had lost some"
         )
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
+
+    def _add_request_figures(self) -> None:
+        """Ends of requests, and their times."""
         self.finished = Counter(
             "kvstore_requests_finished",
             "Requests ended, by finish reason",

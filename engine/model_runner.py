@@ -8,7 +8,6 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import paged
 from engine.attention.block_index import width_of
-from engine.attention.retrieval import Retrieval, SparseState
+from engine.attention.retrieval import Retrieval, SparseState, reads_host_memory
+from engine.device_copies import wait_for_device
+from engine.out_of_memory import LEAVE_ROOM, LEAVE_ROOM_BESIDE, told_if_too_large
 from engine.packed_linear import pack_linears
 from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice, sample
@@ -156,14 +157,18 @@ class ModelRunner:
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
-            )
+            with told_if_too_large(f"--model {folder!r} on this machine; use a smaller one", any_failure=False):
+                self.model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, attn_implementation=paged.ATTENTION_NAME, local_files_only=True
+                )
+        except ConfigError:
+            raise
         except Exception as exc:  # transformers raises many kinds here
             reason = str(exc).strip().splitlines()[0]
             raise ConfigError(f"--model {folder!r} has no weights that transformers can load: {reason}") from exc
-        with _told_if_too_large(f"--model {folder!r} on {device}; use --device cpu or a smaller one"):
+        with told_if_too_large(f"--model {folder!r} on {device}; use --device cpu or a smaller one"):
             self.model.to(self.device).eval()
+        _settle_rope(self.model)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         if self.device.type == "cpu":
             pack_linears(self.model)
@@ -198,7 +203,7 @@ class ModelRunner:
         """
         shape = self.shape
         axes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        with _told_if_too_large(f"{num_blocks} KV blocks; lower --num-gpu-blocks-override or --gpu-memory-utilization"):
+        with told_if_too_large(f"{num_blocks} KV blocks; {LEAVE_ROOM_BESIDE}"):
             if self.device.type == "cpu":
                 self.kv = _zeros_on_demand(num_blocks * shape.nbytes).view(shape.dtype).view(axes)
             else:
@@ -210,19 +215,23 @@ class ModelRunner:
         Raises:
             ConfigError: there is no memory for the index.
         """
-        with _told_if_too_large("the index of retrieval; lower --max-num-seqs or --max-model-len"):
+        with told_if_too_large("the index of retrieval; lower --max-num-seqs or --max-model-len"):
             self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
 
     def try_out(self) -> None:
         """Compute one token, to learn now whether all of the model's attention is ours, and leave no trace of it.
 
         Raises:
-            ConfigError: a layer attends without asking transformers' AttentionInterface, or in a way ours cannot.
+            ConfigError: a layer attends without asking transformers' AttentionInterface, or in a way ours cannot; or
+                there is no memory for it.
         """
-        batch = paged.PagedBatch(self.kv, [paged.ChunkShape(0, 1, [0])])
+        batch = paged.PagedBatch(self.kv, [paged.ChunkShape(0, 1, [0])], [0])
         reason = ""
         try:
-            self._compute_logits(batch, [0], batch.last_rows)
+            with told_if_too_large(f"one token; {LEAVE_ROOM}", any_failure=False):
+                self._compute_logits(batch)
+        except ConfigError:
+            raise
         except Exception as exc:  # each architecture fails in its own way
             reason = str(exc).strip().splitlines()[0]
         self.kv[0] = 0
@@ -233,10 +242,17 @@ class ModelRunner:
             raise ConfigError(f"--model {self._folder!r}: this engine cannot run a {kind}: {reason}")
 
     def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
-        """Bytes that sparse attention takes on the device at most, besides KV blocks: its index and working sets."""
+        """Bytes that sparse attention takes on the device at most, besides KV blocks.
+
+        They are the index, tables, and on a GPU what it reads at once: working sets of offloaded sequences.
+        """
         shape = self.shape
-        vectors = -(-max_model_len // shape.block_size) * shape.num_layers * shape.num_kv_heads
+        blocks = -(-max_model_len // shape.block_size)
+        vectors = blocks * shape.num_layers * shape.num_kv_heads
         index = vectors * width_of(config.representative, shape.head_dim) * shape.dtype.itemsize
+        index += (vectors + blocks) * torch.long.itemsize
+        if reads_host_memory(self.device):
+            return max_num_seqs * index
         read = sum(config.max_blocks_read(max_model_len, layer) for layer in range(shape.num_layers))
         return max_num_seqs * (index + read * shape.nbytes // shape.num_layers)
 
@@ -256,26 +272,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> list[Choice]:
-        """Compute the chunks; return the next token of each chunk that ``samples``, in order."""
-        batch = paged.PagedBatch(
-            self.kv,
-            [
-                paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, self._sparse_state(c))
-                for c in chunks
-            ],
-            self.retrieval,
-        )
+        """Compute the chunks; return the next token of each chunk that ``samples``, in order.
+
+        The host waits for the device once, at the end.
+        """
         token_ids: list[int] = []
         for chunk in chunks:
             start = chunk.sequence.num_computed
             token_ids += chunk.sequence.token_ids[start : start + chunk.num_tokens]
-        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        shapes = [
+            paged.ChunkShape(c.sequence.num_computed, c.num_tokens, c.sequence.block_table, c.samples, state)
+            for c, state in zip(chunks, map(self._sparse_state, chunks), strict=True)
+        ]
         # Only the rows whose next token is wanted go through the vocabulary projection.
-        rows = batch.last_rows[sampling] if sampling else batch.last_rows[:1]
-        logits = self._compute_logits(batch, token_ids, rows)
-        if not sampling:
+        logits = self._compute_logits(paged.PagedBatch(self.kv, shapes, token_ids, self.retrieval))
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        if not sequences:
+            wait_for_device(self.device)
             return []
-        sequences = [chunks[i].sequence for i in sampling]
         return sample(logits, sequences, self.eos_token_ids, self.repetition_penalty)
 
     def _sparse_state(self, chunk: Chunk) -> SparseState | None:
@@ -286,27 +300,27 @@ class ModelRunner:
         return self.retrieval.state_of(sequence)
 
     @torch.inference_mode()
-    def _compute_logits(self, batch: paged.PagedBatch, token_ids: list[int], rows: torch.Tensor) -> torch.Tensor:
-        """The logits of these rows of the step's row of tokens, ``[rows, vocabulary]``."""
+    def _compute_logits(self, batch: paged.PagedBatch) -> torch.Tensor:
+        """The logits of the batch's ``logit_rows``, ``[rows, vocabulary]``."""
         output = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device),
+            input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             paged=batch,
-            logits_to_keep=rows,
+            logits_to_keep=batch.logit_rows,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
 
-@contextlib.contextmanager
-def _told_if_too_large(wanted: str) -> Iterator[None]:
-    """Tell in a sentence that there is no memory for it: a GPU, torch and mmap each fail in their own way."""
-    try:
-        yield
-    except (RuntimeError, OSError, MemoryError, OverflowError) as exc:
-        reason = str(exc).strip().splitlines()[0]
-        raise ConfigError(f"there is no memory for {wanted}: {reason}") from exc
+def _settle_rope(model: torch.nn.Module) -> None:
+    """Let no layer look whether a text has outgrown the first length of its RoPE, which waits for the device.
+
+    ``check_length`` keeps all texts within it.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
 
 
 def _zeros_on_demand(nbytes: int) -> torch.Tensor:

@@ -134,8 +134,6 @@ class Sequence:
     """How much sparse attention spared: blocks that steps read, summed over steps and layers ..."""
     blocks_passed: int = 0
     """... and blocks that dense attention would have read."""
-    blocks_copied: int = 0
-    """Blocks of single heads that were brought into working sets."""
     pending_saves: int = 0
     state: State = State.WAITING
     aborted: bool = False

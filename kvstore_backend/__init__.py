@@ -15,6 +15,7 @@ manifest.py    the manifest of a namespace: a small JSON object in the pool, the
 manifest_keeper.py  writes it, on a thread of its own, and again where the pool lost it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
 transfers.py   loads and saves on their way, for engines that do not wait for the pool
+staging/       by way of host memory, for KV in a device's memory; needs torch, and is imported by those who do
 cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered
 load_or_compute.py  whether loading blocks from the pool is quicker than computing them
 pool_timing.py  the same for a whole pool and an instance, measured: kvstore doctor --instance

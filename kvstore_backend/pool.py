@@ -254,6 +254,7 @@ def open_pool(
     *,
     background: bool = True,
     facts: Mapping[str, str] | None = None,
+    is_summed: bool = True,
 ) -> BlockPool:
     """Open the configured store for one namespace, in its wrappers.
 
@@ -268,9 +269,9 @@ def open_pool(
         told = {"backend": config.backend, "tenant": namespace.tenant, "namespace": namespace.digest}
         Info("kvstore_pool", "Whose blocks the pool is asked for", registry=registry).info(told)
     if facts is None:
-        return BlockPool(open_backend(config, registry, background=background), namespace)
+        return BlockPool(open_backend(config, registry, background=background, is_summed=is_summed), namespace)
     keeper = ManifestKeeper(Manifest(namespace.fields, dict(facts)))
-    stack = open_backend(config, registry, background=background, on_open=keeper.attach_store)
+    stack = open_backend(config, registry, background=background, on_open=keeper.attach_store, is_summed=is_summed)
     keeper.watch_readiness(lambda: stack.is_ready)
     return BlockPool(stack, namespace, keeper)
 
@@ -287,6 +288,7 @@ def open_backend(
     *,
     background: bool = True,
     on_open: Callable[[StorageBackend], None] | None = None,
+    is_summed: bool = True,
 ) -> Stack:
     """Open the configured store: guarded, checked, and in the other wrappers that the configuration asks for.
 
@@ -296,6 +298,8 @@ def open_backend(
         background: return at once and open the store on another thread, trying until it can be opened; the pool is
             not ready and everything a miss until then. Else open it now.
         on_open: called with the bare store each time that it has been opened.
+        is_summed: whether blocks have checksums; without where this process cannot read the memory that values will lie
+            in, as a GPU's.
 
     Raises:
         PoolUnavailable: the library is missing, which waiting would not change; with ``background`` false any
@@ -313,7 +317,7 @@ def open_backend(
         store = open_store(config)
         if on_open is not None:
             on_open(store)
-        return CheckedBackend(store, rejected)
+        return CheckedBackend(store, rejected, is_summed=is_summed)
 
     guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
     whole: Stack = guarded

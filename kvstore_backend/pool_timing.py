@@ -108,7 +108,7 @@ def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) 
 def time_computing(instance: str) -> float:
     """Seconds that each token of a prompt takes on an instance with OpenAI's endpoints, where it is idle.
 
-    It is asked some prompts of random words, for one token each; their KV is in the pool afterwards, for nobody's use.
+    It is asked some prompts of random words, for two tokens each; their KV is in the pool afterwards, for nobody's use.
 
     Args:
         instance: its URL, such as ``http://127.0.0.1:52400``.
@@ -143,9 +143,12 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
 
 
 def _ask(client: httpx.Client, model: str, words: int) -> tuple[int, float]:
-    """Tokens of a prompt of so many random words, and the seconds until its first token."""
+    """Tokens of a prompt of so many random words, and the seconds until its answer of two tokens.
+
+    An answer of one token may wait until the prompt's blocks are in the pool: that is how prefill is asked.
+    """
     prompt = " ".join("".join(random.choices(string.ascii_lowercase, k=5)) for _ in range(words))
     start = time.perf_counter()
-    answer = client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 1})
+    answer = client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 2})
     seconds = time.perf_counter() - start
     return int(answer.raise_for_status().json()["usage"]["prompt_tokens"]), seconds

@@ -16,6 +16,7 @@ transfer, so that none becomes another sequence's, and gives it back then. That 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import Protocol
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.pool import BlockPool
 
-__all__ = ["DirectMemory", "Outcome", "ReadBlocks", "ReadLeading", "TransferMemory", "Transfers", "Window"]
+__all__ = ["DirectMemory", "Event", "Outcome", "ReadBlocks", "ReadLeading", "TransferMemory", "Transfers", "Window"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +64,35 @@ class Outcome:
     is_released: bool
 
 
+class Event(Protocol):
+    """A moment that comes when work has ended; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Wait until it has come. Raises what the work raised."""
+
+
 class Window(Protocol):
-    """Memory for some leading blocks of a transfer: as much as one call of the pool is given."""
+    """Memory for some leading blocks of a transfer: as much as one call of the pool is given.
+
+    It is opened, given to one call, and taken back when that has ended, at once or, ``set_aside`` meanwhile, later.
+    """
 
     @property
     def values(self) -> Sequence[Value]:
         """Where the pool writes or reads, for each of these blocks."""
 
     def deliver(self, count: int) -> None:
-        """After a read: the first ``count`` values arrived, the contents of the others are undefined."""
+        """After a read: the first ``count`` values arrived, the contents of the others are undefined.
+
+        Begins to copy those that arrived to their blocks, if they are elsewhere.
+        """
+
+    def wait(self) -> None:
+        """Wait until the window touches no block any more: what ``deliver`` or ``open_outgoing`` began has ended.
+
+        Raises:
+            Exception: the copy failed.
+        """
 
     def set_aside(self) -> bool:
         """Use this memory for nothing else until ``take_back``.
@@ -81,17 +102,23 @@ class Window(Protocol):
         """
 
     def take_back(self) -> None:
-        """Hear that no call touches this memory any more."""
+        """Hear, once, that no call touches this memory any more; a copy that was begun may."""
 
 
 class TransferMemory(Protocol):
     """An engine's KV memory, as transfers reach it."""
 
-    def open_incoming(self, blocks: Sequence[int]) -> Window:
-        """Memory that leading ones of ``blocks``, at least one, are to be read into."""
+    def record_event(self) -> Event | None:
+        """On the thread that asks for a transfer: the end of all that it has begun on blocks; None: it has ended."""
 
-    def open_outgoing(self, blocks: Sequence[int]) -> Window:
-        """Memory that holds the contents of leading ones of ``blocks``, at least one."""
+    def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
+        """Memory that leading ones of ``blocks``, at least one, are to be read into; touched after ``after``."""
+
+    def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
+        """Memory for the contents of leading ones of ``blocks``, at least one, as they are after ``after``.
+
+        They are there when ``wait`` has returned.
+        """
 
 
 class DirectMemory:
@@ -101,17 +128,29 @@ class DirectMemory:
         values: where each block's bytes lie.
         clear: makes the contents of blocks finite after a read that failed: attention still meets masked positions,
             times zero.
+        record_event: as in ``TransferMemory``, for memory of a device.
     """
 
-    def __init__(self, values: Callable[[Sequence[int]], list[Value]], clear: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        values: Callable[[Sequence[int]], list[Value]],
+        clear: Callable[[Sequence[int]], None],
+        record_event: Callable[[], Event | None] = lambda: None,
+    ) -> None:
         self._values = values
         self._clear = clear
+        self.record_event = record_event
 
-    def open_incoming(self, blocks: Sequence[int]) -> Window:
-        return _DirectWindow(blocks, self._values(blocks), self._clear)
+    def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
+        return self._open(blocks, after, self._clear)
 
-    def open_outgoing(self, blocks: Sequence[int]) -> Window:
-        return _DirectWindow(blocks, self._values(blocks), lambda _: None)
+    def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
+        return self._open(blocks, after, lambda _: None)
+
+    def _open(self, blocks: Sequence[int], after: Event | None, clear: Callable[[Sequence[int]], None]) -> Window:
+        if after is not None:
+            after.synchronize()
+        return _DirectWindow(blocks, self._values(blocks), clear)
 
 
 class _DirectWindow:
@@ -124,7 +163,9 @@ class _DirectWindow:
 
     def deliver(self, count: int) -> None:
         self._missing = self._missing[count:]
-        self._clear(self._missing)
+
+    def wait(self) -> None:
+        pass
 
     def set_aside(self) -> bool:
         return True
@@ -137,6 +178,7 @@ class _Transfer:
     """One load or save; only its own thread writes to it.
 
     Attributes:
+        after: what the owner had begun on the blocks when it asked.
         set_aside: the window that a call which was given up may still touch.
         is_released: whether its blocks are the owner's as soon as it has ended.
     """
@@ -147,9 +189,11 @@ class _Transfer:
         blocks: Sequence[int],
         on_end: Callable[[Outcome], None],
         on_release: Callable[[], None],
+        after: Event | None,
     ) -> None:
         self.hashes = hashes
         self.blocks = blocks
+        self.after = after
         self.on_end = on_end
         self.on_release = on_release
         self.set_aside: Window | None = None
@@ -200,7 +244,7 @@ class Transfers:
             decide: called on the thread that loads, with a function that reads as many leading blocks as it is told;
                 returns that function's answer, or 0 where nothing is to be read. Default: all blocks are read.
         """
-        transfer = _Transfer(hashes, blocks, on_end, on_release)
+        transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
         self._submit_work(
             self._loads,
             lambda: self._run_transfer(transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED),
@@ -219,7 +263,7 @@ class Transfers:
 
         With ``keep_seconds`` also those that the pool has: to keep them from eviction for so long.
         """
-        transfer = _Transfer(hashes, blocks, on_end, on_release)
+        transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
 
         def write(hashes: Sequence[bytes], sources: Sequence[Value]) -> list[Status]:
             if keep_seconds:
@@ -287,42 +331,66 @@ class Transfers:
         return decide(read_leading) if decide else read_leading(len(transfer.blocks))
 
     def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
-        """Read the first ``wanted`` blocks; how many leading ones arrived whole."""
+        """Read the first ``wanted`` blocks; how many leading ones arrived whole.
+
+        While what a window brought is copied to its blocks, the next one is read.
+        """
         loaded = 0
-        while loaded < wanted:
-            window = self._memory.open_incoming(transfer.blocks[loaded:wanted])
-            size, count = len(window.values), 0
-            try:
-                count = read(loaded, window.values)
-            finally:
-                window.deliver(count)
+        with contextlib.ExitStack() as copies:
+            while loaded < wanted:
+                window = self._memory.open_incoming(transfer.blocks[loaded:wanted], transfer.after)
+                copies.callback(window.wait)
+                size, count = len(window.values), 0
+                try:
+                    count = read(loaded, window.values)
+                finally:
+                    window.deliver(count)
+                    self._end_call(transfer, window, is_whole=count == size)
+                loaded += count
                 if count < size:
-                    self._set_aside_if_late(transfer, window)
-            loaded += count
-            if count < size:
-                break
+                    break
         return loaded
 
     def _write_blocks(
         self, transfer: _Transfer, write: Callable[[Sequence[bytes], Sequence[Value]], list[Status]]
     ) -> int:
-        """Write all blocks; how many the pool has now."""
+        """Write all blocks; how many the pool has now.
+
+        While a window is written, the contents of the next one are copied to it.
+        """
         begun = saved = 0
-        while begun < len(transfer.blocks) and transfer.set_aside is None:
-            window = self._memory.open_outgoing(transfer.blocks[begun:])
-            size, count = len(window.values), 0
+        with contextlib.ExitStack() as copies:
+            window = self._open_outgoing(transfer, 0, copies)
             try:
-                count = sum(map(bool, write(transfer.hashes[begun : begun + size], window.values)))
+                while window is not None and transfer.set_aside is None:
+                    current, size, count = window, len(window.values), 0
+                    window = None
+                    try:
+                        window = self._open_outgoing(transfer, begun + size, copies)
+                        current.wait()
+                        count = sum(map(bool, write(transfer.hashes[begun : begun + size], current.values)))
+                    finally:
+                        self._end_call(transfer, current, is_whole=count == size)
+                    begun += size
+                    saved += count
             finally:
-                if count < size:
-                    self._set_aside_if_late(transfer, window)
-            begun += size
-            saved += count
+                if window is not None:
+                    window.take_back()
         return saved
 
-    def _set_aside_if_late(self, transfer: _Transfer, window: Window) -> None:
-        """After a call that failed: keep its memory out of use if the call still runs."""
-        if not self._pool.wait_for_late_calls(0):
+    def _open_outgoing(self, transfer: _Transfer, begin: int, copies: contextlib.ExitStack) -> Window | None:
+        """A window for blocks from this one on, if there are any; ``copies`` waits for the copy that fills it."""
+        if begin >= len(transfer.blocks):
+            return None
+        window = self._memory.open_outgoing(transfer.blocks[begin:], transfer.after)
+        copies.callback(window.wait)
+        return window
+
+    def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
+        """After a call on a window: it is taken back, or kept out of use while a call that failed still runs."""
+        if is_whole or self._pool.wait_for_late_calls(0):
+            window.take_back()
+        else:
             transfer.set_aside = window
             transfer.is_released = not window.set_aside()
 

@@ -42,7 +42,19 @@ TESTED_IN = {
     "router/console/dashboard/site.py": "tests/router/console/dashboard/test_page.py",
     **{
         f"router/console/dashboard/views/{view}.py": "tests/router/console/dashboard/test_page.py"
-        for view in ("charts", "chat", "fleet", "frame", "look", "parts", "pool", "prompts", "request", "traffic")
+        for view in (
+            "charts",
+            "chat",
+            "fleet",
+            "frame",
+            "look",
+            "miss",
+            "parts",
+            "pool",
+            "prompts",
+            "request",
+            "traffic",
+        )
     },
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",
@@ -106,7 +118,10 @@ TESTED_IN = {
     # Attention, beside transformers' own.
     "engine/attention/block_index.py": "tests/engine/test_block_index.py",
     "engine/attention/paged.py": "tests/engine/test_models.py",
+    "engine/attention/pages.py": "tests/engine/test_pages.py",
+    "engine/attention/plan.py": "tests/engine/test_plan.py",
     "engine/attention/retrieval.py": "tests/engine/test_retrieval.py",
+    "engine/attention/working_set.py": "tests/engine/test_working_set.py",
     "engine/retrieval_config.py": "tests/engine/test_retrieval.py",
     # Other APIs, spoken to by their own clients.
     "engine/apis/plain_body.py": "tests/engine/apis/test_messages.py",
@@ -131,6 +146,10 @@ TESTED_IN = {
     "engine/disaggregation/prefill.py": "tests/engine/test_direct_handover.py",
     "engine/disaggregation/wire.py": "tests/engine/test_direct_handover.py",
     "engine/metrics.py": "tests/engine/test_api_server.py",
+    # An instance as its own process, spoken to as clients, operators and routers do.
+    "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
+    "engine/serving/ports.py": "tests/engine/test_api_server.py",
+    "engine/serving/server.py": "tests/engine/test_api_server.py",
     "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
     "engine/request.py": "tests/engine/test_scheduler.py",
 }

@@ -26,7 +26,7 @@ import torch
 
 from engine.retrieval_config import REPRESENTATIVES
 
-__all__ = ["BlockIndex", "Index", "best_blocks", "query_of", "representative_of", "width_of"]
+__all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "representative_of", "width_of"]
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
@@ -64,15 +64,39 @@ def best_blocks(scores: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """The blocks to recall for each KV head.
 
     Args:
-        scores: ``[..., kv_heads, group, blocks]``, as inner products scaled like attention's.
+        scores: ``[..., kv_heads, group, blocks]``, as inner products scaled like attention's; minus infinity where a
+            block is not to be found.
         num_blocks: how many, at most as many as there are.
 
     Returns:
-        Whether each block is among them, ``[..., kv_heads, blocks]``; each head has exactly ``num_blocks``.
+        Their numbers ``[..., kv_heads, num_blocks]``, the best first.
     """
-    shares = scores.log_softmax(-1).amax(-2)
-    best = shares.topk(num_blocks, dim=-1, sorted=False).indices
-    return torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, best, True)
+    return scores.log_softmax(-1).amax(-2).topk(num_blocks, dim=-1).indices
+
+
+class Search:
+    """A search for several sequences, each in a row of the index: the same in all layers, so made once for them.
+
+    Args:
+        rows: of these sequences.
+        outside: for each sequence, from which block on, up to which blocks are looked up.
+        num_blocks: how many are wanted of that sequence of which most are.
+        device: of the index.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], outside: Sequence[tuple[int, int]], num_blocks: int, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.rows = slice(min(rows), max(rows) + 1)
+        """All rows between, those not asked for too."""
+        self.places = torch.tensor([row - min(rows) for row in rows]).to(device, non_blocking=True)
+        """Of the rows asked for, among these."""
+        self.blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
+        firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
+        numbers = torch.arange(self.blocks.start, self.blocks.stop)
+        self.hidden = ((numbers < firsts) | (numbers >= stops)).to(device, non_blocking=True)
+        """Blocks that a sequence does not look up, ``[sequences, 1, 1, blocks]``."""
 
 
 class Index(Protocol):
@@ -81,24 +105,18 @@ class Index(Protocol):
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
         """Take in blocks of a row, from number ``first`` on: keys ``[blocks, layers, kv_heads, tokens, head_dim]``."""
 
-    def search_blocks(
-        self,
-        layer: int,
-        rows: Sequence[int],
-        queries: torch.Tensor,
-        wanted: Sequence[tuple[int, int, int]],
-        scale: float,
-    ) -> list[torch.Tensor]:
-        """The best blocks for one query of each of several sequences.
+    def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
+        """The best blocks for one query of each of several sequences, without a wait for the device.
 
         Args:
-            rows: of these sequences.
+            layer: whose blocks.
+            search: for which sequences, and which of their blocks.
             queries: ``[sequences, kv_heads, group, head_dim]``.
-            wanted: for each sequence, from which block on, up to which, and how many of these are wanted.
             scale: of attention's scores.
 
         Returns:
-            For each sequence whether a block is chosen, ``[kv_heads, blocks from first to last]``, equally many a head.
+            Numbers of blocks ``[sequences, kv_heads, search.num_blocks]``, the best first. Of a sequence that has
+            fewer outside the last ones mean nothing.
         """
 
 
@@ -142,22 +160,10 @@ class BlockIndex(Index):
         vectors = representative_of(self.kind, keys).permute(1, 2, 0, 3)
         self._vectors[:, row, :, first : first + len(keys)] = vectors
 
-    def search_blocks(
-        self,
-        layer: int,
-        rows: Sequence[int],
-        queries: torch.Tensor,
-        wanted: Sequence[tuple[int, int, int]],
-        scale: float,
-    ) -> list[torch.Tensor]:
-        first_row, stop_row = min(rows), max(rows) + 1
-        max_blocks = max(last for _, last, _ in wanted)
-        # A slice of all rows between, searched in vain where a row is not asked for: picking rows out would copy them.
-        queries_by_row = queries.new_zeros(stop_row - first_row, *queries.shape[1:])
-        queries_by_row[[row - first_row for row in rows]] = queries * scale
-        vectors = self._vectors[layer, first_row:stop_row, :, :max_blocks]
-        scores = query_of(self.kind, queries_by_row) @ vectors.transpose(-1, -2)
-        return [
-            best_blocks(scores[row - first_row, ..., first:last], count)
-            for row, (first, last, count) in zip(rows, wanted, strict=True)
-        ]
+    def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
+        vectors = self._vectors[layer, search.rows, :, search.blocks]
+        # Rows between are searched in vain: picking rows out would copy them.
+        by_row = queries.new_zeros(len(vectors), *queries.shape[1:])
+        by_row[search.places] = queries * scale
+        scores = (query_of(self.kind, by_row) @ vectors.transpose(-1, -2))[search.places]
+        return best_blocks(scores.masked_fill(search.hidden, -torch.inf), search.num_blocks) + search.blocks.start

@@ -1,16 +1,13 @@
 """Sparse attention: a step reads the initial blocks, the window, and of all others those that an index finds best.
 
-A step reads one contiguous working set of each layer, so that attention is one plain read of it::
+Each KV head chooses for itself, and keys carry their positions (RoPE), so the order of blocks means nothing. For each
+head a step has a row of the numbers of the blocks that it reads (``plan``).
 
-    slot      0 ............................ n - 1 │ n
-    holds     initial, recalled and window blocks  │ the newest block, as far as it is filled
+Blocks are read where they lie: in KV memory or, of sequences that are offloaded, in host memory; the newest block is
+always in KV memory. Only a GPU cannot attend to host memory: there a sequence that is offloaded has a working set.
 
-Keys carry their positions (RoPE), so the order of slots means nothing, and a working set is updated only where other
-blocks are wanted than before: blocks no longer wanted give their slots to those newly wanted. Each KV head chooses for
-itself, so a slot holds different blocks for different heads.
-
-A working set is a cache. The truth is in KV memory or, of sequences that are offloaded, in host memory; the newest
-block is always in KV memory. The engine's thread owns everything here.
+A step is planned once for all layers; what follows in a layer neither waits for the device nor asks it for a value,
+but for the working sets, whose blocks the host must find. The engine's thread owns everything here.
 """
 
 from __future__ import annotations
@@ -19,102 +16,24 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.block_index import BlockIndex, Index
+from engine.attention.block_index import BlockIndex, Index, Search
+from engine.attention.pages import PageReader
+from engine.attention.plan import StepPlan
+from engine.attention.working_set import WorkingSet
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import BlockPartition, Regime, RetrievalConfig
 
-__all__ = ["Retrieval", "SparseState", "WorkingSet"]
+__all__ = ["Retrieval", "SparseState", "allocate_host_memory", "reads_host_memory"]
 
 log = logging.getLogger(__name__)
 
-# Blocks move through memory that stays in a cache.
+# A prompt that was handed over comes as a whole: in pieces, it takes no second memory as large as itself.
 MAX_MOVED_BYTES = 2 << 20
 
 
-class WorkingSet:
-    """K and V that steps read of one sequence in one layer.
-
-    Args:
-        num_slots: blocks that it can hold for each head, the newest one included.
-        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``, whose dtype and device it has.
-    """
-
-    def __init__(self, num_slots: int, like: torch.Tensor) -> None:
-        _, self._num_layers, _, self._kv_heads, self._block_size, head_dim = like.shape
-        self._num_slots = num_slots
-        self.kv = like.new_empty(2, self._kv_heads, num_slots * self._block_size, head_dim)
-        """``[k/v, kv_head, slot * token, head_dim]``."""
-        self._pages = self.kv.view(2 * self._kv_heads * num_slots, -1)
-        self._block_in_slot = torch.full((self._kv_heads, num_slots), -1, dtype=torch.long)
-        self.chosen: torch.Tensor | None = None
-        """Which of the blocks outside are recalled, ``[kv_head, blocks]``."""
-        self.partition: BlockPartition | None = None
-        """The sequence's blocks when ``chosen`` was chosen."""
-        self._num_full = -1  # slots before the newest block's
-
-    def fill(self, wanted: torch.Tensor, source: torch.Tensor, blocks: torch.Tensor, layer: int) -> int:
-        """Bring in the blocks that are missing, so that it holds exactly the blocks that are wanted.
-
-        Args:
-            wanted: ``[kv_head, block of the sequence]``, true for equally many blocks of each head.
-            source: memory ``[block, layer, 2, kv_head, token, head_dim]`` to copy them from.
-            blocks: where there the sequence's blocks lie.
-
-        Returns:
-            How many blocks of a head were copied.
-        """
-        count = int(wanted[0].sum())
-        held = self._block_in_slot[:, :count]
-        kept = (held >= 0) & wanted.gather(1, held.clamp(min=0))
-        present = wanted.new_zeros(wanted.shape[0], wanted.shape[1] + 1)  # the last column takes what is not kept
-        present.scatter_(1, torch.where(kept, held, wanted.shape[1]), True)
-        # Sorted by head, and each head lacks as many blocks as it has slots to spare: these pair up one to one.
-        heads, missing = (wanted & ~present[:, :-1]).nonzero(as_tuple=True)
-        _, slots = (~kept).nonzero(as_tuple=True)
-        if len(missing):
-            self._copy_blocks(source, layer, blocks[missing], heads, slots)
-            self._block_in_slot[heads, slots] = missing
-        self._block_in_slot[:, count:] = -1
-        if count != self._num_full:
-            self._num_full, self._num_newest = count, 0
-        return len(missing)
-
-    def append_newest(self, newest: torch.Tensor, filled: int) -> None:
-        """Take in the new tokens of the newest block ``[2, kv_head, token, head_dim]``; ``filled`` are there."""
-        start = self._num_full * self._block_size
-        have = self._num_newest if self._num_newest < filled else 0
-        self.kv[:, :, start + have : start + filled] = newest[:, :, have:filled]
-        self._num_newest = filled
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that ``attend`` reads for each head, the newest included."""
-        return self._num_full + 1
-
-    def attend(self, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attention of queries ``[kv_head, group, head_dim]`` to everything held; of the same shape."""
-        length = self._num_full * self._block_size + self._num_newest
-        keys, values = self.kv[:, None, :, :length]
-        return scaled_dot_product_attention(queries[None], keys, values, scale=scale)[0]
-
-    def _copy_blocks(
-        self, source: torch.Tensor, layer: int, blocks: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        every_page = source.view(-1, self._pages.shape[1])
-        kinds = torch.arange(2)[:, None]
-        from_pages = (((blocks * self._num_layers + layer) * 2 + kinds) * self._kv_heads + heads).flatten()
-        to_pages = ((kinds * self._kv_heads + heads) * self._num_slots + slots).flatten()
-        at_once = max(1, MAX_MOVED_BYTES // (every_page.shape[1] * every_page.element_size()))
-        for part in range(0, len(from_pages), at_once):
-            moved = every_page.index_select(0, from_pages[part : part + at_once].to(every_page.device))
-            to = to_pages[part : part + at_once].to(self._pages.device)
-            self._pages.index_copy_(0, to, moved.to(self._pages.device))
-
-
 class SparseState:
-    """One sequence that decodes sparsely: its row of the index, its blocks in host memory, its working sets."""
+    """One sequence that decodes sparsely: its row of the index, and its blocks in host memory."""
 
     def __init__(self, sequence: EngineSequence, row: int, kv: torch.Tensor, config: RetrievalConfig) -> None:
         self.sequence = sequence
@@ -125,7 +44,10 @@ class SparseState:
         self._config = config
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
+        self.window_starts: dict[bool, int] = {}
+        """Where the window began in the step before, for layers that read every block and for the others."""
         self.host: torch.Tensor | None = None
+        """Its full blocks ``[block of the sequence, layer, 2, kv_head, token, head_dim]``, if it is offloaded."""
         if sequence.regime is Regime.OFFLOADED:
             try:
                 self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
@@ -138,6 +60,21 @@ class SparseState:
         """Tokens up to the one that is being computed, itself included."""
         return self.sequence.num_computed + 1
 
+    @property
+    def newest_block(self) -> int:
+        """The block of KV memory that holds the newest tokens."""
+        return self.sequence.block_table[(self.context_length - 1) // self._config.block_size]
+
+    @property
+    def num_filled(self) -> int:
+        """How many tokens it holds."""
+        return (self.context_length - 1) % self._config.block_size + 1
+
+    def must_choose(self, is_dense: bool, partition: BlockPartition) -> bool:
+        """Whether layers, those that read every block or the others, choose blocks anew in this step."""
+        steps = self.context_length - self.sequence.num_prompt_tokens
+        return self.window_starts.get(is_dense) != partition.window_start or steps % self._config.stride == 0
+
     def working_set(self, layer: int) -> WorkingSet:
         """The layer's; made for all layers when first asked for, large enough to the sequence's end."""
         if not self._sets:
@@ -145,33 +82,53 @@ class SparseState:
                 self._sets.append(WorkingSet(self._config.max_blocks_read(self._max_context, i), self._kv))
         return self._sets[layer]
 
-    def must_choose(self, layer: int, partition: BlockPartition) -> bool:
-        """Whether blocks are to be chosen anew in this step."""
-        before = self.working_set(layer).partition
-        if before is None or before.window_start != partition.window_start:
-            return True
-        return (self.context_length - self.sequence.num_prompt_tokens) % self._config.stride == 0
-
-    def attend_layer(
-        self, layer: int, partition: BlockPartition, queries: torch.Tensor, scale: float | None
+    def attend_working_set(
+        self, layer: int, numbers: torch.Tensor, queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """One step's attention of queries ``[kv_head, group, head_dim]``, once blocks are chosen."""
-        working_set, sequence = self.working_set(layer), self.sequence
-        assert working_set.chosen is not None
-        wanted = torch.ones(len(working_set.chosen), partition.num_blocks - 1, dtype=torch.bool)
-        wanted[:, partition.num_initial : partition.window_start] = working_set.chosen
-        if self.host is None:
-            source, blocks = self._kv, torch.tensor(sequence.block_table)
-        else:
-            source, blocks = self.host, torch.arange(len(self.host))
-        sequence.blocks_copied += working_set.fill(wanted, source, blocks, layer)
-        working_set.append_newest(
-            self._kv[sequence.block_table[partition.num_blocks - 1], layer],
-            (self.context_length - 1) % self._config.block_size + 1,
-        )
-        sequence.blocks_read += working_set.num_blocks
-        sequence.blocks_passed += partition.num_blocks
+        """Attention to full blocks ``[kv_head, n]`` and the newest; queries are ``[kv_head, group, head_dim]``."""
+        assert self.host is not None
+        wanted = torch.zeros(len(numbers), len(self.host), dtype=torch.bool, device=numbers.device)
+        # Waiting for the device here, host memory also has all that was on its way there.
+        wanted = wanted.scatter_(1, numbers, True).cpu()
+        working_set = self.working_set(layer)
+        working_set.fill(wanted, self.host, layer)
+        working_set.append_newest(self._kv[self.newest_block, layer], self.num_filled)
         return working_set.attend(queries, scale)
+
+
+class _Step:
+    """What layers of one step share that read equally many blocks."""
+
+    def __init__(
+        self, states: Sequence[SparseState], partitions: Sequence[BlockPartition], is_dense: bool, kv: torch.Tensor
+    ) -> None:
+        self.states, self.partitions = list(states), partitions
+        self._contexts = [state.context_length for state in states]
+        rows = [state.row for state in states]
+        newest = [(state.newest_block, state.num_filled) for state in states]
+        self.plan = StepPlan(partitions, rows, newest, kv.shape[4], kv.device)
+        some = [i for i, state in enumerate(states) if state.must_choose(is_dense, partitions[i])]
+        some = [i for i in some if partitions[i].num_recalled < partitions[i].num_outside]
+        for state, partition in zip(states, partitions, strict=True):
+            state.window_starts[is_dense] = partition.window_start
+        self.search: Search | None = None
+        """Blocks that are chosen anew: for these of the sequences, in these rows."""
+        self.searching, self.searched_rows = (
+            torch.tensor(which, dtype=torch.long).to(kv.device, non_blocking=True)
+            for which in (some, [rows[i] for i in some])
+        )
+        if some:
+            outside = [(partitions[i].num_initial, partitions[i].window_start) for i in some]
+            most = max(partitions[i].num_recalled for i in some)
+            self.search = Search([rows[i] for i in some], outside, most, kv.device)
+        self.away = [i for i, state in enumerate(states) if state.host is not None]
+        """Sequences whose blocks lie in host memory."""
+        here = [i for i, state in enumerate(states) if state.host is None]
+        self.here = torch.tensor(here, dtype=torch.long).to(kv.device, non_blocking=True)
+
+    def is_of(self, states: Sequence[SparseState]) -> bool:
+        """Whether it is the step of just these sequences, as far as they are now."""
+        return self.states == list(states) and self._contexts == [state.context_length for state in states]
 
 
 class Retrieval:
@@ -188,18 +145,32 @@ class Retrieval:
         self.config = config
         self._kv = kv
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+        max_blocks = -(-max_model_len // block_size)
         self.index: Index = BlockIndex(
             config.representative,
             rows=max_num_seqs,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_blocks=-(-max_model_len // block_size),
+            max_blocks=max_blocks,
             dtype=kv.dtype,
             device=kv.device,
         )
+        self._chosen = torch.zeros(
+            num_layers, max_num_seqs, num_kv_heads, max_blocks, dtype=torch.long, device=kv.device
+        )
+        """Numbers of the blocks that were chosen last, the best first."""
+        self._places = torch.zeros(max_num_seqs, max_blocks, dtype=torch.long, device=kv.device)
+        """Where a row's full blocks lie: in KV memory, or in host memory."""
+        self._reader = PageReader(kv)
         self._free_rows = set(range(max_num_seqs))
         self._states: dict[EngineSequence, SparseState] = {}
+        self._steps: dict[bool, _Step] = {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of what is kept on the device beside the index and working sets."""
+        return self._chosen.nbytes + self._places.nbytes
 
     def state_of(self, sequence: EngineSequence) -> SparseState:
         """The state of a sequence that decodes sparsely."""
@@ -217,60 +188,74 @@ class Retrieval:
         """
         state = self.state_of(sequence)
         first, last = state.num_indexed, sequence.num_computed // self.config.block_size
-        if first >= last:
-            return
-        # A prompt that was handed over comes as a whole: in pieces, it takes no second memory as large as itself.
         at_once = max(1, MAX_MOVED_BYTES // (self._kv[0].numel() * self._kv.element_size()))
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)
-            blocks = self._kv[sequence.block_table[start:stop]]
+            places = torch.tensor(sequence.block_table[start:stop]).to(self._kv.device, non_blocking=True)
+            blocks = self._kv[places]
             self.index.add_blocks(state.row, start, blocks[:, :, 0])
             if state.host is not None:
                 state.host[start:stop].copy_(blocks, non_blocking=True)
-        state.num_indexed = last
+                places = torch.arange(start, stop, device=self._kv.device)
+            self._places[state.row, start:stop] = places
+        state.num_indexed = max(first, last)
 
     def forget_all_but(self, sequences: Iterable[EngineSequence]) -> None:
         """Forget all sequences but these."""
         for sequence in self._states.keys() - set(sequences):
             self._free_rows.add(self._states.pop(sequence).row)
+            self._steps.clear()
 
     def attend_sparsely(
         self, layer: int, states: Sequence[SparseState], queries: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """One step's attention of queries ``[sequences, kv_heads, group, head_dim]``; of the same shape."""
-        partitions = [self.config.partition_blocks(state.context_length, layer) for state in states]
-        choosing = [i for i, state in enumerate(states) if state.must_choose(layer, partitions[i])]
-        chosen_for = [partitions[i] for i in choosing]
-        self._choose_blocks(layer, [states[i] for i in choosing], chosen_for, queries[choosing], scale)
+        step = self._plan_step(layer, states)
+        if step.search is not None:
+            search_scale = queries.shape[-1] ** -0.5 if scale is None else scale
+            found = self.index.search_blocks(layer, step.search, queries[step.searching], search_scale)
+            self._chosen[layer, :, :, : found.shape[-1]].index_copy_(0, step.searched_rows, found)
+        numbers = step.plan.number_blocks(self._chosen[layer])
+        for state, num_read, partition in zip(states, step.plan.lengths, step.partitions, strict=True):
+            state.sequence.blocks_read += num_read
+            state.sequence.blocks_passed += partition.num_blocks
+        if reads_host_memory(self._kv.device):
+            return self._attend_in_place(layer, step, numbers, queries, scale)
+        return self._attend_on_device(layer, step, numbers, queries, scale)
+
+    def _attend_in_place(
+        self, layer: int, step: _Step, numbers: torch.Tensor, queries: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
         output = torch.empty_like(queries)
-        for i, state in enumerate(states):
-            output[i] = state.attend_layer(layer, partitions[i], queries[i], scale)
+        blocks = step.plan.find_blocks(numbers, self._places)
+        for i, (state, length) in enumerate(zip(step.states, step.plan.lengths, strict=True)):
+            memory = self._kv if state.host is None else state.host
+            newest, filled = step.plan.newest[i]
+            newest_kv = self._kv[newest, layer, :, :, :filled]
+            full = blocks[i, :, 1:length]
+            output[i] = self._reader.attend_in_pieces(queries[i], memory, full, layer, newest_kv, scale)
         return output
 
-    def _choose_blocks(
-        self,
-        layer: int,
-        states: Sequence[SparseState],
-        partitions: Sequence[BlockPartition],
-        queries: torch.Tensor,
-        scale: float | None,
-    ) -> None:
-        for state, partition in zip(states, partitions, strict=True):
-            working_set = state.working_set(layer)
-            working_set.partition = partition
-            working_set.chosen = torch.ones(queries.shape[1], partition.num_outside, dtype=torch.bool)
-        some = [i for i, partition in enumerate(partitions) if partition.num_recalled < partition.num_outside]
-        if not some:
-            return
-        found = self.index.search_blocks(
-            layer,
-            [states[i].row for i in some],
-            queries[some],
-            [(part.num_initial, part.window_start, part.num_recalled) for part in (partitions[i] for i in some)],
-            queries.shape[-1] ** -0.5 if scale is None else scale,
-        )
-        for i, chosen in zip(some, found, strict=True):
-            states[i].working_set(layer).chosen = chosen.cpu()
+    def _attend_on_device(
+        self, layer: int, step: _Step, numbers: torch.Tensor, queries: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        output, here = torch.empty_like(queries), step.here
+        if len(here):
+            blocks = step.plan.find_blocks(numbers, self._places)[here]
+            mask = step.plan.mask[here]
+            output[here] = self._reader.attend_at_once(queries[here], self._kv, blocks, layer, mask, scale)
+        for i in step.away:
+            full = numbers[i, :, 1 : step.plan.lengths[i]]
+            output[i] = step.states[i].attend_working_set(layer, full, queries[i], scale)
+        return output
+
+    def _plan_step(self, layer: int, states: Sequence[SparseState]) -> _Step:
+        is_dense = layer < self.config.dense_layers
+        step = self._steps.get(is_dense)
+        if step is None or not step.is_of(states):
+            partitions = [self.config.partition_blocks(state.context_length, layer) for state in states]
+            step = self._steps[is_dense] = _Step(states, partitions, is_dense, self._kv)
+        return step
 
 
 def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
@@ -280,3 +265,8 @@ def allocate_host_memory(num_blocks: int, kv: torch.Tensor) -> torch.Tensor:
         RuntimeError: the host has none.
     """
     return torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+
+
+def reads_host_memory(device: torch.device) -> bool:
+    """Whether attention there can read blocks in host memory where they lie."""
+    return device.type == "cpu"

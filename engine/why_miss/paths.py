@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from engine.completions import Completions
-from engine.http_server import read_body
 from engine.protocol import ApiError, Body, ChatBody, CompletionBody, parse_body
+from engine.serving.http_server import read_body
 from engine.why_miss.explainer import Inquiry, MissExplainer, list_texts
 from kvstore_backend.manifest import ManifestError, parse_manifest
 from kvstore_backend.why_miss import Prompt

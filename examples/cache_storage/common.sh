@@ -3,7 +3,7 @@
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
-PYTHON=$ROOT/.venv/bin/python
+PYTHON=${KVSTORE_PYTHON:-$ROOT/.venv/bin/python} # one that has all that is needed, where scripts/setup cannot fetch it
 SMALL_MODEL=$ROOT/.cache/models/kvstore-tiny-qwen2
 FASTDEPLOY_PAGE=https://paddlepaddle.github.io/FastDeploy/get_started/installation/nvidia_gpu/
 FASTDEPLOY_INDEX=https://www.paddlepaddle.org.cn/packages/stable/cu126/
@@ -42,7 +42,7 @@ parse_arguments() {
                 say "  --keep        leave everything running until Ctrl-C"
                 say "  --dashboard   show in a browser what happens; with --keep the page stays"
                 say "  --dry-run     print the commands with their environment, and start nothing"
-                say "environment: MODEL_NAME=/path/to/model|ORGANISATION/NAME MAX_MODEL_LEN=tokens"
+                say "environment: MODEL_NAME=/path/to/model|ORGANISATION/NAME MAX_MODEL_LEN=tokens DEVICE=auto|cpu|cuda"
                 say "             ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
                 say "             MOONCAKE_PROTOCOL=tcp|rdma FD_DEBUG=1"
                 exit 0
@@ -66,7 +66,7 @@ prepare() {
         set -- "$@" "dashboard=$DASHBOARD_PORT" "the dashboard's router=$BESIDE_PORT"
     fi
     if [ "$DRY_RUN" = no ]; then
-        "$ROOT/scripts/setup"
+        [ -n "${KVSTORE_PYTHON-}" ] || "$ROOT/scripts/setup"
         "$PYTHON" check_ports.py "$@" || exit
     else
         printf 'cd %q\n\n' "$HERE"
@@ -111,7 +111,10 @@ choose_engine() {
     fi
     case $ENGINE in
         # FastDeploy registers this machine's outside address, so what it starts must listen there, too.
-        kvstore) INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1) LISTEN=127.0.0.1 KEYS_PER_BLOCK=1 ;;
+        kvstore)
+            INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1 --device "${DEVICE:-auto}") LISTEN=127.0.0.1
+            KEYS_PER_BLOCK=1
+            ;;
         fastdeploy)
             INSTANCE=("$FASTDEPLOY" -m fastdeploy.entrypoints.openai.api_server) LISTEN=0.0.0.0
             KEYS_PER_BLOCK=2 # K and V
@@ -325,9 +328,16 @@ watched() {
 
 # --- the parts ------------------------------------------------------------------------------------------------
 
+# Prints where mooncake_master lies: beside the Python that has Mooncake, or on the PATH.
+find_master() {
+    local beside
+    beside=$(dirname "$PYTHON")/mooncake_master
+    if [ -x "$beside" ] || ! command -v mooncake_master; then echo "$beside"; fi
+}
+
 start_master() {
     say "starting the pool's master (port $MASTER_PORT)"
-    start master "$ROOT/.venv/bin/mooncake_master" --rpc_address=127.0.0.1 --rpc_port="$MASTER_PORT" \
+    start master "$(find_master)" --rpc_address=127.0.0.1 --rpc_port="$MASTER_PORT" \
         --enable_http_metadata_server=true --http_metadata_server_host=127.0.0.1 \
         --http_metadata_server_port="$METADATA_PORT" --metrics_host=127.0.0.1 --metrics_port="$METRICS_PORT"
     wait_for master "http://127.0.0.1:$METRICS_PORT/health"
@@ -339,6 +349,10 @@ start_instance() {
     shift 3
     if [ ${#DEVICES[@]} -gt 0 ]; then
         device=("CUDA_VISIBLE_DEVICES=${DEVICES[index % ${#DEVICES[@]}]}")
+    fi
+    # Several may start at once on one GPU, and each counts what is free then.
+    if [ ${#DEVICES[@]} -eq 1 ]; then
+        set -- --gpu-memory-utilization 0.3 "$@"
     fi
     say "starting $name (port $port)"
     start "$name" env "${device[@]}" "${INSTANCE[@]}" --model "$MODEL_NAME" --port "$port" \

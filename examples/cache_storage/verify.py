@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
@@ -42,7 +43,8 @@ MAX_TOKENS, MIN_TOKENS = 200, 130
 
 PROMPT_TOKENS = 2000
 SAMPLES = 3
-SPEEDUP = 5.0
+# On a GPU the small model computes a prompt about as soon as the pool is asked.
+SPEEDUP = float(os.environ.get("MIN_SPEEDUP", "5"))
 NAMESPACED, MANIFEST = "kv1-", "kvstore-manifest/"  # the beginnings of our backend's keys
 
 Message = dict[str, str]

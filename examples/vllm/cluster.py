@@ -133,6 +133,10 @@ class Master:
         self._process = Process([program, "--rpc_address=127.0.0.1", *flags], self._log, {})
         self._process.wait_ready(f"http://127.0.0.1:{self._metrics}/health")
 
+    def count_keys(self) -> int:
+        """How many blocks it knows, and manifests of namespaces."""
+        return int(metric(self._metrics, "master_key_count"))
+
     def send(self, signal_number: int) -> None:
         """``SIGKILL``: dead; ``SIGSTOP``: hung; ``SIGCONT``: goes on."""
         assert self._process is not None

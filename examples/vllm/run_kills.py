@@ -1,13 +1,13 @@
 """What the client of a stream sees when the vLLM instance that generates it is killed: nothing.
 
-    python examples/vllm/run_kills.py [--connector kvstore|nixl] [--tokens N] [--every N] [--decodes N]
-        [--model FOLDER]
+    python examples/vllm/run_kills.py [--connector kvstore|nixl] [--tokens N] [--every N] [--from N] [--to N]
+        [--path PATH] [--decodes N] [--model FOLDER]
 
 A prefill instance, some decode instances, and our router in splitwise mode. Of greedy streams by chat and completions
 the client reads some tokens, then the decode instance that answers is ended by ``kill -9``, and another goes on with
 the tokens so far. Each stream's text must equal the one that was asked before and not disturbed, with one end and usage
-that counts each token once. The instance is started again meanwhile, which takes a minute. What must be installed:
-``README.md`` here.
+that counts each token once. The instance is started again meanwhile, which takes a minute; ``--path``, ``--from`` and
+``--to`` cut a long run in pieces. What must be installed: ``README.md`` here.
 """
 
 from __future__ import annotations
@@ -121,21 +121,33 @@ def kill_in(fleet: Fleet, path: str, prompt: str, tokens: int, kill_after: int) 
     return read_stream(fleet.router, path, prompt, tokens, kill_at)
 
 
+def list_kills(tokens: int, every: int, first: int | None, last: int | None) -> range:
+    """After how many tokens of a stream decode is killed; none fits ends the program."""
+    kills = range(first or every, min(tokens - 1, last or tokens) + 1, every)
+    if not kills or kills[0] < 1:
+        fail(f"no kill lies within a stream of {tokens} tokens; --from and --to name tokens from 1 to {tokens - 1}")
+    return kills
+
+
 def main() -> None:
     """Entry point."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="in each stream; default: 64")
     parser.add_argument("--every", type=int, default=8, metavar="N", help="kill after each N-th token; default: 8")
+    parser.add_argument("--from", dest="first", type=int, metavar="N", help="the first kill; default: as --every")
+    parser.add_argument("--to", dest="last", type=int, metavar="N", help="no kill after more; default: all")
+    parser.add_argument("--path", choices=PATHS, help="by this API only; default: both")
     parser.add_argument("--decodes", type=int, default=3, metavar="N", help="decode instances, 2 or more; default: 3")
     options = parser.parse_args()
+    kills = list_kills(options.tokens, options.every, options.first, options.last)
     with scratch(f"run_kills_{options.connector}") as folder, Cluster(folder, find_model(options.model)) as cluster:
         print(
             f"starting instances, connector {options.connector}, which takes minutes; logs are in {folder}", flush=True
         )
         fleet = Fleet(cluster, options.connector, options.decodes)
         wrong = []
-        for path in PATHS:
-            for kill_after in range(options.every, options.tokens, options.every):
+        for path in [options.path] if options.path else PATHS:
+            for kill_after in kills:
                 fleet.wait_for_two()
                 prompt = words(PROMPT_WORDS, seed=PATHS.index(path) * 1000 + kill_after)
                 whole = read_stream(fleet.router, path, prompt, options.tokens)

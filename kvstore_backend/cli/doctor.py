@@ -32,6 +32,10 @@ from kvstore_backend.stores.mooncake_admin import find_admin
 __all__ = ["add_arguments", "diagnose", "run"]
 
 
+# Tokens; engines share no less than a block.
+_SMALLEST_BLOCK = 16
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
     parser.add_argument("config", nargs="?", help="a configuration file in any dialect, or a URL; else the environment")
@@ -241,8 +245,8 @@ def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
     """The verdict, in figures of a prompt of 1000 tokens."""
     load, compute = comparison.seconds_to_load(1000), 1000 * comparison.compute_seconds
     text = (
-        f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {1000 * load:.3g} ms to load, and this instance "
-        f"{1000 * compute:.3g} ms to compute"
+        f"1000 tokens of KV ({format_bytes(1000 * kv_bytes)}) take {_format_ms(load)} to load, and this instance "
+        f"{_format_ms(compute)} to compute"
     )
     least = comparison.least_tokens
     if least is None:
@@ -251,7 +255,13 @@ def _judge_pool(comparison: Comparison, kv_bytes: int) -> Finding:
             f"this pool loses: {text}",
             "a quicker network or protocol, or smaller blocks (kv=int8); until then instances compute such hits",
         )
-    return ok("worth it", f"{text}: hits of {max(1, least)} tokens or more pay")
+    pays = "every hit pays" if least <= _SMALLEST_BLOCK else f"hits of {least} tokens or more pay"
+    return ok("worth it", f"{text}: {pays}")
+
+
+def _format_ms(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def _describe_config(config: PoolConfig) -> str:

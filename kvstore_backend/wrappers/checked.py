@@ -3,8 +3,11 @@
 A stored object is ``header || payload``, written and read in one piece by scatter/gather, so the payload is not
 copied. The header, 128 bytes little-endian, so that the payload stays aligned::
 
-    magic "KVBK" | format version u16 | 0 u16 | payload bytes u64 | XXH3-64 of the payload u64
+    magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
+
+Marks are 0. Where the host cannot read the bytes, as they lie in a GPU's memory, marks are 0x7575 and the checksum is
+0: only the rest of the header is verified. No reader takes one kind for the other.
 
 The checksum finds changes that a transport or a stale buffer made to the bytes; the digest and the hash find bytes
 that are whole, but another block's. XXH3 (https://xxhash.com) is not cryptographic: it guards against accidents.
@@ -47,6 +50,7 @@ _FIELDS = struct.Struct("<4sHHQQ16s32s56x")
 _FIELD_NAMES = ("magic", "version", "reserved", "size", "checksum", "namespace", "hash")
 REASONS = _FIELD_NAMES
 """Why a block may be rejected: the member of its header that is not what it should be."""
+_UNSUMMED = 0x7575
 _NO_NAMESPACE = bytes(16)
 _SCRATCH_BYTES = 64 * HEADER_BYTES
 
@@ -64,10 +68,13 @@ class CheckedBackend(Wrapper):
         store: any backend.
         rejected: where reads that did not verify are counted, by the field of the header that was wrong: ``magic``,
             ``version``, ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
+        is_summed: whether headers have checksums. They cannot where this process cannot read the memory that values lie
+            in; what was written so is a miss for all others.
     """
 
-    def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None) -> None:
+    def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_summed: bool = True) -> None:
         self.rejected: Counter[str] = Counter() if rejected is None else rejected
+        self._is_summed = is_summed
         super().__init__(store)
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
@@ -112,7 +119,7 @@ class CheckedBackend(Wrapper):
 
             def seal(part: slice) -> None:
                 for key, value, place in zip(keys[part], values[part], whole[part], strict=True):
-                    header = _build_header(key, value, _hash_value(value))
+                    header = _build_header(key, value, is_summed=self._is_summed)
                     _HeaderMemory.from_address(place[0].address).raw = header
 
             def send(part: slice) -> None:
@@ -127,7 +134,7 @@ class CheckedBackend(Wrapper):
         Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
         """
         header = _HeaderMemory.from_address(place[0].address).raw
-        wanted = _build_header(key, target, _hash_value(target))
+        wanted = _build_header(key, target, is_summed=self._is_summed)
         if header == wanted:
             return True
         self._reject_block(key, _find_wrong_field(header, wanted))
@@ -202,7 +209,8 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
     if stored.nbytes <= HEADER_BYTES:
         return "size"
     payload = [Span(stored.ctypes.data + HEADER_BYTES, stored.nbytes - HEADER_BYTES)]
-    header, wanted = stored[:HEADER_BYTES].tobytes(), _build_header(key, payload, _hash_value(payload))
+    header = stored[:HEADER_BYTES].tobytes()
+    wanted = _build_header(key, payload)
     return None if header == wanted else _find_wrong_field(header, wanted)
 
 
@@ -216,8 +224,10 @@ def _hash_value(value: Value) -> int:
     return state.intdigest()
 
 
-def _build_header(key: str, value: Value, checksum: int) -> bytes:
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, count_bytes(value), checksum, _build_identity(key))
+def _build_header(key: str, value: Value, *, is_summed: bool = True) -> bytes:
+    """The header of a value that is stored, or that was read as it ought to be."""
+    checksum, marks = (_hash_value(value), 0) if is_summed else (0, _UNSUMMED)
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, marks, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:

@@ -35,6 +35,8 @@ __all__ = [
 ROLES = ("mixed", "prefill", "decode")
 """As ``/registered`` lists instances."""
 TIMEOUT_SECONDS = 5.0
+# The router asks an instance, and then all others, for 10 s each at most.
+MISS_SECONDS = 25.0
 # A stream's next piece; a long prompt is computed before the first.
 STREAM_SECONDS = 300.0
 _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})/?", re.ASCII)
@@ -125,6 +127,12 @@ class RouterClient:
         found: dict[str, Any] = (await self._fetch("GET", f"/admin/explain/{quote(request_id, safe='')}")).json()
         return found
 
+    async def explain_miss(self, request_id: str) -> dict[str, Any]:
+        """Why the prompt of a request that has ended took no more from a cache, which instances are asked for."""
+        path = f"/admin/why_miss/{quote(request_id, safe='')}"
+        told: dict[str, Any] = (await self._fetch("GET", path, timeout=MISS_SECONDS)).json()
+        return told
+
     async def give_order(self, order: str, instance: str, **members: Any) -> dict[str, Any]:
         """Let the router carry out ``drain``, ``pause``, ``resume`` or ``weight``; the instance's state afterwards."""
         answer = await self._fetch("POST", f"/admin/{order}", {"instance": instance, **members})
@@ -167,9 +175,11 @@ class RouterClient:
     def _explain_silence(self, exc: httpx.HTTPError) -> RouterAway:
         return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
 
-    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _fetch(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, json=body)
+            answer = await self._http.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as exc:
             raise self._explain_silence(exc) from None
         if answer.status_code in (401, 403):

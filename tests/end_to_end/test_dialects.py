@@ -14,8 +14,9 @@ import httpx
 import openai
 import pytest
 
-from engine.api_server import Instance, InstanceServer
 from engine.args import parse_args
+from engine.serving.instance import Instance
+from engine.serving.server import InstanceServer
 from tests.end_to_end.cluster import Router, router
 from tests.support.waiting import wait_until
 

@@ -24,6 +24,7 @@ from engine.retrieval_config import RetrievalConfig
 from engine.scheduler import Scheduler
 from kvstore_backend import BlockPool, StorageBackend
 from kvstore_backend.wrappers.guarded import GuardedBackend
+from tests.support.device import TEST_DEVICE
 from tests.support.waiting import wait_until
 
 __all__ = ["Answering", "Engine"]
@@ -89,7 +90,7 @@ class Engine:
         kv: str = "",
     ) -> None:
         self.block_size = block_size
-        self.runner = ModelRunner(str(folder), load_model_config(str(folder)), "cpu", torch.float32, block_size)
+        self.runner = ModelRunner(str(folder), load_model_config(str(folder)), TEST_DEVICE, torch.float32, block_size)
         self.runner.allocate_kv(num_blocks)
         if retrieval:
             self.runner.enable_retrieval(retrieval, max_num_seqs, num_blocks * block_size)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
 import sys
 import time
 import unittest.mock
@@ -21,12 +22,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine import api_server
-from engine.api_server import Instance, main
-from engine.args import parse_args
-from engine.disaggregation import TransferUnavailable
+from engine.api_server import main
 from engine.model_runner import ModelRunner
-from kvstore_backend.config import rdma
 from tests.engine.router import Router
 from tests.support import plain_http
 from tests.support.ports import free_port, free_ports
@@ -426,7 +423,7 @@ class TestStarting:
     def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What ``main`` would change in this process it must not come to."""
         monkeypatch.setattr("engine.logs.set_up", lambda *_, **__: None)
-        monkeypatch.setattr("engine.api_server.InstanceServer", None)
+        monkeypatch.setattr("engine.serving.server.InstanceServer", None)
 
     def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         """What starting with these flags says on standard error, all of it; it must be refused."""
@@ -450,7 +447,7 @@ class TestStarting:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
     ) -> None:
         monkeypatch.setattr(
-            "engine.api_server.Instance", interrupt := unittest.mock.Mock(side_effect=KeyboardInterrupt)
+            "engine.serving.instance.Instance", interrupt := unittest.mock.Mock(side_effect=KeyboardInterrupt)
         )
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -469,7 +466,7 @@ class TestStarting:
                     client.close()
 
             port = client.getsockname()[1]
-            monkeypatch.setattr("engine.api_server.time.sleep", end_connection)
+            monkeypatch.setattr("engine.serving.ports.time.sleep", end_connection)
             assert main(["--host", "127.0.0.1", "--port", str(port), "--model", str(word_model)]) == 130
         assert interrupt.called
         assert f"waiting for port {port}: a closed connection still has it" in capsys.readouterr().out
@@ -481,7 +478,7 @@ class TestStarting:
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind(("127.0.0.1", 0))
-            monkeypatch.setattr("engine.api_server.Instance", lambda *_: other.listen())
+            monkeypatch.setattr("engine.serving.instance.Instance", lambda *_: other.listen())
             port = other.getsockname()[1]
             said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
@@ -492,7 +489,7 @@ class TestStarting:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("engine.api_server.Instance", interrupt)
+        monkeypatch.setattr("engine.serving.instance.Instance", interrupt)
         assert main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)]) == 130
         assert capsys.readouterr() == ("", "")
 
@@ -508,8 +505,8 @@ class TestStarting:
                 asked.append(self.should_exit)
 
         asked: list[bool] = []
-        monkeypatch.setattr("engine.api_server.Instance", lambda *_: None)
-        monkeypatch.setattr("engine.api_server.InstanceServer", Server)
+        monkeypatch.setattr("engine.serving.instance.Instance", lambda *_: None)
+        monkeypatch.setattr("engine.serving.server.InstanceServer", Server)
         before = signal.getsignal(signal.SIGTERM)
         try:
             main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)])
@@ -590,6 +587,19 @@ class TestStarting:
     def test_a_bad_router_is_told(self, capsys: pytest.CaptureFixture[str], word_model: Path) -> None:
         assert "--router 'nowhere'" in self.sentence(capsys, "--model", str(word_model), "--router", "nowhere")
 
+    @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--pord", 2)])
+    def test_what_only_the_command_line_needs_does_not_wait_for_torch(self, flag: str, status: int) -> None:
+        lines = (
+            "import sys, engine.api_server as program",
+            "try: status = program.main([sys.argv[1]])",
+            "except SystemExit as ended: status = ended.code",
+            "print(status, sorted({'torch', 'transformers', 'uvicorn'} & sys.modules.keys()))",
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines), flag], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ended.stdout.endswith(f"{status} []\n")
+
     def test_the_process_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "engine.api_server", "--model", "m", "--host", "127.0.0.1"]
         argv += ["--port", str(instance.port)]
@@ -628,71 +638,3 @@ def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
             assert line in served.log.read_text()
         assert "Traceback" not in served.process.output
         assert "Traceback" not in served.log.read_text()
-
-
-def instance_of(model: Path, *flags: str) -> Instance:
-    """Built in this process, and not started."""
-    args = ("--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags)
-    with socket.socket() as connector:
-        return Instance(parse_args(args), connector)
-
-
-@pytest.mark.parametrize(("block_size", "times"), [("64", 1), ("128", 0)])
-def test_another_block_size_than_the_one_that_suits_retrieval_is_told_once(
-    word_model: Path, caplog: pytest.LogCaptureFixture, block_size: str, times: int
-) -> None:
-    instance_of(word_model, "--enable-retrieval", "--retrieval-dense-boundary", "1K", "--block-size", block_size)
-    said = [message for message in caplog.messages if "128 is recommended with retrieval" in message]
-    assert len(said) == times
-
-
-def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
-    word_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    instance = instance_of(word_model, "--router", "127.0.0.1:9")
-    monkeypatch.setattr(type(instance.core), "is_alive", True)
-    assert instance.find_obstacle() == "it is not registered at the router http://127.0.0.1:9; the log says why"
-    instance.note_registration()
-    assert instance.find_obstacle() == ""
-    monkeypatch.setattr(api_server, "_FORGOTTEN_SECONDS", -1.0)
-    assert "it is not registered" in instance.find_obstacle()
-    monkeypatch.setattr(type(instance.core), "is_alive", False)
-    assert instance.find_obstacle() == "the engine has failed; its log says why"
-
-
-def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (instance_of(word_model) for _ in range(2))
-    monkeypatch.setattr(type(first.receiver), "port", 7000)  # it does not listen here
-    told = [each.registration_payload() for each in (first, second)]
-    assert told[0]["start_id"] != told[1]["start_id"]
-    assert told[0]["max_num_seqs"] == 8
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
-    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: str
-) -> None:
-    started: list[tuple[str, str]] = []
-
-    class Refusing:
-        """Stands in for Transfer, which needs a device of RDMA."""
-
-        def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str) -> None:
-            started.append((protocol, devices))
-            raise TransferUnavailable("none here")
-
-    monkeypatch.setattr(api_server, "Transfer", Refusing)
-    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
-    instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
-    assert started == [("rdma", "mlx5_0,mlx5_1")]
-
-
-def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
-    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
-    instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
-    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
-    assert instance.registration_payload()["transfer_protocol"] == ["tcp"]

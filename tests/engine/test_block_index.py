@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.block_index import BlockIndex, query_of, representative_of
+from engine.attention.block_index import BlockIndex, Search, query_of, representative_of
 from engine.retrieval_config import REPRESENTATIVES
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 8, 64
@@ -35,11 +35,23 @@ def random_queries(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, HEADS, GROUP, DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def search(
+    tested: BlockIndex, layer: int, rows: list[int], queries: torch.Tensor, wanted: list[tuple[int, int, int]]
+) -> list[torch.Tensor]:
+    """For each row which of the blocks from first up to last are chosen: ``wanted`` are first, last, how many."""
+    asked = Search(rows, [(first, last) for first, last, _ in wanted], max(w[2] for w in wanted), queries.device)
+    found = tested.search_blocks(layer, asked, queries, 0.5)
+    chosen = []
+    for numbers, (first, last, count) in zip(found, wanted, strict=True):
+        chosen.append(torch.zeros(HEADS, last - first, dtype=torch.bool).scatter_(1, numbers[:, :count] - first, True))
+    return chosen
+
+
 def expected(kind: str, keys: torch.Tensor, queries: torch.Tensor, count: int) -> torch.Tensor:
     """The definition, block by block: which blocks ``[kv_heads, blocks]`` are chosen by ``[kv_heads, group, dim]``."""
     chosen = torch.zeros(HEADS, len(keys), dtype=torch.bool)
     for head in range(HEADS):
-        scores = torch.empty(GROUP, len(keys))
+        scores = torch.empty(GROUP, len(keys))  # scaled like those of ``search``
         for g in range(GROUP):
             for block in range(len(keys)):
                 k, q = keys[block, head], queries[head, g]
@@ -49,7 +61,7 @@ def expected(kind: str, keys: torch.Tensor, queries: torch.Tensor, count: int) -
                     score = k.mean(0) @ q + k.std(0, correction=0) @ q.abs()
                 else:
                     score = torch.maximum(k.amin(0) * q, k.amax(0) * q).sum()
-                scores[g, block] = score
+                scores[g, block] = 0.5 * score
         chosen[head, scores.softmax(-1).amax(0).topk(count).indices] = True
     return chosen
 
@@ -63,7 +75,7 @@ def test_a_search_finds_the_blocks_of_greatest_score(
     tested, keys, queries = index(kind), random_keys(first + blocks, seed), random_queries(1, seed)
     tested.add_blocks(1, 0, keys)
     count = max(1, int(share * blocks))
-    [found] = tested.search_blocks(1, [1], queries, [(first, first + blocks, count)], 1.0)
+    [found] = search(tested, 1, [1], queries, [(first, first + blocks, count)])
     assert torch.equal(found, expected(kind, keys[first:, 1], queries[0], count))
 
 
@@ -73,9 +85,9 @@ def test_sequences_searched_together_find_what_each_finds_alone(kind: str) -> No
     for row, blocks in ((0, 18), (2, 7)):
         tested.add_blocks(row, 0, random_keys(blocks, row))
     wanted = [(1, 18, 4), (2, 7, 2)]
-    together = tested.search_blocks(0, [0, 2], queries, wanted, 0.5)
+    together = search(tested, 0, [0, 2], queries, wanted)
     for i, row in enumerate((0, 2)):
-        [alone] = tested.search_blocks(0, [row], queries[i : i + 1], wanted[i : i + 1], 0.5)
+        [alone] = search(tested, 0, [row], queries[i : i + 1], wanted[i : i + 1])
         assert torch.equal(together[i], alone)
 
 
@@ -85,9 +97,7 @@ def test_blocks_may_be_written_one_by_one_or_at_once(kind: str) -> None:
     at_once.add_blocks(0, 0, keys)
     for i in range(6):
         one_by_one.add_blocks(0, i, keys[i : i + 1])
-    found = [
-        tested.search_blocks(0, [0], random_queries(1, 2), [(0, 6, 3)], 1.0)[0] for tested in (at_once, one_by_one)
-    ]
+    found = [search(tested, 0, [0], random_queries(1, 2), [(0, 6, 3)])[0] for tested in (at_once, one_by_one)]
     assert torch.equal(*found)
 
 

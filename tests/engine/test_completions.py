@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.api_server import create_app
 from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
 from engine.protocol import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from engine.serving.endpoints import create_app
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.running import Engine
 

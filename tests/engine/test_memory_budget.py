@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine.memory_budget
+import engine.sampler
 from engine.args import parse_args
 from engine.attention.block_index import BlockIndex
 from engine.memory_budget import choose_num_blocks
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, Sequence
 from engine.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
+from engine.sampler import Choice
+from engine.scheduler import Chunk
 from kvstore_backend import ConfigError
 
 BLOCK = 16
@@ -39,17 +43,19 @@ def count_retrieval_bytes(runner: ModelRunner) -> int:
 
 @pytest.mark.parametrize("representative", REPRESENTATIVES)
 @pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("in_place", [True, False], ids=["CPU", "as on a GPU"])
 def test_what_is_put_aside_is_what_sparse_attention_allocates_at_most(
-    runner: ModelRunner, representative: str, dense_layers: int
+    runner: ModelRunner, representative: str, dense_layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.model_runner.reads_host_memory", lambda device: in_place)
     config = RetrievalConfig(BLOCK, 16, 40, 0.3, 0, 0, representative, dense_layers=dense_layers)
     runner.allocate_kv(1)
     runner.enable_retrieval(config, 3, 400)
     assert runner.retrieval
     index = runner.retrieval.index
     assert isinstance(index, BlockIndex)
-    allocated = index.nbytes
-    for _ in range(3):
+    allocated = index.nbytes + runner.retrieval.table_bytes
+    for _ in range(0 if in_place else 3):
         sequence = Sequence(Request("", (1,) * 300, SamplingParams(100)), BLOCK)
         sequence.regime = Regime.SPARSE
         state = runner.retrieval.state_of(sequence)
@@ -113,3 +119,104 @@ def test_free_memory_of_the_host_counts_what_the_system_would_give_up(runner: Mo
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10
     assert runner.count_free_bytes() == pytest.approx(available, rel=0.2)
+
+
+class FakeGpu:
+    """A fake: a GPU whose memory is a number, for a runner whose tensors have none ("meta").
+
+    Args:
+        runner: on that device.
+        free: bytes, once the model is loaded.
+        step: bytes that a step takes until they are given back.
+    """
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, free: int, step: int = 0) -> None:
+        self.chunks: list[Chunk] = []
+        self.is_full = False
+        """Whether a step finds no memory."""
+        self._taken = 0
+        self._step = step
+        self._run = runner.run
+        monkeypatch.setattr(runner, "count_free_bytes", lambda: free - self._taken)
+        monkeypatch.setattr(runner, "run", self.run)
+        monkeypatch.setattr(engine.memory_budget, "_give_back_memory", self.take_back)
+        monkeypatch.setattr(engine.sampler, "fetch_numbers", lambda numbers: [1.0] * len(numbers))
+
+    def run(self, chunks: list[Chunk]) -> list[Choice]:
+        """A step."""
+        self.chunks = chunks
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAnd more.")
+        self._taken = self._step
+        return self._run(chunks)
+
+    def take_back(self, device: torch.device) -> None:
+        """Forget what steps took."""
+        assert device.type == "meta"
+        self._taken = 0
+
+
+ON_GPU = parse_args(LINE.split(), {})
+
+
+@pytest.fixture
+def gpu_runner(tiny_checkpoint: Path) -> ModelRunner:
+    """A runner for a fake GPU."""
+    return ModelRunner(str(tiny_checkpoint), load_model_config(str(tiny_checkpoint)), "meta", torch.float32, BLOCK)
+
+
+def test_on_a_gpu_kv_blocks_get_their_share_of_what_a_step_leaves(
+    gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, step = 400 * gpu_runner.shape.nbytes, 99 * gpu_runner.shape.nbytes
+    gpu = FakeGpu(gpu_runner, monkeypatch, free, step)
+    assert choose_num_blocks(ON_GPU, gpu_runner) == int(0.9 * 301)
+    assert not len(gpu_runner.kv), "blocks that were made to try a step are still there"
+    assert sum(chunk.num_tokens for chunk in gpu.chunks) == 400 + 2
+    assert {chunk.sequence.num_computed + chunk.num_tokens for chunk in gpu.chunks} == {400}
+    assert len(gpu.chunks) == 3
+    assert all(chunk.samples for chunk in gpu.chunks)
+
+
+def test_on_a_gpu_blocks_on_their_way_to_the_pool_have_memory_put_aside(
+    gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1 << 30
+    FakeGpu(gpu_runner, monkeypatch, free)
+    alone = choose_num_blocks(ON_GPU, gpu_runner)
+    beside_pool = choose_num_blocks(parse_args([*LINE.split(), "--kvcache-storage-backend", "memory"], {}), gpu_runner)
+    assert alone == int(0.9 * free) // gpu_runner.shape.nbytes
+    assert beside_pool < alone - (1 << 26) // gpu_runner.shape.nbytes
+
+
+def test_too_little_memory_on_a_gpu_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = 1 << 20
+    FakeGpu(gpu_runner, monkeypatch, step + 20 * gpu_runner.shape.nbytes, step)
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(ON_GPU, gpu_runner)
+    said = str(caught.value)
+    assert said.startswith("a step needs 1.0 MiB for --max-num-seqs 3 of --max-model-len 400, and")
+    assert said.endswith("lower --max-num-seqs or --max-model-len, or set --num-gpu-blocks-override")
+    assert "\n" not in said
+
+
+def test_no_memory_for_a_step_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpu(gpu_runner, monkeypatch, 1 << 30).is_full = True
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(ON_GPU, gpu_runner)
+    assert str(caught.value) == (
+        "there is no memory for a step of 2048 tokens and 3 sequences; lower --max-num-batched-tokens, --max-num-seqs "
+        "or --max-model-len: CUDA out of memory. Tried to allocate 1 GiB."
+    )
+
+
+def test_no_memory_for_the_first_token_does_not_count_as_a_model_that_cannot_be_run(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(batch: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runner.allocate_kv(1)
+    monkeypatch.setattr(runner, "_compute_logits", refuse)
+    with pytest.raises(ConfigError, match="there is no memory for one token; lower --max-num-batched-tokens"):
+        runner.try_out()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.retrieval import Retrieval, WorkingSet
+from engine.attention.pages import PageReader
+from engine.attention.retrieval import Retrieval
 from engine.core import Listener, Prefilled
 from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
@@ -60,6 +61,12 @@ def dense(tiny_checkpoint: Path) -> list[list[int]]:
     return tokens_of(ask(tiny_checkpoint, None, PROMPTS))
 
 
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that a GPU takes, on a CPU."""
+    monkeypatch.setattr("engine.attention.retrieval.reads_host_memory", lambda device: False)
+
+
 @pytest.mark.parametrize("stride", [1, 5])
 @pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
 def test_reading_every_block_gives_the_dense_answers(
@@ -101,6 +108,27 @@ def test_offloading_does_not_change_a_sparse_answer(tiny_checkpoint: Path) -> No
     assert tokens_of(here) == tokens_of(offloaded)
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_reading_every_block_as_a_gpu_does_gives_the_dense_answers(
+    tiny_checkpoint: Path, dense: list[list[int]]
+) -> None:
+    """Of sequences whose blocks are here and of offloaded ones, in one step."""
+    answers = ask(tiny_checkpoint, config(topk_percent=1.0, offload_boundary=150), PROMPTS)
+    assert {answering.sequence.regime for answering in answers} == {Regime.SPARSE, Regime.OFFLOADED}
+    assert tokens_of(answers) == dense
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+def test_a_gpu_reads_the_blocks_that_a_cpu_reads(
+    tiny_checkpoint: Path, request: pytest.FixtureRequest, stride: int
+) -> None:
+    settings = config(topk_percent=0.3, offload_boundary=150, stride=stride, dense_layers=1)
+    here = ask(tiny_checkpoint, settings, PROMPTS)
+    request.getfixturevalue("stand_in")
+    there = ask(tiny_checkpoint, settings, PROMPTS)
+    assert tokens_of(there) == tokens_of(here)
+
+
 def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,14 +142,14 @@ def test_every_step_and_layer_reads_its_budget_and_no_more(
     tiny_checkpoint: Path, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    attend = WorkingSet.attend
+    attend = PageReader.attend_in_pieces
 
-    def counting(self: WorkingSet, queries: torch.Tensor, scale: float | None) -> torch.Tensor:
-        # Counted in what attention is given, not in what the bookkeeping says.
-        read.append(self.num_blocks)
-        return attend(self, queries, scale)
+    def counting(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
+        # Counted in what attention is given, not in what the bookkeeping says: these blocks, and the newest.
+        read.append(rest[0].shape[1] + 1)
+        return attend(self, queries, memory, *rest)
 
-    monkeypatch.setattr(WorkingSet, "attend", counting)
+    monkeypatch.setattr(PageReader, "attend_in_pieces", counting)
     [answering] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
     expected = []
     for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
@@ -283,36 +311,6 @@ def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -
         assert answering.wait() == whole
         assert 0 < answering.sequence.blocks_read < answering.sequence.blocks_passed
         decode.wait_until_idle()
-
-
-SHAPE = (12, 2, 2, 3, 4, 5)  # blocks, layers, k/v, heads, tokens, head_dim
-
-
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_working_set_holds_what_was_last_wanted_whatever_it_held_before(data: st.DataObject) -> None:
-    """And attention over it is that over these blocks in any order."""
-    generator = torch.Generator().manual_seed(0)
-    source = torch.randn(SHAPE, generator=generator)
-    places = torch.tensor(data.draw(st.permutations(range(12))))
-    tested, queries = WorkingSet(11, source), torch.randn(3, 2, 5, generator=generator)
-    for _ in range(data.draw(st.integers(1, 4))):
-        count = data.draw(st.integers(1, 10))
-        wanted = torch.zeros(3, 12, dtype=torch.bool)
-        rows = [data.draw(st.permutations(range(12)))[:count] for _ in range(3)]
-        for head, row in enumerate(rows):
-            wanted[head, row] = True
-        copied = tested.fill(wanted, source, places, 1)
-        assert copied <= 3 * count
-    assert tested.fill(wanted, source, places, 1) == 0, "what it holds already is copied again"
-    newest, filled = torch.randn(2, 3, 4, 5, generator=generator), data.draw(st.integers(1, 4))
-    tested.append_newest(newest, filled)
-    attended = tested.attend(queries, None)
-    for head, row in enumerate(rows):
-        blocks = source[places[data.draw(st.permutations(row))], 1, :, head]
-        keys, values = torch.cat([blocks.transpose(0, 1).flatten(1, 2), newest[:, head, :filled]], 1)
-        expected = torch.softmax(queries[head] @ keys.T / 5**0.5, -1) @ values
-        torch.testing.assert_close(attended[head], expected)
 
 
 @given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))

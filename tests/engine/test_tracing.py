@@ -19,7 +19,7 @@ from engine.tracing import Tracer, list_phases, open_tracer
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
-from tests.support.otlp import OtlpReceiver, hide_opentelemetry
+from tests.support.otlp import OtlpReceiver, hide_opentelemetry, receive_spans
 from tests.support.waiting import wait_until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -29,12 +29,8 @@ MODEL = ["--model", "m"]
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    made = OtlpReceiver()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield made
-    made.close()
+    with receive_spans(monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["ForkedProcess", "run_forked"]
 
 PRELOADED = ("kvstore_backend.cli", "router.launch", "router.register")
-PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server")
+PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server", "engine.serving.server")
 
 
 class ForkedProcess:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from tests.support.threaded_http import QuietHandler, ThreadedServer
 from tests.support.waiting import wait_until
 
-__all__ = ["OtlpReceiver", "ReceivedSpan", "hide_opentelemetry"]
+__all__ = ["OtlpReceiver", "ReceivedSpan", "hide_opentelemetry", "receive_spans"]
 
 
 class ReceivedSpan(NamedTuple):
@@ -77,6 +78,17 @@ class OtlpReceiver:
         """As ``find``, once there are so many."""
         wait_until(lambda: len(self.find(**wanted)) >= count, f"{count} spans of {wanted}")
         return self.find(**wanted)
+
+
+@contextlib.contextmanager
+def receive_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    """A receiver to which tracers that are made in this process send their spans, soon after they end."""
+    receiver = OtlpReceiver()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield receiver
+    receiver.close()
 
 
 def hide_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,12 @@ class Peer:
         """Start a call whose answer nobody waits for."""
         self._mine.send((function, arguments))
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """End the process with SIGKILL, as a crash would."""
         self._process.kill()

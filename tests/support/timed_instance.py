@@ -27,7 +27,7 @@ def timed_instance(token_seconds: float, *, context: int = 600, tokens_per_word:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert (body["model"], body["max_tokens"]) == ("model", 1)
+            assert (body["model"], body["max_tokens"]) == ("model", 2)
             tokens = tokens_per_word * len(body["prompt"].split())
             if tokens > context:
                 self._answer(400, {"error": {"message": "too long"}})

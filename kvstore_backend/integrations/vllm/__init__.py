@@ -7,6 +7,8 @@ scheduler.py  the half beside vLLM's scheduler: decides which blocks to load and
 worker.py     the half in a worker: moves blocks between vLLM's memory and the pool
 messages.py   the messages between the halves, once a step
 memory.py     where the bytes of a vLLM block lie
+route.py      the route of blocks to the pool: by way of host buffers, or direct
+clock.py      how long steps take, on the host and on a GPU
 cached.py     vLLM's cached blocks that the pool was given, for putting them again where it has lost them
 names.py      the hashes of a request's blocks
 counts.py     counters of a half, by name, which add up over workers

@@ -4,14 +4,16 @@
      "kv_role": "kv_both", "kv_connector_extra_config": {"pool": "mooncake://127.0.0.1:15001"}}
 
 The extra configuration may hold ``pool``, a URL or the path of a JSON file in any dialect (not given: the environment
-decides, ``MOONCAKE_CONFIG_PATH`` first), and ``weights_version``, for weights that are updated in place. ``kv_role``
-may also be ``kv_producer`` (only saves) or ``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is
-given a request at the same time as a prefill instance: how long a prompt waits for its next block to come to the pool.
+decides, ``MOONCAKE_CONFIG_PATH`` first), ``weights_version``, for weights that are updated in place, and ``memory``,
+the route of blocks to and from the pool (``route.py``). ``kv_role`` may also be ``kv_producer`` (only saves) or
+``kv_consumer`` (only loads). ``prefill_wait_s`` is for an instance that is given a request at the same time as a
+prefill instance: how long a prompt waits for its next block to come to the pool.
 
 This file is vLLM's side of it: the calls of vLLM 0.32's ``KVConnectorBase_V1``, put into the words of ``scheduler.py``
 and ``worker.py``, which do the work. vLLM makes one connector for its scheduler and one for each worker. Everything
 is asynchronous: a step neither waits for a look-up nor for a transfer, but for the saves of a request for one token,
-which is how a router asks for prefill.
+which is how a router asks for prefill. On a GPU a step has only been queued when its calls here come: transfers begin
+after an event that is recorded then, on the stream that the step runs on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig,
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.cuts import Family, find_family
 from kvstore_backend.cuts.family import HEAD
+from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 from kvstore_backend.integrations.vllm.counts import OUTCOMES, add_counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
+from kvstore_backend.integrations.vllm.route import choose_route, open_route, read_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.load_or_compute import DECISIONS
@@ -58,7 +61,7 @@ __all__ = ["KVStoreConnector", "KVStoreMetrics", "KVStoreStats"]
 
 logger = logging.getLogger("vllm.kvstore")  # below vLLM's, whose handlers and level it shares
 
-_OPTIONS = ("pool", "prefill_wait_s", "weights_version")
+_OPTIONS = ("memory", "pool", "prefill_wait_s", "weights_version")
 _HASHES = ("sha256", "sha256_cbor")
 # Mooncake cannot do with less; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
@@ -165,10 +168,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         _check_support(vllm_config, kv_cache_config)
         self._config = _read_pool_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._route = read_route(self._kv_transfer_config.kv_connector_extra_config)
         prefill_wait_s = _read_prefill_wait(self._kv_transfer_config)
         self._loaded = Loaded()
         self._report = Report()
-        self._step_began = 0.0
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -252,11 +255,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         memory = KVMemory(kv_caches, self._kv_cache_config.num_blocks)
+        route = choose_route(self._route, memory, self._config)
+        is_summed = route == "staged" or not memory.is_on_device
         namespace = _build_namespace(self._vllm_config, self._kv_cache_config, memory, kv_caches)
+        if not is_summed:  # nobody who verifies bytes is to meet blocks without a checksum
+            namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
-        family = _find_family(self._vllm_config, namespace, memory)
-        facts = _collect_facts(self._vllm_config)
-        self._worker = WorkerHalf(open_pool(self._config, namespace, facts=facts), memory, family)
+        logger.info("They lie on %s, and their route to the pool is %s", memory.tensors[0].device, route)
+        # Blocks of another cut are put together by the host.
+        family = _find_family(self._vllm_config, namespace, memory) if is_summed else None
+        pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
+        clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
+        self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
 
     def get_handshake_metadata(self) -> _Rank | None:
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
@@ -264,7 +274,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        self._step_began = time.monotonic()
+        if self._worker is not None:
+            self._worker.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
@@ -281,7 +292,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         But for a prefill's answer: who has it may ask a decode instance at once, which then finds the blocks.
         """
         plan = self._get_connector_metadata().plan
-        self._mover.record_step(plan.num_tokens, time.monotonic() - self._step_began)
+        self._mover.end_step(plan.num_tokens)
         self._mover.start_saves(plan.saves)
         self._mover.wait_for_saves(plan.awaited)
 

@@ -1,7 +1,9 @@
 """Where the bytes of a vLLM block lie: one span per layer where the layout keeps a layer's part of it in one piece.
 
 vLLM gives each layer a tensor ``[kernel block, head, token, content]`` whose axes lie in memory in the order that the
-attention backend wants. A block of the scheduler is one or several kernel blocks in a row.
+attention backend wants (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, in
+which case the tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the
+scheduler is one or several kernel blocks in a row.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ from typing import Any
 
 from kvstore_backend.backend import ConfigError, Span, Value
 from kvstore_backend.cuts.family import HEAD
+from kvstore_backend.integrations.vllm.clock import Mark
+from kvstore_backend.transfers import Event
 
 __all__ = ["KVMemory"]
+
+# Devices whose memory blocks can be moved to and from: the host, and GPUs (ROCm's are called cuda, too).
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -38,44 +45,72 @@ class KVMemory:
         num_blocks: how many blocks the scheduler has.
 
     Attributes:
+        tensors: each layer's that has memory of its own, in the order of the layers.
+        num_blocks: as given.
+        is_on_device: whether they lie on a GPU.
         layout: order and size of a block's axes in memory, the same for every layer; part of a namespace.
         axes: the same as ``kvstore_backend.cuts`` wants them; none where nothing is known to be an axis of heads.
         num_layers: layers that have memory of their own.
         block_bytes: of all layers.
 
     Raises:
-        ConfigError: the memory is not this machine's own, or its layers differ in a way that is not handled.
+        ConfigError: the memory is neither the host's nor a GPU's, or its layers differ in a way that is not handled.
     """
 
     def __init__(self, tensors: Mapping[str, Any], num_blocks: int) -> None:
         unique = {tensor.data_ptr(): tensor for tensor in tensors.values()}
         for name, tensor in tensors.items():
-            if tensor.device.type != "cpu":
+            if tensor.device.type not in _DEVICES:
                 raise ConfigError(
                     f"layer {name} keeps its KV on {tensor.device}; KVStoreConnector moves KV that lies in host "
-                    "memory, so run vLLM on CPU, or leave --kv-transfer-config out"
+                    "memory or on a GPU, so run vLLM on one of these, or leave --kv-transfer-config out"
                 )
             if tensor.shape[0] % num_blocks:
                 raise ConfigError(
                     f"layer {name} has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks"
                 )
-        self._tensors = list(unique.values())
-        self._per_block = self._tensors[0].shape[0] // num_blocks
-        layouts = {_describe_layout(self._order_axes(tensor), str(tensor.dtype)) for tensor in self._tensors}
+        self.tensors = tuple(unique.values())
+        self.num_blocks = num_blocks
+        self.is_on_device = self.tensors[0].device.type != "cpu"
+        self._per_block = self.tensors[0].shape[0] // num_blocks
+        layouts = {_describe_layout(self._order_axes(tensor), str(tensor.dtype)) for tensor in self.tensors}
         if len(layouts) > 1:
             raise ConfigError(f"layers differ in layout ({', '.join(sorted(layouts))}); KVStoreConnector needs one")
         self.layout = layouts.pop()
-        self.num_layers = len(self._tensors)
-        self.axes = self._list_axes(self._tensors[0])
-        self._layers = [self._locate_layer(tensor) for tensor in self._tensors]
+        self.num_layers = len(self.tensors)
+        self.axes = self._list_axes(self.tensors[0])
+        self._layers = [self._locate_layer(tensor) for tensor in self.tensors]
         self.block_bytes = sum(len(layer.offsets) * layer.nbytes for layer in self._layers)
-        for span in self.list_allocations():
-            _prefer_large_pages(span)
+        if not self.is_on_device:
+            for span in self.list_allocations():
+                _prefer_large_pages(span)
 
     def list_allocations(self) -> list[Span]:
         """All memory that spans may lie in."""
-        storages = [tensor.untyped_storage() for tensor in self._tensors]
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
+
+    def merge_layers(self) -> tuple[Any, ...]:
+        """``tensors``, or one for all of them, ``[kernel block, layer, ...]``: then a copy takes one operation.
+
+        One where they lie in one allocation at equal distances, and each layer's part of a block before the next one's,
+        so that a block's bytes keep their order.
+        """
+        first = self.tensors[0]
+        offsets = [tensor.storage_offset() for tensor in self.tensors]
+        distance = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+        sizes, strides = (self._per_block, *first.shape[1:]), first.stride()
+        extent = max(size * stride for size, stride in zip(sizes, strides, strict=True) if size > 1)
+        is_regular = all(
+            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.stride() == strides
+            and offset == offsets[0] + number * distance
+            for number, (tensor, offset) in enumerate(zip(self.tensors, offsets, strict=True))
+        )
+        if distance < extent or not is_regular:
+            return self.tensors
+        shape = (first.shape[0], len(offsets), *first.shape[1:])
+        return (first.as_strided(shape, (strides[0], distance, *strides[1:]), offsets[0]),)
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
         """Where each block's bytes lie, in an order that is the same in every instance of this layout."""
@@ -88,16 +123,32 @@ class KVMemory:
             for block in blocks
         ]
 
+    def record_event(self) -> Event | None:
+        """The end of all that the calling thread has begun on a GPU's memory; None: what the host does has ended."""
+        if not self.is_on_device:
+            return None
+        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+
+        return CudaDevice(self.tensors[0].device).record_event()
+
+    def make_mark(self) -> Mark:
+        """An event of the GPU that keeps the time, not recorded yet."""
+        from kvstore_backend.staging.cuda import CudaDevice  # loads torch
+
+        return CudaDevice(self.tensors[0].device).make_mark()
+
     def layout_of(self, heads: int) -> str:
         """``layout`` as it is where this memory holds so many heads; only where it has ``axes``."""
-        tensor = self._tensors[0]
+        tensor = self.tensors[0]
         axes = [(name, heads if name == "h" else n, stride) for name, n, stride in self._order_axes(tensor, keep="h")]
         return _describe_layout([axis for axis in axes if axis[1] > 1], str(tensor.dtype))
 
     def clear_blocks(self, blocks: Iterable[int]) -> None:
         """Make finite any bytes that a failed read left: attention still meets masked positions, times zero."""
-        for block, tensor in itertools.product(blocks, self._tensors):
+        for block, tensor in itertools.product(blocks, self.tensors):
             tensor[block * self._per_block : (block + 1) * self._per_block].zero_()
+        if (cleared := self.record_event()) is not None:
+            cleared.synchronize()
 
     def _list_axes(self, tensor: Any) -> tuple[tuple[str, int], ...]:
         if tensor.dim() != 4:

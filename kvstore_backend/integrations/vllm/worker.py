@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore_backend.cuts import Family, Run, Siblings
+from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
+from kvstore_backend.integrations.vllm.route import open_route
 from kvstore_backend.pool import BlockPool
-from kvstore_backend.transfers import DirectMemory, Outcome, ReadLeading, Transfers
+from kvstore_backend.transfers import Outcome, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["Loaded", "WorkerHalf"]
 
@@ -50,9 +52,19 @@ class WorkerHalf:
         pool: closed by ``close``.
         memory: the worker's KV memory.
         family: of the pool's namespace; none: blocks of no other cut are read.
+        route: ``memory`` as transfers reach it; default: directly.
+        clock: of the steps; default: the host's.
     """
 
-    def __init__(self, pool: BlockPool, memory: KVMemory, family: Family | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: KVMemory,
+        family: Family | None = None,
+        *,
+        route: TransferMemory | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
         self.namespace = pool.namespace
         self.family = family
         self._siblings = Siblings(pool, family) if family else None
@@ -63,9 +75,12 @@ class WorkerHalf:
         self._saving: set[int] = set()
         self._loaded = Loaded()
         self._report = Report()
-        for span in memory.list_allocations():
-            pool.register(*span)
-        self._transfers = Transfers(pool, DirectMemory(memory.locate_blocks, memory.clear_blocks), self._run_with_lock)
+        self._clock = clock or HostClock()
+        self._transfers = Transfers(pool, route or open_route("direct", memory, pool), self._run_with_lock)
+
+    def begin_step(self) -> None:
+        """Hear that the engine begins a step."""
+        self._clock.begin()
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
         """Begin to read; the end is told by ``take_outcomes``."""
@@ -98,17 +113,19 @@ class WorkerHalf:
                 return False
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
-    def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Hear how long a step took that computed parts of prompts; the scheduler weighs loads against it."""
-        if num_tokens:
-            with self._lock:
-                self._report.steps.append((num_tokens, seconds))
+    def end_step(self, num_tokens: int) -> None:
+        """Hear that all of a step's work was begun; with parts of prompts, of how many tokens in all, else 0.
+
+        The scheduler hears how long it took, and weighs loads against that.
+        """
+        self._clock.end(num_tokens)
 
     def take_outcomes(self) -> tuple[Loaded, Report]:
         """Loads that ended since the last call, and the report to the scheduler; all of it has been counted."""
         with self._lock:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
+        report.steps = self._clock.take_steps()
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:

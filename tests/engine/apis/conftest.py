@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import uvicorn
 
-from engine.api_server import create_app
 from engine.apis.messages import Messages
 from engine.apis.response_store import ResponseStore
 from engine.apis.responses import Responses
@@ -20,7 +19,8 @@ from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.http_server import InstanceProtocol
+from engine.serving.endpoints import create_app
+from engine.serving.http_server import InstanceProtocol
 from tests.engine.running import Engine
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from engine.api_server import Instance, create_app
 from engine.args import parse_args
+from engine.serving.endpoints import create_app
+from engine.serving.instance import Instance
 from tests.support.ports import free_ports
 
 

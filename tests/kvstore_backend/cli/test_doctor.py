@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_backend.cli.doctor import add_arguments, diagnose
 from kvstore_backend.config import list_rdma_devices
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.command import Diagnosis, doctor, kvstore
@@ -310,7 +312,7 @@ def test_the_context_that_links_cost_is_told_in_tokens_of_the_model(model: Path)
 @pytest.mark.parametrize(
     ("instance_of", "level", "text"),
     [
-        (partial(timed_instance, 0.001, context=100), "ok", "tokens or more pay"),
+        (partial(timed_instance, 0.001, context=100), "ok", "pay"),
         (partial(timed_instance, 0.0, context=10**8, tokens_per_word=10**6), "warn", "this pool loses: 1000"),
     ],
     ids=["slow instance", "quick instance"],
@@ -325,6 +327,21 @@ def test_a_pool_is_compared_with_an_instances_computing(
     (verdict,) = [each["text"] for each in diagnosis.of(level) if each["subject"] == "worth it"]
     assert text in verdict
     assert "1000 tokens of KV (7.812 MiB) take" in verdict
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"), [(0.002, "every hit pays"), (0.1, "hits of 84 tokens or more pay")], ids=["quick", "slow"]
+)
+def test_the_length_from_which_on_hits_pay_is_told_where_a_block_may_be_shorter(
+    monkeypatch: pytest.MonkeyPatch, model: Path, fixed: float, said: str
+) -> None:
+    monkeypatch.setattr("kvstore_backend.cli.doctor.time_loading", lambda *_: (fixed, 0.0))
+    monkeypatch.setattr("kvstore_backend.cli.doctor.time_computing", lambda _: 0.0012)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = ["memory:?size=1MiB", "--model", str(model), "--instance", "127.0.0.1:1"]
+    (verdict,) = [each.text for each in diagnose(parser.parse_args(arguments)) if each.subject == "worth it"]
+    assert verdict.endswith(f"{1000 * fixed:g} ms to load, and this instance 1,200 ms to compute: {said}")
 
 
 def test_what_keeps_loading_from_being_compared_is_said(tmp_path: Path, model: Path) -> None:

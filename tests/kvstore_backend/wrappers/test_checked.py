@@ -233,3 +233,24 @@ def test_several_large_values_are_verified_each_by_itself(store: MemoryStore, ch
     replace(store, OTHER_KEY, damaged[:-1] + bytes([damaged[-1] ^ 1]))
     assert checked.get(keys, [target.value for target in targets]) == [OK, ABSENT, OK]
     assert [targets[0].content, targets[2].content] == [contents[0], contents[2]]
+
+
+def test_blocks_without_a_checksum_are_told_by_their_names_alone(store: MemoryStore) -> None:
+    blind = CheckedBackend(store, is_summed=False)
+    source, target = Memory(b"unread"), Memory(6)
+    blind.put([KEY], [source.value])
+    assert struct.unpack("<6xH8xQ", stored_object(store, KEY, 6)[:24]) == (0x7575, 0)
+    assert blind.get([KEY], [target.value]) == [OK]
+    assert target.content == b"unread"
+    replace(store, OTHER_KEY, stored_object(store, KEY, 6))
+    assert blind.get([OTHER_KEY], [target.value]) == [ABSENT], "another block's bytes, whole"
+    assert blind.rejected == Counter(hash=1)
+
+
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_blocks_with_and_without_a_checksum_are_misses_for_each_other(store: MemoryStore, is_summed: bool) -> None:
+    writer, reader = CheckedBackend(store, is_summed=is_summed), CheckedBackend(store, is_summed=not is_summed)
+    source, target = Memory(b"values"), Memory(6)
+    writer.put([KEY], [source.value])
+    assert reader.get([KEY], [target.value]) == [ABSENT]
+    assert reader.rejected == Counter(reserved=1)

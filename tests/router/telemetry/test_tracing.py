@@ -16,7 +16,7 @@ from router.telemetry import Tracer, open_tracer
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.test_attempt import MakeRouter, MakeStandIn, cuts, hangs
 from tests.router.stand_in import Received, Responder, answers, streams
-from tests.support.otlp import OtlpReceiver, ReceivedSpan, hide_opentelemetry
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, hide_opentelemetry, receive_spans
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -27,12 +27,8 @@ TRACED = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
     """Where the routers of this test send their spans."""
-    made = OtlpReceiver()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield made
-    made.close()
+    with receive_spans(monkeypatch) as made:
+        yield made
 
 
 def chat(router: RouterUnderTest, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:

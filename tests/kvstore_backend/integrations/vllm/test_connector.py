@@ -102,6 +102,7 @@ def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dic
     [
         ({"pol": "file:///tmp/pool"}, {}, 'unknown key "pol" in kv_connector_extra_config; did you mean pool'),
         ({"pool": "file:///tmp/pool", "prefill_wait_s": "long"}, {}, "prefill_wait_s .* must be a number of seconds"),
+        ({"pool": "file:///tmp/pool", "memory": "gpu"}, {}, "memory in .* is 'gpu'; it must be \"staged\""),
         ({"pool": "memory:"}, {}, "a memory pool is one process's own"),
         ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is more than 1"),
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),

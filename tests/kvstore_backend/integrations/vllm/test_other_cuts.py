@@ -12,6 +12,7 @@ from kvstore_backend import BlockPool, Namespace, StorageBackend
 from kvstore_backend.cuts import find_family
 from kvstore_backend.cuts.family import HEAD
 from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import WorkerHalf
 from kvstore_backend.stores.memory import MemoryStore
@@ -51,7 +52,11 @@ class CutInstance(Instance):
     """An instance of ``ranks``, each with memory of its own for its heads."""
 
     def __init__(
-        self, store: StorageBackend, ranks: int, make_layer: Callable[[int], torch.Tensor] = head_first
+        self,
+        store: StorageBackend,
+        ranks: int,
+        make_layer: Callable[[int], torch.Tensor] = head_first,
+        route: Route = "direct",
     ) -> None:
         heads = max(1, HEADS // ranks)
         self.ranks = [[make_layer(heads) for _ in range(LAYERS)] for _ in range(ranks)]
@@ -62,7 +67,7 @@ class CutInstance(Instance):
             family = find_family(own, HEADS, memory.axes, layout_of=memory.layout_of)
             pool = BlockPool(store, own)
             leave_marker(pool)
-            self.workers.append(WorkerHalf(pool, memory, family))
+            self.workers.append(WorkerHalf(pool, memory, family, route=open_route(route, memory, pool)))
         self.blocks = Blocks()
         self.scheduler = SchedulerHalf(store, BLOCK)
         self.scheduler.learn_namespaces([worker.namespace for worker in self.workers], self.workers[0].family)
@@ -120,6 +125,15 @@ def test_what_one_tensor_parallel_size_computes_another_loads(
         assert second.load(again, TABLE[::-1]).blocks == set()
         assert all(second.has(again, i, TABLE[::-1][i]) for i in range(5))
         assert [worker.take_counts()[worker.namespace.digest]["gather ok"] for worker in second.workers] == [5] * reader
+
+
+def test_blocks_of_another_cut_are_put_together_on_their_way_to_a_device(store: StorageBackend) -> None:
+    one, other = CutInstance(store, 2, head_outside, "staged"), CutInstance(store, 1, head_outside, "staged")
+    with contextlib.closing(one) as first, contextlib.closing(other) as second:
+        first.compute(make_request(), TABLE)
+        loaded = second.load(request := make_request(name="b"), TABLE)
+        assert (loaded.requests, loaded.blocks) == ({"b"}, set())
+        assert all(second.has(request, i, TABLE[i]) for i in range(5))
 
 
 def test_blocks_of_ones_own_cut_go_on_where_anothers_end(store: StorageBackend) -> None:

@@ -15,14 +15,14 @@ import httpx
 import pytest
 import uvicorn
 
-from engine import http_server
-from engine.api_server import create_app
 from engine.completions import Completions
 from engine.dialects import FastDeployDialect
 from engine.disaggregation import HandoverReceiver
 from engine.generation import Generations
-from engine.http_server import MAX_HEAD_BYTES, InstanceProtocol
 from engine.metrics import EngineMetrics
+from engine.serving import http_server
+from engine.serving.endpoints import create_app
+from engine.serving.http_server import MAX_HEAD_BYTES, InstanceProtocol
 from tests.engine.event_loop import in_event_loop
 from tests.engine.running import Engine
 

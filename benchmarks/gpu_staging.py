@@ -1,0 +1,408 @@
+"""KV blocks between a GPU and the pool: rates of staging, TTFT of a hit, and decode steps while blocks are loaded.
+
+    python benchmarks/gpu_staging.py [--device cpu] [--pool memory|mooncake] [rates] [ttft] [decode]
+
+rates:  blocks loaded and saved through ``kvstore_backend.staging``, beside plain copies of pinned memory in the same
+        run. The pool is a fake that says it has everything and moves no bytes: what is measured is the way to it.
+ttft:   the first token of prompts that the pool has, beside the same prompts computed. The engine in this process, a
+        model in the shape of Qwen2-0.5B (without its vocabulary), the pool's memory on this machine.
+decode: steps of decodes alone, and while another thread loads blocks without a pause.
+
+Each prints one row a figure, as a Markdown table, and ends with 1 if one misses its bar. ``--device cpu`` tries the
+program out: the stand-in for a device, and sizes that take seconds; its figures say nothing, so no bar is held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import queue
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pool_overhead import pool_config, running_master
+
+from engine import make_model
+from engine.block_manager import BlockManager
+from engine.core import EngineCore, Listener
+from engine.metrics import EngineMetrics
+from engine.model_runner import ModelRunner, load_model_config
+from engine.request import Request, SamplingParams, TokenOutput
+from engine.request import Sequence as EngineSequence
+from engine.scheduler import Scheduler
+from kvstore_backend import BlockPool, Health, Namespace, Status, StorageBackend, StoreStats, Value, open_pool
+from kvstore_backend.staging import KVTensors, StagedMemory
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.transfers import Transfers
+
+BLOCK = 64
+DEADLINE_SECONDS = 120.0
+MIN_RATE, MAX_TTFT, MAX_STEP = 0.8, 0.1, 1.1
+"""Bars: of the pinned copy's rate, of the cold TTFT of the longest prompt, of a step alone."""
+
+
+class Sizes(NamedTuple):
+    """How much is measured, with which model (names of ``engine.make_model``)."""
+
+    model: dict[str, int]
+    dtype: torch.dtype
+    prompts: tuple[int, ...]  # tokens
+    step_tokens: int
+    moved_blocks: int
+    decodes: int
+    steps: int
+    rounds: int
+
+
+FULL = Sizes(
+    {"HIDDEN": 896, "LAYERS": 24, "INTERMEDIATE": 4864, "HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": 64},
+    torch.bfloat16,
+    (8192, 32768),
+    8192,
+    2048,
+    16,
+    150,
+    5,
+)
+SMALL = Sizes(
+    {"HIDDEN": 128, "LAYERS": 2, "INTERMEDIATE": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 32},
+    torch.float32,
+    (512, 1024),
+    256,
+    64,
+    4,
+    20,
+    2,
+)
+
+
+class Figure(NamedTuple):
+    """One line of the report."""
+
+    figure: str
+    value: str
+    bar: str
+    is_held: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="KV blocks between a GPU and the pool.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a try-out (default cuda)")
+    parser.add_argument("--pool", choices=("memory", "mooncake"), default="memory", help="where blocks are kept")
+    args = parser.parse_args(argv)
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"there is no part {unknown.pop()!r}; there are {', '.join(PARTS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_staging.py: PyTorch sees no CUDA device; --device cpu tries the program out")
+    sizes = FULL if args.device == "cuda" else SMALL
+    print("| figure | measured | bar | |\n|---|---|---|---|", flush=True)
+    missed = 0
+    with torch.inference_mode():
+        for name in args.parts or PARTS:
+            for row in PARTS[name](torch.device(args.device), sizes, args.pool):
+                verdict = ("held" if row.is_held else "**missed**") if args.device == "cuda" else "try-out"
+                print(f"| {row.figure} | {row.value} | {row.bar} | {verdict} |", flush=True)
+                missed += not row.is_held and args.device == "cuda"
+    return min(missed, 1)
+
+
+# --- rates ----------------------------------------------------------------------------------------------------
+
+
+class FakeStore(StorageBackend):
+    """A fake: has every block that is asked for, and moves no byte."""
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return [Status.OK] * len(keys)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return [Status.OK] * len(keys)
+
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        return [Status.ABSENT] * len(keys)  # so that each is saved
+
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        return [Status.OK] * len(keys)
+
+    def _clear(self, prefix: str) -> Status:
+        return Status.OK
+
+    def health(self) -> Health:
+        return Health(True, "a fake")
+
+    def stats(self) -> StoreStats:
+        return StoreStats("fake", 0, 0, 0)
+
+    def close(self) -> None:
+        pass
+
+
+def measure_rates(device: torch.device, sizes: Sizes, _: str) -> Iterator[Figure]:
+    """Load and save of blocks, beside copies of pinned memory in the same direction."""
+    model = sizes.model
+    axes = (sizes.moved_blocks, model["LAYERS"], 2, model["KV_HEADS"], BLOCK, model["HEAD_DIM"])
+    kv = torch.zeros(axes, dtype=sizes.dtype, device=device)
+    namespace = Namespace("benchmark", str(sizes.dtype), BLOCK, *axes[1:2], axes[3], axes[5], "layer,kv,head,token,dim")
+    pool = BlockPool(FakeStore(), namespace)
+    transfers = Transfers(pool, StagedMemory(KVTensors([kv], len(kv)), pool), lambda call: call())
+    blocks = random.Random(1).sample(range(len(kv)), len(kv))  # as a pool in use has them: in no order
+    names = [i.to_bytes(32, "little") for i in range(len(kv))]
+    for direction, move in (("load", transfers.load), ("save", transfers.save)):
+        copied = statistics.median(copy_rate(kv.nbytes, device, direction) for _ in range(sizes.rounds))
+        rates = []
+        for _ in range(sizes.rounds + 1):
+            start = time.perf_counter()
+            wait_for_end(partial(move, names, blocks))
+            rates.append(kv.nbytes / (time.perf_counter() - start) / 1e9)
+        rate = statistics.median(rates[1:])  # the first warms up
+        share = rate / copied
+        value = f"{rate:.1f} GB/s, {share:.2f} of a pinned copy's {copied:.1f}"
+        yield Figure(f"{direction} {kv.nbytes >> 20} MiB in blocks", value, f">= {MIN_RATE}", share >= MIN_RATE)
+    transfers.close()
+
+
+def wait_for_end(move: Callable[[Callable[..., None], Callable[[], None]], None]) -> int:
+    """Begin a load or save, and wait until its blocks are ours again; how many were moved."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    released = threading.Event()
+    move(lambda outcome: ended.put(outcome.count), released.set)
+    count = ended.get(timeout=DEADLINE_SECONDS)
+    if not released.wait(DEADLINE_SECONDS):
+        raise TimeoutError("blocks were not given back")
+    return count
+
+
+def copy_rate(nbytes: int, device: torch.device, direction: str) -> float:
+    """GB/s of one plain copy between pinned memory and the device."""
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    source, target = (here, there) if direction == "load" else (there, here)
+    target.copy_(source, non_blocking=True)
+    await_device(device)
+    start = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    await_device(device)
+    return nbytes / (time.perf_counter() - start) / 1e9
+
+
+def await_device(device: torch.device) -> None:
+    """Wait for all that the device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- the engine -----------------------------------------------------------------------------------------------
+
+
+class Instance:
+    """The engine in this process, and its pool."""
+
+    def __init__(self, folder: Path, device: torch.device, sizes: Sizes, pool_kind: str, spare_blocks: int = 0) -> None:
+        self.runner = ModelRunner(str(folder), load_model_config(str(folder)), device.type, sizes.dtype, BLOCK)
+        longest = max(sizes.prompts) // BLOCK + 2
+        # On a CPU fewer blocks than three of the longest prompts take: so blocks are staged there, too.
+        self.num_blocks = 4 * longest if device.type == "cuda" else 2 * longest
+        self.runner.allocate_kv(self.num_blocks + spare_blocks)
+        self.scheduler = Scheduler(
+            BlockManager(self.num_blocks),
+            BLOCK,
+            sizes.decodes,
+            sizes.step_tokens,
+            max_model_len=longest * BLOCK,
+            prefix_caching=True,
+            pool=True,
+        )
+        self._closing = contextlib.ExitStack()
+        nbytes = 4 * self.num_blocks * self.runner.shape.nbytes
+        self.pool = self._join_pool(pool_kind, nbytes)
+        self.core = EngineCore(self.runner, self.scheduler, EngineMetrics(), pool=self.pool)
+        self.core.start()
+
+    def _join_pool(self, kind: str, nbytes: int) -> BlockPool:
+        if kind == "memory":
+            return BlockPool(MemoryStore(nbytes), self.runner.namespace)
+        master = self._closing.enter_context(running_master())
+        return open_pool(pool_config(master, nbytes), self.runner.namespace, background=False)
+
+    def answer(self, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
+        """Begin to answer greedily."""
+        params = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
+        answer = Asked(EngineSequence(Request("benchmark", tuple(prompt), params), BLOCK))
+        self.core.submit(answer.sequence, Listener(answer.on_output, answer.saved.set))
+        return answer
+
+    def __enter__(self) -> Instance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.stop()
+        self._closing.close()
+
+
+class Asked:
+    """A sequence in the engine, and when its tokens came."""
+
+    def __init__(self, sequence: EngineSequence) -> None:
+        self.sequence = sequence
+        self.asked = time.perf_counter()
+        self.times: list[float] = []
+        self.saved = threading.Event()
+        self._ended = threading.Event()
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Hear of a token, on the engine's thread."""
+        self.times.append(time.perf_counter())
+        if output.finish_reason:
+            self._ended.set()
+
+    def wait(self) -> list[int]:
+        """The tokens, once all have come and the prompt's blocks are saved."""
+        if not (self._ended.wait(DEADLINE_SECONDS) and self.saved.wait(DEADLINE_SECONDS)):
+            raise TimeoutError("an answer did not come")
+        if self.sequence.finish_reason != "length":
+            raise RuntimeError(f"an answer ended with {self.sequence.finish_reason}; the log says why")
+        return self.sequence.token_ids[self.sequence.num_prompt_tokens :]
+
+
+@contextlib.contextmanager
+def made_model(sizes: Sizes) -> Iterator[Path]:
+    """A checkpoint of these sizes, written for the time of the ``with`` block."""
+    more = {"MAX_POSITIONS": max(sizes.prompts) + 4 * BLOCK}
+    with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.multiple(make_model, **sizes.model, **more):
+        make_model.make_model(Path(folder) / "model")
+        yield Path(folder) / "model"
+
+
+def random_tokens(count: int, seed: str) -> list[int]:
+    """A prompt that no other is the beginning of."""
+    return random.Random(seed).choices(range(256), k=count)
+
+
+# --- ttft -----------------------------------------------------------------------------------------------------
+
+
+def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
+    """The first token of a prompt that the pool has, beside that of the same prompt computed."""
+    with made_model(sizes) as folder, Instance(folder, device, sizes, pool_kind) as instance:
+        for length in sizes.prompts:
+            pairs = [measure_pair(instance, random_tokens(length, f"{length}, {i}")) for i in range(sizes.rounds + 1)]
+            cold, hit = (statistics.median(times) for times in zip(*pairs[1:], strict=True))  # the first warms up
+            share = hit / cold
+            value = f"{hit * 1e3:.1f} ms, {share:.3f} of {cold * 1e3:.1f} ms computed"
+            is_longest = length == max(sizes.prompts)
+            bar = f"<= {MAX_TTFT}" if is_longest else ""
+            yield Figure(f"TTFT of a hit of {length} tokens", value, bar, not is_longest or share <= MAX_TTFT)
+
+
+def measure_pair(instance: Instance, prompt: Sequence[int]) -> tuple[float, float]:
+    """Seconds to the first token of a prompt that nobody has, and then of the same from the pool.
+
+    Raises:
+        RuntimeError: it did not come from the pool, or the answers differ.
+    """
+    cold = instance.answer(prompt)
+    token = cold.wait()
+    instance.core.clear_prefix_cache()
+    hit = instance.answer(prompt)
+    if hit.wait() != token:
+        raise RuntimeError("the answer on KV from the pool is another")
+    if (loaded := hit.sequence.pool_cached_tokens) < len(prompt) - BLOCK:
+        raise RuntimeError(f"only {loaded} of {len(prompt)} tokens came from the pool: {hit.sequence.pool_use}")
+    instance.core.clear_prefix_cache()
+    return cold.times[0] - cold.asked, hit.times[0] - hit.asked
+
+
+# --- decode ---------------------------------------------------------------------------------------------------
+
+
+def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator[Figure]:
+    """Steps of decodes alone and beside loads, in turn."""
+    with (
+        made_model(sizes) as folder,
+        Instance(folder, device, sizes, pool_kind, spare_blocks=sizes.moved_blocks) as instance,
+    ):
+        loads = Loads(instance, sizes.moved_blocks)
+        alone, beside = [], []
+        for i in range(sizes.rounds + 1):
+            alone.append(median_step(instance, sizes, f"alone {i}"))
+            with loads.going_on():
+                beside.append(median_step(instance, sizes, f"beside {i}"))
+        step, slowed = statistics.median(alone[1:]), statistics.median(beside[1:])
+        share = slowed / step
+        value = f"{slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, {share:.3f} of {step * 1e3:.2f} ms alone"
+        yield Figure(f"decode step of {sizes.decodes} sequences", value, f"<= {MAX_STEP}", share <= MAX_STEP)
+
+
+def median_step(instance: Instance, sizes: Sizes, seed: str) -> float:
+    """Seconds of a step that decodes all sequences."""
+    length = min(sizes.prompts) // 8
+    answers = [instance.answer(random_tokens(length, f"{seed}, {i}"), sizes.steps) for i in range(sizes.decodes)]
+    for answer in answers:
+        answer.wait()
+    # The last to begin: from its second token on all of them decode, up to the end of the first.
+    last, end = max(answers, key=lambda answer: answer.times[0]), min(answer.times[-1] for answer in answers)
+    times = [moment for moment in last.times[1:] if moment <= end]
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
+
+
+class Loads:
+    """Loads without a pause, into blocks of the instance's KV memory that its scheduler does not know of."""
+
+    def __init__(self, instance: Instance, num_blocks: int) -> None:
+        runner = instance.runner
+        self._transfers = Transfers(
+            instance.pool,
+            StagedMemory(KVTensors([runner.kv], len(runner.kv)), instance.pool),
+            lambda call: call(),
+        )
+        self._blocks = list(range(instance.num_blocks, instance.num_blocks + num_blocks))
+        self._names = [b"load" + i.to_bytes(28, "little") for i in self._blocks]
+        self._block_bytes = runner.shape.nbytes
+        self._moved = self._seconds = 0.0
+        if wait_for_end(partial(self._transfers.save, self._names, self._blocks)) != num_blocks:
+            raise RuntimeError("the pool did not take the blocks that are to be loaded")
+
+    @property
+    def rate(self) -> float:
+        """GB/s, over all times that they ran."""
+        return self._moved / self._seconds / 1e9
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Load for the time of the ``with`` block."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._load_until, args=(stop,))
+        start = time.perf_counter()
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            self._seconds += time.perf_counter() - start
+
+    def _load_until(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            self._moved += self._block_bytes * wait_for_end(partial(self._transfers.load, self._names, self._blocks))
+
+
+PARTS: dict[str, Callable[[torch.device, Sizes, str], Iterator[Figure]]] = {
+    "rates": measure_rates,
+    "ttft": measure_ttft,
+    "decode": measure_decode,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

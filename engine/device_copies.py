@@ -1,0 +1,53 @@
+"""The numbers of a step, on their way from the host to the device and back: one copy each way, one wait in all.
+
+Beside a GPU the host's side of both copies is pinned, so that neither holds the host up: a copy from memory that is not
+pinned waits for all that the device still has to do.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["fetch_numbers", "send_numbers", "wait_for_device"]
+
+_TYPECODES = {torch.int64: "q", torch.float64: "d"}
+
+
+def send_numbers(
+    rows: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> list[torch.Tensor]:
+    """Tensors of these rows of numbers on the device, in one copy that the host does not wait for.
+
+    Args:
+        rows: of any lengths, not all of them empty.
+        dtype: int64 or float64.
+    """
+    numbers = array(_TYPECODES[dtype])
+    for row in rows:
+        numbers.extend(row)
+    sent = torch.frombuffer(numbers, dtype=dtype)
+    if device.type == "cuda":
+        sent = sent.pin_memory()
+    return list(sent.to(device, non_blocking=True).split([len(row) for row in rows]))
+
+
+def fetch_numbers(numbers: torch.Tensor) -> list[float]:
+    """The numbers ``[n]`` on the host, once the device has come so far: the end of a step."""
+    if numbers.is_cuda:
+        arrived = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        arrived.copy_(numbers, non_blocking=True)
+        wait_for_device(numbers.device)
+        numbers = arrived
+    fetched: list[float] = numbers.tolist()
+    return fetched
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until all that this thread's stream of the device was asked for is done."""
+    if device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        done.synchronize()

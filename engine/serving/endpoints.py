@@ -1,0 +1,226 @@
+"""The HTTP paths of an instance, and how a completion request is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import orjson
+import prometheus_client
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from engine.apis.messages import MessagesBody
+from engine.apis.responses_body import ResponsesBody
+from engine.dialects import SglangDialect
+from engine.generation import list_unknown_ids
+from engine.protocol import (
+    AbortBody,
+    AbortRidBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from engine.request import Request as EngineRequest
+from engine.serving.http_server import (
+    CLIENT_LEFT,
+    HttpMiddleware,
+    add_error_handlers,
+    encode_request_id,
+    find_request_id,
+    read_body,
+)
+from engine.serving.instance import Instance
+from engine.tracing import Tracer
+from engine.why_miss.paths import add_kvcache_paths
+
+__all__ = ["create_app"]
+
+_BodyT = TypeVar("_BodyT", ChatBody, CompletionBody, MessagesBody, ResponsesBody)
+
+
+class _ClientResponse(Protocol):
+    """A response in its API's form."""
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    async def collect_whole(self) -> dict[str, Any]: ...
+
+    def stream_events(self) -> AsyncIterator[bytes]: ...
+
+
+def create_app(instance: Instance) -> FastAPI:
+    """The HTTP face of ``instance``."""
+    # FastAPI's pages about itself load their scripts from the internet.
+    app = FastAPI(
+        title="fastdeploy-kvstore engine",
+        lifespan=instance.run_lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+
+    add_error_handlers(app)
+    app.add_middleware(HttpMiddleware)
+    _add_completions(app, instance)
+    _add_orders(app, instance)
+    _add_state(app, instance)
+    add_kvcache_paths(app, instance.explainer, instance.completions)
+    return app
+
+
+def _add_completions(app: FastAPI, instance: Instance) -> None:
+    """The paths for clients."""
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _complete(request, ChatBody, instance.completions.begin_chat, instance.tracer)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await _complete(request, CompletionBody, instance.completions.begin_completion, instance.tracer)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        return await _complete(request, ResponsesBody, instance.responses.begin_response, instance.tracer)
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str) -> Response:
+        return JSONResponse(instance.responses.retrieve_response(response_id))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        return JSONResponse(instance.responses.delete_response(response_id))
+
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await _complete(request, MessagesBody, instance.messages.begin_message, instance.tracer)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse_body(TokenizeBody, await read_body(request))
+        return JSONResponse(await instance.completions.tokenize_prompt(body))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await read_body(request))
+        return JSONResponse(instance.completions.detokenize_tokens(body))
+
+
+def _add_orders(app: FastAPI, instance: Instance) -> None:
+    """The paths for routers and operators that change something."""
+
+    @app.post("/v1/abort_requests")
+    async def abort(request: Request) -> Response:
+        body = parse_body(AbortBody, await read_body(request))
+        if not body.abort_all and not body.req_ids:
+            message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
+            raise ApiError(400, message, param="req_ids")
+        generations = instance.generations
+        aborted = generations.abort_all() if body.abort_all else generations.abort_requests(body.req_ids)
+        not_found = [] if body.abort_all else list_unknown_ids(body.req_ids, aborted)
+        return JSONResponse({"code": 0, "message": "success", "aborted": aborted, "not_found": not_found})
+
+    if isinstance(instance.dialect, SglangDialect):
+
+        @app.post("/abort_request")
+        async def abort_rid(request: Request) -> Response:
+            body = parse_body(AbortRidBody, await read_body(request))
+            if body.abort_all:
+                instance.generations.abort_all()
+            elif body.rid:
+                instance.generations.abort_requests([body.rid])
+            return Response(status_code=200)
+
+    @app.post("/clear_prefix_cache")
+    @app.post("/reset_prefix_cache")  # vLLM's path
+    async def clear_prefix_cache(request: Request) -> Response:
+        if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
+            message = "reset_external: an instance clears its own cache, not the pool that others share; leave it out"
+            raise ApiError(400, message, param="reset_external")
+        if not instance.core.is_alive:
+            raise ApiError(503, "this instance's engine has ended; its log says why")
+        instance.core.clear_prefix_cache()
+        return JSONResponse({"status": "success"})
+
+
+def _add_state(app: FastAPI, instance: Instance) -> None:
+    """The paths that tell of the model and of the instance."""
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(instance.completions.list_models())
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return JSONResponse(instance.completions.describe_model(model_id))
+
+    server = instance.dialect.describe_server()
+    for path in server:
+
+        @app.get(path)
+        async def describe_server(request: Request) -> Response:
+            return JSONResponse(server[request.url.path])
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if instance.core.is_alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if obstacle := instance.find_obstacle():
+            return JSONResponse({"status": "not ready", "reason": obstacle}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(instance.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def _complete(
+    request: Request,
+    kind: type[_BodyT],
+    begin: Callable[[_BodyT], Awaitable[_ClientResponse]],
+    tracer: Tracer | None,
+) -> Response:
+    """Answer a completion request, which has its id from its body, else from ``X-Request-Id``."""
+    if tracer is not None:
+        tracer.enter_request(request.headers.raw)
+    body = parse_body(kind, await read_body(request))
+    sent_id = find_request_id(request.headers.raw)
+    body.request_id = body.request_id or sent_id or None
+    response = await begin(body)
+    answer = await _respond_unless_left(request, response)
+    answer.raw_headers.append(encode_request_id(sent_id or response.request.request_id))
+    return answer
+
+
+async def _respond_unless_left(request: Request, response: _ClientResponse) -> Response:
+    """Stream the response, or collect it and stop early when the client leaves."""
+    if response.is_stream:
+        return StreamingResponse(response.stream_events(), media_type="text/event-stream")
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    collecting = asyncio.ensure_future(response.collect_whole())
+    leaving = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=CLIENT_LEFT)
+        return Response(orjson.dumps(collecting.result()), media_type="application/json")
+    finally:
+        for task in (collecting, leaving):
+            task.cancel()

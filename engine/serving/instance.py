@@ -1,0 +1,242 @@
+"""One instance: the parts that its arguments ask for, put together, and what it tells its router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+
+from engine.apis.messages import Messages
+from engine.apis.response_store import ResponseStore
+from engine.apis.responses import Responses
+from engine.args import EngineArgs
+from engine.background import in_background
+from engine.block_manager import BlockManager
+from engine.completions import Completions
+from engine.core import EngineCore
+from engine.dialects import FastDeployDialect, PairDialect, SglangDialect, VllmDialect
+from engine.disaggregation import (
+    BlockMemory,
+    HandoverReceiver,
+    Transfer,
+    TransferUnavailable,
+    choose_protocol,
+    list_protocols,
+)
+from engine.generation import Generations
+from engine.kv_codec import quantised_namespace
+from engine.memory_budget import choose_num_blocks
+from engine.metrics import EngineMetrics
+from engine.model_runner import (
+    ModelRunner,
+    check_length,
+    choose_device,
+    choose_dtype,
+    load_model_config,
+    load_tokenizer,
+)
+from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
+from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
+from engine.scheduler import Scheduler
+from engine.tracing import open_tracer
+from engine.why_miss.explainer import MissExplainer
+from kvstore_backend import BlockPool, PoolConfig, load_config, open_pool
+from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
+from kvstore_backend.manifest import Manifest
+
+__all__ = ["Instance"]
+
+log = logging.getLogger(__name__)
+
+# So long after its last heartbeat a router has forgotten an instance.
+_FORGOTTEN_SECONDS = 30.0
+
+
+class Instance:
+    """Everything one process serves, built from its arguments; the model is loaded here.
+
+    Raises:
+        ConfigError: the arguments, the checkpoint or the pool's configuration cannot be used.
+    """
+
+    def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
+        """Take over ``connector``, the bound socket where prefill instances reach this one."""
+        self.args = args
+        self.start_id = secrets.token_hex(8)
+        """By which the router tells this process from one that had its address before."""
+        self._connector = connector
+        self._registered_at = -math.inf
+        self.router = router_url(args.router) if args.router else None
+        self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
+        pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
+        folder = find_checkpoint(args.model)
+        runner, num_blocks = _load_model(args, folder)
+        self.metrics = EngineMetrics()
+        self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
+        pool = _open_pool(pool_config, runner, self.metrics) if pool_config else None
+        scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
+        with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
+            self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
+        tokenizer = load_tokenizer(folder)
+        self._transfer_protocols = list(args.cache_transfer_protocol)
+        memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
+        self.receiver = HandoverReceiver(memory)
+        self.dialect = self._choose_dialect()
+        host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
+        self.generations = Generations(
+            self.core, tokenizer, args.splitwise_role, args.block_size, self.receiver, memory, host, self.tracer
+        )
+        self.completions = Completions(
+            self.generations,
+            tokenizer,
+            args.served_model_name,
+            args.max_model_len,
+            runner.vocab_size,
+            runner.repetition_penalty,
+            runner.default_max_tokens,
+            self.dialect,
+        )
+        manifest = Manifest((pool or runner).namespace.fields, runner.facts)
+        self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
+        store = None if args.splitwise_role == "prefill" else ResponseStore()
+        self.responses = Responses(self.completions, store)
+        self.messages = Messages(self.completions)
+        self.summary = (
+            f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "
+            f"{runner.namespace.kv_dtype}, {num_blocks} KV blocks of {args.block_size} tokens, "
+            f"pool: {args.kvcache_storage_backend or 'none'}"
+        )
+
+    def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
+        """The blocks that direct hand-overs read and write; None where there is no hand-over, or no way to do it."""
+        if self.args.splitwise_role == "mixed":
+            return None
+        try:
+            if runner.device.type != "cpu":
+                raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
+            memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
+            protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
+            self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
+            transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
+            return BlockMemory(self.core, runner, transfer)
+        except (TransferUnavailable, OSError) as exc:
+            log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
+            return None
+
+    def _choose_dialect(self) -> PairDialect:
+        port: int = self._connector.getsockname()[1]
+        if self.args.pd_dialect == "vllm":
+            return VllmDialect(self._own_address(), port)
+        if self.args.pd_dialect == "sglang":
+            return SglangDialect(self.args.splitwise_role, port)
+        return FastDeployDialect()
+
+    def _own_address(self) -> str:
+        """This machine's address as the other side of a hand-over reaches it."""
+        if self.args.host not in ("0.0.0.0", "::"):
+            return self.args.host
+        return host_ip_towards(self.router) if self.router else "127.0.0.1"
+
+    @contextlib.asynccontextmanager
+    async def run_lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Engine, connector port and heartbeat, for as long as the server runs."""
+        self.core.start()
+        await self.receiver.start_listening(self._connector)
+        heartbeat = None
+        if self.router:
+            payload = self.registration_payload()
+            sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
+            heartbeat = asyncio.create_task(sending)
+        log.info("Ready: %s", self.summary)
+        print(f"engine.api_server: ready: {self.summary}", flush=True)
+        try:
+            yield
+        finally:
+            if heartbeat:
+                heartbeat.cancel()
+            await self.receiver.stop_listening()
+            await asyncio.to_thread(self.core.stop)
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
+
+    def note_registration(self) -> None:
+        """The router has taken this instance's registration."""
+        self._registered_at = time.monotonic()
+
+    def find_obstacle(self) -> str:
+        """Why no router sends requests here, or should, in one sentence; ``""`` if one does."""
+        if not self.core.is_alive:
+            return "the engine has failed; its log says why"
+        if self.router and time.monotonic() - self._registered_at > _FORGOTTEN_SECONDS:
+            return f"it is not registered at the router {self.router}; the log says why"
+        return ""
+
+    def registration_payload(self) -> dict[str, Any]:
+        """This instance as the router is to know it (FastDeploy's registration)."""
+        args = self.args
+        rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
+        return {
+            "role": args.splitwise_role,
+            "start_id": self.start_id,
+            "max_num_seqs": args.max_num_seqs,
+            "port": args.port,
+            "metrics_port": args.metrics_port or args.port,
+            "connector_port": self.receiver.port,
+            "engine_worker_queue_port": args.engine_worker_queue_port or None,
+            "rdma_ports": rdma_ports,
+            "device_ids": ["0"],
+            "transfer_protocol": self._transfer_protocols,
+            "tp_size": args.tensor_parallel_size,
+            "is_paused": False,
+            "version": None,
+            "connected_decodes": [],
+            **self.dialect.registration,
+        }
+
+
+def _load_model(args: EngineArgs, folder: str) -> tuple[ModelRunner, int]:
+    """The model with its KV memory, and the number of KV blocks.
+
+    Raises:
+        ConfigError: the checkpoint cannot be used, or not with these arguments.
+    """
+    config = load_model_config(folder)
+    check_length(folder, config, args.max_model_len)
+    device = choose_device(args.device)
+    runner = ModelRunner(folder, config, device, choose_dtype(args.dtype, config), args.block_size)
+    num_blocks = choose_num_blocks(args, runner)
+    runner.allocate_kv(num_blocks)
+    runner.try_out()
+    if args.retrieval:
+        runner.enable_retrieval(args.retrieval, args.max_num_seqs, args.max_model_len)
+        log.info("Sparse attention: %s", args.retrieval)
+        if advice := args.retrieval.explain_block_size():
+            log.warning("%s", advice)
+    return runner, num_blocks
+
+
+def _make_scheduler(args: EngineArgs, num_blocks: int, *, has_pool: bool) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks),
+        args.block_size,
+        args.max_num_seqs,
+        args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        prefix_caching=args.enable_prefix_caching,
+        pool=has_pool,
+    )
+
+
+def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
+    """The pool, on threads that yield to compute."""
+    namespace = quantised_namespace(runner.namespace, config.kv)
+    return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))

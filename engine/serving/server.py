@@ -1,0 +1,60 @@
+"""The HTTP server around an instance: how it runs, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+
+from engine.serving.endpoints import create_app
+from engine.serving.http_server import InstanceProtocol
+from engine.serving.instance import Instance
+
+__all__ = ["InstanceServer"]
+
+log = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 3
+# Stopping that takes longer is explained, and explained again after each further so long.
+_QUIET_SECONDS, _PROGRESS_SECONDS = 2.0, 5.0
+
+
+class InstanceServer(uvicorn.Server):
+    """Asked to stop, gives running responses a moment to end, then ends them with finish reason ``abort``."""
+
+    def __init__(self, instance: Instance) -> None:
+        # uvicorn cuts connections at its own time-out, with a traceback for each: it is to have nothing left to cut.
+        timeout = 2 * _GRACE_SECONDS
+        super().__init__(
+            uvicorn.Config(
+                create_app(instance),
+                http=InstanceProtocol,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=timeout,
+            )
+        )
+        self._generations = instance.generations
+        self._core = instance.core
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._generations.abort_all)
+        telling = asyncio.ensure_future(self._tell_progress())
+        await super().shutdown(sockets)
+        telling.cancel()
+
+    async def _tell_progress(self) -> None:
+        """Say why it takes long to stop, if it does."""
+        await asyncio.sleep(_QUIET_SECONDS)
+        while True:
+            if count := self._generations.num_live:
+                what = "1 request that runs" if count == 1 else f"{count} requests that run"
+            elif count := len(self.server_state.connections):
+                what = "1 connection to close" if count == 1 else f"{count} connections to close"
+            else:
+                what = self._core.holds_stop_up
+            log.info("stopping: waiting for %s", what)
+            print(f"engine.api_server: stopping: waiting for {what}", flush=True)
+            await asyncio.sleep(_PROGRESS_SECONDS)

@@ -1,0 +1,92 @@
+"""The route of blocks between vLLM's memory and the pool, as ``memory`` in ``kv_connector_extra_config`` names it.
+
+staged  by way of host buffers (``kvstore_backend.staging``): pinned ones and a CUDA stream for KV on a GPU; over KV in
+        host memory the same steps run in the stand-in
+direct  the pool reads and writes vLLM's memory itself; on a GPU Mooncake does so by RDMA, and as the host cannot read
+        that memory, blocks have no checksums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Literal
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import MooncakeSettings, PoolConfig
+from kvstore_backend.integrations.vllm.memory import KVMemory
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.transfers import DirectMemory, TransferMemory
+
+__all__ = ["Route", "choose_route", "open_route", "read_route"]
+
+Route = Literal["staged", "direct"]
+_ROUTES: tuple[Route, ...] = ("staged", "direct")
+
+_CUDA_WHEEL = "mooncake-transfer-engine"
+
+
+def read_route(extra: Mapping[str, object]) -> Route | None:
+    """The route that ``kv_connector_extra_config`` names, if it does.
+
+    Raises:
+        ConfigError: there is no such route.
+    """
+    named = extra.get("memory")
+    for route in _ROUTES:
+        if named == route:
+            return route
+    if named is None:
+        return None
+    raise ConfigError(
+        f'memory in kv_connector_extra_config is {named!r}; it must be "staged" (by way of host buffers) or "direct" '
+        "(the pool reads and writes vLLM's memory itself)"
+    )
+
+
+def choose_route(named: Route | None, memory: KVMemory, config: PoolConfig) -> Route:
+    """The route that was named, or the one that is best where none was: staged on a GPU, direct in host memory.
+
+    Raises:
+        ConfigError: the direct one was named, and this pool cannot reach a GPU's memory.
+    """
+    if named == "direct" and memory.is_on_device:
+        _require_device_access(config)
+    return named or ("staged" if memory.is_on_device else "direct")
+
+
+def open_route(route: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
+    """``memory`` as transfers reach it on this route; the pool is told of all that it will touch."""
+    if route == "staged":
+        from kvstore_backend.staging import KVTensors, StagedMemory  # loads torch
+
+        return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool)
+    for span in memory.list_allocations():
+        pool.register(*span)
+    return DirectMemory(memory.locate_blocks, memory.clear_blocks, memory.record_event)
+
+
+def _require_device_access(config: PoolConfig) -> None:
+    """Refuse a pool that cannot read and write a GPU's memory, in one sentence."""
+    store = config.store
+    if not isinstance(store, MooncakeSettings):
+        trouble = f"the pool is a {config.backend} pool"
+    elif store.protocol != "rdma":
+        trouble = f"the pool's protocol is {store.protocol}"
+    elif not _is_installed(_CUDA_WHEEL):
+        trouble = f"Mooncake's build for CUDA ({_CUDA_WHEEL}) is not installed"
+    else:
+        return
+    raise ConfigError(
+        f'memory in kv_connector_extra_config is "direct", and the KV is on a GPU, but {trouble}; Mooncake reaches a '
+        "GPU's memory by RDMA with GPUDirect, in its build for CUDA: leave memory out, and blocks go by way of host "
+        "buffers"
+    )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,23 @@
+"""KV blocks between a device's memory and the pool, by way of host memory; only this package of the three needs torch.
+
+>>> from kvstore_backend.staging import KVTensors, StagedMemory
+>>> transfers = Transfers(pool, StagedMemory(KVTensors(layers, num_blocks), pool), post)  # doctest: +SKIP
+
+memory.py    StagedMemory: what ``Transfers`` move blocks by; windows, one ring and one stream for each direction
+tensors.py   KVTensors: KV memory of any layout as rows of bytes, one for each block
+codec.py     the interface of another form of blocks in the pool
+ring.py      host buffers, registered with the pool, that are used one after another
+device.py    the interface of a device: streams, events, memory
+cuda.py      a device: CUDA's streams, events and pinned memory
+stand_in.py  another: threads, and host memory in the place of a device's
+
+``docs/staging.md`` tells a block's way and the rules of order.
+"""
+
+from kvstore_backend.staging.codec import Codec
+from kvstore_backend.staging.device import Device, Step, Stream
+from kvstore_backend.staging.memory import StagedMemory
+from kvstore_backend.staging.stand_in import StandInDevice
+from kvstore_backend.staging.tensors import KVTensors
+
+__all__ = ["Codec", "Device", "KVTensors", "StagedMemory", "StandInDevice", "Step", "Stream"]

@@ -1,0 +1,74 @@
+"""CUDA as staging sees it: a stream and events beside the engine's own, and pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from kvstore_backend.staging.device import Step
+from kvstore_backend.transfers import Event
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        device: which one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def record_event(self) -> Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def make_mark(self) -> torch.cuda.Event:
+        """An event that keeps the time; the caller records it."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def open_stream(self) -> _CudaStream:
+        return _CudaStream(self._device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _CudaStream:
+    """A CUDA stream; what torch allocates while steps are queued belongs to it, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
+        if after is not None:
+            self._stream.wait_event(cast(torch.cuda.Event, after))
+        ended = torch.cuda.Event(blocking=True)
+        try:
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                for step in steps:
+                    step()
+                ended.record(self._stream)
+        except Exception as exc:
+            return _Failed(exc, self._stream)
+        return ended
+
+
+class _Failed:
+    """The end of steps of which one could not be queued."""
+
+    def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
+        self._error = error
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+        raise self._error

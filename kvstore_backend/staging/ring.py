@@ -1,0 +1,95 @@
+"""Host buffers through which blocks pass, used one after another, and registered with the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+
+import torch
+
+from kvstore_backend.backend import HEADROOM_BYTES, Span, Value
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.staging.device import Device
+from kvstore_backend.transfers import Event
+
+__all__ = ["Buffer", "Ring"]
+
+# One that the pool reads or writes, and one that is copied meanwhile.
+_DEPTH = 2
+
+
+class Buffer:
+    """Host memory for blocks, each with headroom before it.
+
+    Args:
+        device: copies to and from it.
+        capacity: for how many blocks.
+        nbytes: of a block.
+
+    Attributes:
+        memory: uint8 ``[capacity * stride]``: the rows with their headroom.
+        blocks: int64 ``[capacity]``: the numbers of the blocks that are in it.
+        copied: the end of the last copy to or from it; None: there was none.
+    """
+
+    def __init__(self, device: Device, capacity: int, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.stride = HEADROOM_BYTES + nbytes
+        self.memory = device.allocate_host(capacity * self.stride)
+        self.blocks = device.allocate_host(capacity * 8).view(torch.int64)
+        self.copied: Event | None = None
+
+    @property
+    def span(self) -> Span:
+        """Where it lies."""
+        return Span(self.memory.data_ptr(), self.memory.nbytes)
+
+    def values(self, count: int) -> list[Value]:
+        """Where its first ``count`` blocks lie, for the pool."""
+        address = self.memory.data_ptr() + HEADROOM_BYTES
+        return [(Span(address + i * self.stride, self._nbytes),) for i in range(count)]
+
+
+class Ring:
+    """The buffers of one direction. A buffer is here, or with whoever took it, until that gives it back.
+
+    One that stays away, as a call of the pool that was given up may still touch it, is made up for.
+
+    Args:
+        device: copies to and from the buffers.
+        pool: told of each.
+        capacity: blocks of a buffer.
+        nbytes: of a block.
+    """
+
+    def __init__(self, device: Device, pool: BlockPool, capacity: int, nbytes: int) -> None:
+        self._pool = pool
+        self._make = lambda: Buffer(device, capacity, nbytes)
+        self._lock = threading.Lock()
+        self._free = deque(self._add() for _ in range(_DEPTH))
+
+    def take(self) -> Buffer:
+        """The buffer that was given back first, once its copy has ended."""
+        with self._lock:
+            buffer = self._free.popleft() if self._free else None
+        if buffer is None:
+            return self._add()
+        if buffer.copied is not None:
+            with contextlib.suppress(Exception):  # whoever began the copy hears how it went
+                buffer.copied.synchronize()
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let the buffer be taken again; no call of the pool touches it, but a copy may. From any thread."""
+        with self._lock:
+            is_wanted = len(self._free) < _DEPTH
+            if is_wanted:
+                self._free.append(buffer)
+        if not is_wanted:
+            self._pool.unregister(*buffer.span)
+
+    def _add(self) -> Buffer:
+        buffer = self._make()
+        self._pool.register(*buffer.span, headroom=True)
+        return buffer

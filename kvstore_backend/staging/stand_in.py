@@ -1,0 +1,71 @@
+"""Threads and host memory in the place of a device's streams and memory: staging runs the very same steps on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from kvstore_backend.staging.device import Step
+from kvstore_backend.transfers import Event
+
+__all__ = ["StandInDevice"]
+
+
+class StandInDevice:
+    """The host as a device; its engine works on KV memory in its own calls, so nothing is under way after them.
+
+    Args:
+        start_thread: called first on each stream's thread.
+        before_step: called before each step, on its stream's thread; a test delays copies by it.
+    """
+
+    def __init__(
+        self, start_thread: Callable[[], None] | None = None, before_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self._start_thread = start_thread
+        self._before_step = before_step
+
+    def record_event(self) -> Event | None:
+        return None
+
+    def open_stream(self) -> _ThreadStream:
+        return _ThreadStream(self._start_thread, self._before_step)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class _ThreadStream:
+    """A thread that runs what is queued; it ends when nobody has the stream any more."""
+
+    def __init__(self, start_thread: Callable[[], None] | None, before_step: Callable[[], None]) -> None:
+        self._thread = ThreadPoolExecutor(1, "staging", start_thread)
+        self._before_step = before_step
+
+    def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
+        before_step = self._before_step
+
+        def run() -> None:
+            if after is not None:
+                after.synchronize()
+            with torch.inference_mode():
+                for step in steps:
+                    before_step()
+                    step()
+
+        return _End(self._thread.submit(run))
+
+
+class _End:
+    """The end of steps, which tells how they went."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def synchronize(self) -> None:
+        self._future.result()

@@ -1,0 +1,133 @@
+"""KV memory of any layout as rows of bytes, one for each block: gathered and scattered by one operation a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["KVTensors"]
+
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class KVTensors:
+    """Blocks of KV memory in one tensor or several, such as one for each layer.
+
+    A block's row is, for each tensor in turn, the block's elements in the order in which they lie in memory, outermost
+    axis first: the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, whatever the block axis' place
+    among the others in memory.
+
+    Args:
+        tensors: ``[kernel block, ...]`` of any dtype, on one device, no two in the same memory; where the block axis is
+            not the first, as in ``[K or V, block, ...]``, the caller moves it there (``movedim``, a view).
+        num_blocks: how many blocks there are; each is as many kernel blocks in a row as make up for it.
+
+    Attributes:
+        num_blocks: how many blocks there are.
+        block_bytes: of one block, in all tensors.
+        device: where the tensors are.
+
+    Raises:
+        ValueError: a tensor has a number of kernel blocks that is no multiple of ``num_blocks``, or the tensors are
+            on several devices.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise ValueError(f"KV memory has to be on one device, not on {', '.join(map(str, devices)) or 'none'}")
+        self.num_blocks = num_blocks
+        self.device = devices.pop()
+        layouts = [_describe(tensor, num_blocks) for tensor in tensors]
+        ends = list(itertools.accumulate(layout.nbytes for layout in layouts))
+        self.block_bytes = ends[-1]
+        # Integers as wide as the layout allows: every dtype can be moved so, and wide ones are moved fastest.
+        unit = math.gcd(8, self.block_bytes, *(number for layout in layouts for number in layout.numbers))
+        self._unit = _UNITS[unit]
+        self._parts = [
+            _Part(layout.view_as(unit), slice((end - layout.nbytes) // unit, end // unit))
+            for layout, end in zip(layouts, ends, strict=True)
+        ]
+
+    def gather(self, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy blocks to ``rows``.
+
+        Args:
+            index: the blocks, int64 ``[n]``, on the device.
+            rows: uint8 ``[n, block_bytes]`` on the device; gaps between rows that are multiples of 8 bytes are left.
+        """
+        for part, row in self._pairs(rows):
+            torch.index_select(part, 0, index, out=row)
+
+    def scatter(self, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy ``rows`` to blocks; both as ``gather`` has them, and no block twice."""
+        for part, row in self._pairs(rows):
+            part.index_copy_(0, index, row)
+
+    def _pairs(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor, ``[block, ...]``, with its part of the rows in the same shape, ``[n, ...]``."""
+        units = rows.view(self._unit)
+        return [(part.tensor, units[:, part.columns].unflatten(1, part.tensor.shape[1:])) for part in self._parts]
+
+
+class _Part:
+    """One tensor, and which columns of a row are its."""
+
+    def __init__(self, tensor: torch.Tensor, columns: slice) -> None:
+        self.tensor = tensor
+        self.columns = columns
+
+
+class _Layout:
+    """How one tensor's blocks lie in its storage, in bytes: those of an axis follow each other at its stride."""
+
+    def __init__(self, tensor: torch.Tensor, blocks: tuple[int, int], axes: list[tuple[int, int]], run: int) -> None:
+        self._tensor = tensor
+        self._blocks = blocks  # number and stride
+        self._axes = axes  # number and stride of each, outermost first
+        self._run = run  # bytes that lie together
+        self._offset = tensor.storage_offset() * tensor.element_size()
+
+    @property
+    def nbytes(self) -> int:
+        """Of one block."""
+        return math.prod(size for size, _ in self._axes) * self._run
+
+    @property
+    def numbers(self) -> list[int]:
+        """All that a unit of several bytes has to divide."""
+        return [self._offset, self._blocks[1], self._run, self.nbytes, *(stride for _, stride in self._axes)]
+
+    def view_as(self, unit: int) -> torch.Tensor:
+        """``[block, *axes, unit]`` in the tensor's own memory."""
+        axes = [self._blocks, *self._axes, (self._run // unit, unit)]
+        shape, strides = [size for size, _ in axes], [stride // unit for _, stride in axes]
+        view = torch.empty(0, dtype=_UNITS[unit], device=self._tensor.device)
+        return view.set_(self._tensor.untyped_storage(), self._offset // unit, shape, strides)
+
+
+def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
+    """The layout of a tensor ``[kernel block, ...]``; neighbouring axes of a block that lie densely count as one."""
+    if tensor.shape[0] % num_blocks:
+        raise ValueError(f"a tensor has {tensor.shape[0]} kernel blocks, no multiple of {num_blocks} blocks")
+    size = tensor.element_size()
+    per_block = tensor.shape[0] // num_blocks
+    axes = [(n, stride * size) for n, stride in zip((per_block, *tensor.shape[1:]), tensor.stride(), strict=True)]
+    outer = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: (-axis[1], -axis[0]))
+    run = size
+    while outer and outer[-1][1] == run:
+        run *= outer.pop()[0]
+    return _Layout(tensor, (num_blocks, per_block * tensor.stride(0) * size), _merge(outer), run)
+
+
+def _merge(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same memory with as few axes as can be: one steps over all of the next one, they are one."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    return merged

@@ -1,0 +1,108 @@
+"""Watches tensor operations for those that would make the host wait for a GPU, on machines that have none.
+
+On a CPU nothing waits, so that such an operation goes unnoticed until the first GPU is met; here it is known by its
+name and by what it is given. Two things are looked for: where a value of a tensor decides what the host does
+(``.item()``, an ``if``, a boolean index), and where numbers of the host become a tensor by a copy that waits
+(``torch.tensor(numbers)``, a list as an index, tensors of two devices in one operation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DeviceWatch", "HostWaits"]
+
+_WAITING_OPERATIONS = {
+    "_local_scalar_dense",
+    "_unique2",
+    "allclose",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "item",
+    "masked_select",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+}
+_WAITING_METHODS = {"cpu", "numpy", "tolist"}
+_COPIES = {"_to_copy", "copy_", "to"}
+
+
+class HostWaits(AssertionError):
+    """The host would have waited for the device."""
+
+
+class DeviceWatch:
+    """Fails the ``with`` block where it would wait for a device, but for what ``letting_through`` wraps."""
+
+    def __init__(self) -> None:
+        self.times_let_through = 0
+        self._is_watching = True
+
+    def letting_through(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as it is, counted, and not watched: the one place where a step may wait."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.times_let_through += 1
+            self._is_watching = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_watching = True
+
+        return call
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch all tensor operations of this thread."""
+        with _Calls(self.check_call), _Operations(self.check_operation):
+            yield
+
+    def check_call(self, name: str) -> None:
+        """A method of Python's, seen before it is taken apart."""
+        if self._is_watching and name in _WAITING_METHODS:
+            raise HostWaits(f"Tensor.{name}() in a step")
+
+    def check_operation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation of ATen's."""
+        if not self._is_watching:
+            return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in _WAITING_OPERATIONS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            raise HostWaits(f"{name} in a step")
+        if name == "where" and len(tensors) == 1:
+            raise HostWaits("the places where a condition holds, in a step")
+        if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tree_leaves(args[1])):
+            raise HostWaits("a boolean index in a step")
+        if name == "lift_fresh" and any(tensor.dim() for tensor in tensors):
+            raise HostWaits("a tensor made of a list of numbers in a step")
+        if name not in _COPIES and len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1:
+            raise HostWaits(f"{name} of tensors on two devices in a step")
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, check: Callable[[str], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check(func.overloadpacket.__name__, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

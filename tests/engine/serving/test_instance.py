@@ -1,0 +1,82 @@
+"""Instances that are built from their arguments, and not started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from engine.args import parse_args
+from engine.disaggregation import TransferUnavailable
+from engine.serving import instance as instance_module
+from engine.serving.instance import Instance
+from kvstore_backend.config import rdma
+
+
+def instance_of(model: Path, *flags: str) -> Instance:
+    """Built in this process, and not started."""
+    args = ("--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags)
+    with socket.socket() as connector:
+        return Instance(parse_args(args), connector)
+
+
+@pytest.mark.parametrize(("block_size", "times"), [("64", 1), ("128", 0)])
+def test_another_block_size_than_the_one_that_suits_retrieval_is_told_once(
+    word_model: Path, caplog: pytest.LogCaptureFixture, block_size: str, times: int
+) -> None:
+    instance_of(word_model, "--enable-retrieval", "--retrieval-dense-boundary", "1K", "--block-size", block_size)
+    said = [message for message in caplog.messages if "128 is recommended with retrieval" in message]
+    assert len(said) == times
+
+
+def test_an_instance_is_ready_once_its_router_has_taken_its_registration(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = instance_of(word_model, "--router", "127.0.0.1:9")
+    monkeypatch.setattr(type(instance.core), "is_alive", True)
+    assert instance.find_obstacle() == "it is not registered at the router http://127.0.0.1:9; the log says why"
+    instance.note_registration()
+    assert instance.find_obstacle() == ""
+    monkeypatch.setattr(instance_module, "_FORGOTTEN_SECONDS", -1.0)
+    assert "it is not registered" in instance.find_obstacle()
+    monkeypatch.setattr(type(instance.core), "is_alive", False)
+    assert instance.find_obstacle() == "the engine has failed; its log says why"
+
+
+def test_each_process_has_a_start_id_of_its_own(word_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (instance_of(word_model) for _ in range(2))
+    monkeypatch.setattr(type(first.receiver), "port", 7000)  # it does not listen here
+    told = [each.registration_payload() for each in (first, second)]
+    assert told[0]["start_id"] != told[1]["start_id"]
+    assert told[0]["max_num_seqs"] == 8
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: str
+) -> None:
+    started: list[tuple[str, str]] = []
+
+    class Refusing:
+        """Stands in for Transfer, which needs a device of RDMA."""
+
+        def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str) -> None:
+            started.append((protocol, devices))
+            raise TransferUnavailable("none here")
+
+    monkeypatch.setattr(instance_module, "Transfer", Refusing)
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", " mlx5_0,mlx5_1 ")
+    instance_of(word_model, "--splitwise-role", role, "--cache-transfer-protocol", "rdma")
+    assert started == [("rdma", "mlx5_0,mlx5_1")]
+
+
+def test_the_router_is_told_the_protocol_that_hand_overs_have_not_the_one_that_was_wanted(
+    word_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rdma, "DEVICES_FOLDER", tmp_path)
+    instance = instance_of(word_model, "--splitwise-role", "prefill", "--cache-transfer-protocol", "rdma")
+    monkeypatch.setattr(type(instance.receiver), "port", 7000)  # it does not listen here
+    assert instance.registration_payload()["transfer_protocol"] == ["tcp"]

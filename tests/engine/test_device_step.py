@@ -1,0 +1,185 @@
+"""A step as a GPU has it, on a CPU: the same answers, and the host waits once, at the end.
+
+What stands for a GPU here is the form of the code that runs there (``form_for``), on a CPU's memory or, where only
+shapes matter, on torch's device without memory ("meta").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.sampler
+from engine import device_copies
+from engine.attention import paged
+from engine.model_runner import ModelRunner, load_model_config
+from engine.request import Request, SamplingParams, Sequence
+from engine.sampler import Choice
+from engine.scheduler import Chunk
+from tests.engine.checkpoints import ARCHITECTURES, config_of, write_checkpoint
+from tests.engine.device_watch import DeviceWatch, HostWaits
+
+BLOCK = 16
+# torch tells why it has no kernel for a CPU; on a GPU it has.
+pytestmark = pytest.mark.filterwarnings("ignore:.*attention.*:UserWarning")
+
+EVERYTHING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5, "logprobs": 3},
+    {"temperature": 1.2, "seed": 6, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": frozenset({3, 4}), "logprobs": 0},
+]
+"""What requests may ask of a step, each of another one."""
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of attention that a GPU has, wherever tensors lie."""
+    form = paged.form_for(torch.device("cuda"))
+    assert form != paged.form_for(torch.device("cpu"))
+    monkeypatch.setattr(paged, "form_for", lambda device: form)
+
+
+@pytest.fixture
+def device_watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
+    """Not watching yet; lets the copy at a step's end through."""
+    device_watch = DeviceWatch()
+    monkeypatch.setattr(engine.sampler, "fetch_numbers", device_watch.letting_through(device_copies.fetch_numbers))
+    return device_watch
+
+
+def build_runner(folder: Path, device: str = "cpu") -> ModelRunner:
+    runner = ModelRunner(str(folder), load_model_config(str(folder)), device, torch.float32, BLOCK)
+    runner.allocate_kv(40)
+    runner.repetition_penalty = 1.1
+    return runner
+
+
+def steps_of_everything() -> Iterator[list[Chunk]]:
+    """Prompts of several lengths in chunks, beside decodes; then decodes of unlike and of like lengths."""
+    sequences = [
+        Sequence(Request(str(i), tuple(range(i, 4 + i + 40 * i)), SamplingParams(9, **params)), BLOCK)
+        for i, params in enumerate(EVERYTHING)
+    ]
+    for i, sequence in enumerate(sequences):
+        sequence.block_table = list(range(10 * i + 9, 10 * i - 1, -1))
+    first, *others = sequences
+    yield [Chunk(first, 4)]
+    yield [Chunk(first, 1), *(Chunk(sequence, 40) for sequence in others)]
+    yield [Chunk(sequence, 7) for sequence in others[1:]]
+    yield [Chunk(sequence, len(sequence.token_ids) - sequence.num_computed) for sequence in sequences]
+    yield [Chunk(sequence, 1) for sequence in sequences]
+    yield [Chunk(sequence, 1) for sequence in sequences[:1]]
+
+
+def take_steps(runner: ModelRunner) -> list[list[Choice]]:
+    """The choices of all steps; drawn and likeliest tokens go on into the next."""
+    heard: list[list[Choice]] = []
+    for chunks in steps_of_everything():
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        heard.append(runner.run(chunks))
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+        for sequence, choice in zip(sampling, heard[-1], strict=True):
+            assert choice
+            sequence.token_ids.append(choice[0])
+    return heard
+
+
+def list_tokens(heard: list[list[Choice]]) -> list[int]:
+    return [choice[0] for choices in heard for choice in choices if choice]
+
+
+def list_logprobs(heard: list[list[Choice]]) -> list[float]:
+    found = [choice[1] for choices in heard for choice in choices if choice and choice[1]]
+    return [value for logprobs in found for value in (logprobs.chosen, *(value for _, value in logprobs.top))]
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [*((name, {}) for name in ARCHITECTURES), ("llama", {"rope_parameters": DYNAMIC})],
+)
+def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
+    architecture: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    device_watch: DeviceWatch,
+) -> None:
+    folder = write_checkpoint(config_of(architecture, **changes), tmp_path)
+    on_cpu = take_steps(build_runner(folder))
+    assert device_watch.times_let_through == len([choices for choices in on_cpu if choices]) == 5
+    request.getfixturevalue("as_on_gpu")
+    runner = build_runner(folder)
+    device_watch.times_let_through = 0
+    with device_watch.watching():
+        as_on_gpu = take_steps(runner)
+    assert device_watch.times_let_through == 5
+    assert list_tokens(as_on_gpu) == list_tokens(on_cpu)
+    assert len(list_logprobs(on_cpu)) > 10
+    assert list_logprobs(as_on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-4)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_every_tensor_of_a_step_is_on_its_device(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch
+) -> None:
+    """Without memory, and so without values: nothing of a step may depend on one."""
+    runner = build_runner(tiny_checkpoint, "meta")
+    fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+    monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
+    with device_watch.watching():
+        assert set(list_tokens(take_steps(runner))) == {1}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
+    on_cpu = take_steps(build_runner(tiny_checkpoint))
+    runner = build_runner(tiny_checkpoint, "cuda")
+    take_steps(runner)  # what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu = take_steps(runner)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert list_tokens(on_gpu) == list_tokens(on_cpu)
+    assert list_logprobs(on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda logits: logits[0, 0].item(),
+        lambda logits: logits[0].tolist(),
+        lambda logits: logits.cpu(),
+        lambda logits: bool((logits > 0).all()),
+        lambda logits: logits[logits > 0],
+        lambda logits: (logits > 0).nonzero(),
+        lambda logits: logits[[0]],
+        lambda logits: torch.tensor([0, 1], device=logits.device),
+        lambda logits: logits[:, : logits.argmax()],
+        lambda logits: max(logits[0, :2]),
+    ],
+    ids=["item", "tolist", "cpu", "if", "boolean index", "nonzero", "list index", "tensor", "slice", "comparison"],
+)
+def test_a_step_that_waits_in_its_middle_is_caught(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, waiting: Any
+) -> None:
+    runner = build_runner(tiny_checkpoint)
+    compute = runner._compute_logits  # the middle of a step
+
+    def wait_after(batch: paged.PagedBatch) -> torch.Tensor:
+        logits = compute(batch)
+        waiting(logits)
+        return logits
+
+    monkeypatch.setattr(runner, "_compute_logits", wait_after)
+    with device_watch.watching(), pytest.raises(HostWaits):
+        take_steps(runner)

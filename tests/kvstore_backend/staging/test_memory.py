@@ -1,0 +1,178 @@
+"""Blocks pass through a ring of buffers unchanged; a buffer that a late call may touch is not used meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvstore_backend import BlockPool, Span
+from kvstore_backend.backend import HEADROOM_BYTES
+from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.transfers import Outcome, Transfers, Window
+from tests.faults.blocks import NAMESPACE, conversation
+
+SHAPE = (6, 2, 4, 8)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+    ),
+]
+HASHES = conversation(0, 6)
+
+
+class Registered(MemoryStore):
+    """Notes which memory is registered."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.spans: set[Span] = set()
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        assert headroom
+        self.spans.add(Span(address, nbytes))
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        self.spans.remove(Span(address, nbytes))
+
+
+def make_layers(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Two layers whose numbers all differ."""
+    count = torch.Size(SHAPE).numel()
+    return [(torch.arange(count, device=device) + i * count).to(dtype).view(SHAPE) for i in range(2)]
+
+
+def bytes_of(layers: Sequence[torch.Tensor], block: int) -> bytes:
+    return b"".join(bytes(layer[block].cpu().contiguous().view(torch.uint8).flatten().tolist()) for layer in layers)
+
+
+def stage(layers: Sequence[torch.Tensor], store: MemoryStore | None = None, blocks_a_buffer: int = 2) -> StagedMemory:
+    kv = KVTensors(layers, len(layers[0]))
+    return StagedMemory(kv, BlockPool(store or Registered(), NAMESPACE), buffer_bytes=blocks_a_buffer * kv.block_bytes)
+
+
+def read_window(window: Window) -> list[bytes]:
+    window.wait()
+    return [ctypes.string_at(*value[0]) for value in window.values]
+
+
+def write_window(window: Window, contents: Sequence[bytes]) -> None:
+    for value, content in zip(window.values, contents, strict=False):
+        ctypes.memmove(value[0].address, content, len(content))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_outgoing_window_has_the_bytes_of_leading_blocks_in_the_order_asked_for(
+    device: str, dtype: torch.dtype
+) -> None:
+    layers = make_layers(device, dtype)
+    window = stage(layers).open_outgoing([4, 0, 5], None)
+    assert read_window(window) == [bytes_of(layers, block) for block in (4, 0)], "as many as a buffer holds"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_arrived_is_written_where_it_belongs_and_nowhere_else(device: str) -> None:
+    layers = make_layers(device)
+    expected = [bytes_of(layers, block) for block in range(6)]
+    window = stage(layers, blocks_a_buffer=3).open_incoming([5, 3, 1], None)
+    write_window(window, [expected[0], expected[2], b"\xff" * len(expected[0])])
+    window.deliver(2)
+    window.wait()
+    expected[5], expected[3] = expected[0], expected[2]
+    assert [bytes_of(layers, block) for block in range(6)] == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_fills_a_buffer_if_it_is_large(device: str) -> None:
+    layers = make_layers(device)
+    kv = KVTensors(layers, 6)
+    window = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), buffer_bytes=1).open_outgoing([3, 4], None)
+    assert read_window(window) == [bytes_of(layers, 3)]
+
+
+def test_memory_made_in_inference_mode_is_moved_outside_of_it() -> None:
+    with torch.inference_mode():
+        layers = make_layers("cpu")
+        memory = stage(layers)
+    window = memory.open_incoming([1], None)
+    write_window(window, [bytes_of(layers, 2)])
+    window.deliver(1)
+    window.wait()
+    assert bytes_of(layers, 1) == bytes_of(layers, 2)
+
+
+class TestBuffers:
+    def test_the_pool_is_told_of_all_that_a_window_may_lie_in(self) -> None:
+        store = Registered()
+        window = stage(make_layers("cpu"), store).open_incoming([1, 2], None)
+        assert len(store.spans) == 4
+        for ((address, nbytes),) in window.values:
+            assert any(
+                span.address <= address - HEADROOM_BYTES and address + nbytes <= span.address + span.nbytes
+                for span in store.spans
+            )
+
+    def test_windows_at_the_same_time_are_in_different_memory(self) -> None:
+        memory = stage(make_layers("cpu"))
+        windows = [memory.open_incoming([1], None), memory.open_incoming([2], None), memory.open_outgoing([3], None)]
+        assert len({window.values[0][0] for window in windows}) == 3
+
+    def test_one_that_was_set_aside_is_made_up_for_and_the_pool_forgets_one_too_many(self) -> None:
+        store = Registered()
+        memory = stage(make_layers("cpu"), store)
+        late = memory.open_incoming([1, 2], None)
+        assert not late.set_aside(), "no block is set aside with it"
+        others = [memory.open_incoming([1, 2], None) for _ in range(2)]
+        assert late.values not in [other.values for other in others]
+        assert len(store.spans) == 5
+        for window in (*others, late):
+            window.take_back()
+        assert len(store.spans) == 4
+
+    def test_one_is_used_again_when_its_copy_has_ended(self) -> None:
+        held = threading.Event()
+        device = StandInDevice(before_step=lambda: held.wait() and None)
+        kv = KVTensors(make_layers("cpu"), 6)
+        memory = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=device, buffer_bytes=kv.block_bytes)
+        for block in (0, 1):
+            window = memory.open_incoming([block], None)
+            window.deliver(1)
+            window.take_back()
+        opened: list[Window] = []
+        opening = threading.Thread(target=lambda: opened.append(memory.open_incoming([2], None)))
+        opening.start()
+        opening.join(0.05)
+        assert not opened
+        held.set()
+        opening.join(30)
+        assert opened
+
+
+def test_blocks_come_back_by_way_of_the_pool() -> None:
+    layers = make_layers("cpu")
+    pool = BlockPool(Registered(), NAMESPACE)
+    kv = KVTensors(layers, 6)
+    transfers = Transfers(pool, StagedMemory(kv, pool, buffer_bytes=2 * kv.block_bytes), lambda event: event())
+    expected = [bytes_of(layers, block) for block in range(6)]
+    outcomes: list[Outcome] = []
+    ended = threading.Semaphore(0)
+
+    def on_end(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        ended.release()
+
+    transfers.save(HASHES, range(6), on_end, lambda: None)
+    assert ended.acquire(timeout=30)
+    for layer in layers:
+        layer.zero_()
+    transfers.load(HASHES, [5, 4, 3, 2, 1, 0], on_end, lambda: None)
+    assert ended.acquire(timeout=30)
+    assert [(outcome.count, outcome.is_released) for outcome in outcomes] == [(6, True)] * 2
+    assert [bytes_of(layers, block) for block in (5, 4, 3, 2, 1, 0)] == expected
+    transfers.close()
