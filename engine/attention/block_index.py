@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from engine.device_copies import send_numbers, send_tensor
 from engine.retrieval_config import REPRESENTATIVES
 
 __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "representative_of", "width_of"]
@@ -91,12 +92,12 @@ class Search:
         self.rows = rows
         self.all_rows = slice(min(rows), max(rows) + 1)
         """Those between too."""
-        self.places = torch.tensor([row - min(rows) for row in rows]).to(device, non_blocking=True)
+        [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
         """Of the rows asked for, among all."""
         self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
         firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
         numbers = torch.arange(self.all_blocks.start, self.all_blocks.stop)
-        self.hidden = ((numbers < firsts) | (numbers >= stops)).to(device, non_blocking=True)
+        self.hidden = send_tensor((numbers < firsts) | (numbers >= stops), device)
         """Which of all blocks a sequence does not look up, ``[sequences, 1, 1, blocks]``."""
 
 
