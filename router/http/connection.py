@@ -22,6 +22,9 @@ __all__ = ["Connection"]
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 15, 5, 3
 
 
+_TELLS_LENGTH = frozenset({b"content-length", b"transfer-encoding"})
+
+
 class Connection(asyncio.Protocol):
     """One connection to an instance, and the exchange that it carries.
 
@@ -133,7 +136,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by httptools."""
         name = name.lower()
-        if name == b"content-length" or name == b"transfer-encoding":
+        if name in _TELLS_LENGTH:
             self._has_length = True
         self._headers.append((name, value))
 

@@ -72,15 +72,11 @@ class ConnectionPool:
         host = self._hosts.get(address)
         if host is None:
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
-        parts = [head.start, host]
-        size = len(body) if not isinstance(body, tuple) else sum(map(len, body))
-        if size or head.needs_length:
-            parts.append(b"content-length: %d\r\n" % size)
-        parts.append(b"connection: close\r\n\r\n" if fresh else b"\r\n")
-        parts += body if isinstance(body, tuple) else (body,)
-        if size < JOINED_BYTES:
-            parts = [b"".join(parts)]
-        return Exchange(self, address, parts, head.bodiless, fresh)
+        bodies = body if type(body) is tuple else (body,)
+        size = sum(map(len, bodies))
+        length = b"content-length: %d\r\n" % size if size or head.needs_length else b""
+        parts = (head.start, host, length, b"connection: close\r\n\r\n" if fresh else b"\r\n", *bodies)
+        return Exchange(self, address, parts if size >= JOINED_BYTES else (b"".join(parts),), head.bodiless, fresh)
 
     async def fetch(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 
 import httptools
@@ -44,6 +44,8 @@ class DataPlane(Protocol):
 
     max_body_bytes: int
     is_leaving: bool
+    usual_targets: Mapping[bytes, str]
+    """Targets of its requests that need no further look, and their paths."""
 
     def takes(self, path: str) -> bool:
         """Whether a request for this path belongs to the data plane."""
@@ -81,6 +83,7 @@ class ClientRequest:
         "disconnected",
         "headers",
         "keep_alive",
+        "known_head",
         "message_event",
         "method",
         "more_body",
@@ -111,6 +114,9 @@ class ClientRequest:
         self.path = path
         """The path in ``target``, without query and escapes."""
         self.headers = headers
+        """Without ``content-length``, which is the body's own."""
+        self.known_head: object = None
+        """See ``keep_head``."""
         self.version = version
         self.added_head = b""
         """Lines that the response's head gets, however it turns out."""
@@ -178,6 +184,10 @@ class ClientRequest:
         # No callback at its end, which costs the loop another turn: what follows the answer is done at once.
         self.task = self._protocol.loop.create_task(serving)
         self._protocol.tasks.add(self.task)
+
+    def keep_head(self, head: object) -> None:
+        """Let the next requests of this connection know what was read of this one's head."""
+        self._protocol.known_head = head
 
     @property
     def is_ready(self) -> bool:
@@ -254,6 +264,8 @@ class RouterProtocol(HttpToolsProtocol):
         # Bytes received since the parser last came to something, and of the body of the request that it reads.
         self._undigested = 0
         self._body_bytes = 0
+        self._content_length = b""
+        self.known_head: object = None
         # When something of a request came last, or the last answer ended.
         self._active_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
@@ -326,7 +338,17 @@ class RouterProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Prepare for a request's head; uvicorn's further needs are met for the control plane only."""
-        self.url, self.headers, self.expect_100_continue = b"", [], False
+        self.url, self.headers, self.expect_100_continue, self._content_length = b"", [], False, b""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; that of the body's length, in which requests of one client differ, apart from the others."""
+        name = name.lower()
+        if name == b"content-length":
+            self._content_length = value
+            return
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Give the request to the data plane, or to uvicorn's own way."""
@@ -334,22 +356,21 @@ class RouterProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         existing = self.cycle
-        if not self.url.startswith((b"/", b"*")):
-            self.url = _origin_form(self.url)
-        path = path_of(self.url)
-        if path[-1] == "/" or "//" in path or "/." in path or "#" in path:
-            path = self._normalize_target()
-        if not self._data_plane.takes(path):
+        path = self._data_plane.usual_targets.get(self.url, "")
+        if not path and not self._data_plane.takes(path := self._find_path()):
             url, headers, expects = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
             self.url, self.expect_100_continue = url, expects
             self.headers += headers
+            if self._content_length:
+                self.headers.append((b"content-length", self._content_length))
             super().on_headers_complete()
             return
         version = self.parser.get_http_version()
         keep_alive = version != "1.0" and not self._data_plane.is_leaving and self.parser.should_keep_alive()
         method = self.parser.get_method().decode("ascii")
         request = ClientRequest(self, method, self.url, path, self.headers, version, keep_alive)
+        request.known_head = self.known_head
         if self._cors is not None:
             for header in self._cors.answer_headers(self.headers):
                 request.added_head += b"%s: %s\r\n" % header
@@ -360,7 +381,7 @@ class RouterProtocol(HttpToolsProtocol):
             if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # and then nobody notices that the client leaves
         elif self.expect_100_continue:
-            if int(dict(request.headers).get(b"content-length", 0)) > self._data_plane.max_body_bytes:
+            if int(self._content_length or 0) > self._data_plane.max_body_bytes:
                 self._refuse_body(request, Refused(self._too_large()))
             else:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -416,7 +437,8 @@ class RouterProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._active_at = self.loop.time()
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
 
@@ -451,6 +473,15 @@ class RouterProtocol(HttpToolsProtocol):
             if isinstance(request, ClientRequest):
                 request.on_client_gone()
 
+    def _find_path(self) -> str:
+        """The path that the request is for, ``""`` where the control plane is to refuse it."""
+        if not self.url.startswith((b"/", b"*")):
+            self.url = _origin_form(self.url)
+        path = path_of(self.url)
+        if path[-1] == "/" or "//" in path or "/." in path or "#" in path:
+            path = self._normalize_target()
+        return path
+
     def _normalize_target(self) -> str:
         """Drop a slash at the path's end, and a fragment; return the path, "" where the control plane is to refuse it.
 
@@ -472,7 +503,8 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_request(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
             return
         start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        headers = [*self.headers, (b"content-length", self._content_length)] if self._content_length else self.headers
+        head = [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"".join([start, *head, b"\r\n", rest]))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -44,22 +44,20 @@ def read_usage(data: bytes) -> Usage | None:
     The figures are for measuring only: text that imitates a usage could mislead them, and nothing else.
     """
     mark = data.rfind(_MARK)
-    start = data.find(b"{", mark)
-    if mark < 0 or start < 0 or data[mark + len(_MARK) : start].strip() != b":":
+    if mark < 0:
         return None
-    end, limit = data.find(b"}", start) + 1, start + _USAGE_BYTES
-    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
-        end = data.find(b"}", end, limit) + 1
+    start = data.find(b"{", mark)
+    if start < 0 or data[mark + len(_MARK) : start].strip() != b":":
+        return None
+    end = data.find(b"}", start) + 1
+    is_flat = data.find(b"{", start + 1, end) < 0
     try:
-        members = orjson.loads(data[start:end])
+        found = orjson.loads(data[start : end if is_flat else _find_end(data, start, end)])
     except orjson.JSONDecodeError:
         return None
-    found = members
-    for details in members.values():
-        if type(details) is dict:
-            found = {**found, **details}
-    prompt, cached = found.get("prompt_tokens"), found.get("cached_tokens")
-    completion = found.get("completion_tokens")
+    if not is_flat:
+        found = _add_details(found)
+    prompt, completion, cached = found.get("prompt_tokens"), found.get("completion_tokens"), found.get("cached_tokens")
     if prompt is None and "input_tokens" in found:
         read, written = found.get("cache_read_input_tokens"), found.get("cache_creation_input_tokens")
         completion, cached = found.get("output_tokens"), read if cached is None else cached
@@ -72,6 +70,23 @@ def read_usage(data: bytes) -> Usage | None:
         if figure is not None and (type(figure) is not int or figure < 0):
             return None
     return None if usage == _NO_FIGURES else usage
+
+
+def _find_end(data: bytes, start: int, end: int) -> int:
+    """Where the object at ``start`` ends, which has others in it, the first of them until ``end``; 0 if too far off."""
+    limit = start + _USAGE_BYTES
+    while end and data.count(b"{", start, end) > data.count(b"}", start, end):
+        end = data.find(b"}", end, limit) + 1
+    return end
+
+
+def _add_details(members: dict[str, Any]) -> dict[str, Any]:
+    """The members of a usage and those of the objects in it."""
+    found = members
+    for details in members.values():
+        if type(details) is dict:
+            found = {**found, **details}
+    return found
 
 
 def read_cached_figures(data: bytes) -> Mapping[bytes, bytes]:

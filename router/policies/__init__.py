@@ -24,7 +24,7 @@ from router.policies.base import Decision, InstanceLoad, Outcome, Policy, Policy
 from router.policies.cache_aware import CacheAware, RemoteCacheAware
 from router.policies.consistent_hash import ConsistentHash
 from router.policies.fd_metrics_score import FdMetricsScore, FdRemoteMetricsScore
-from router.policies.features import request_features
+from router.policies.features import find_session, request_features
 from router.policies.pool_aware import PoolAware
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.prefix_index import DEFAULT_MAX_ENTRIES
@@ -44,6 +44,7 @@ __all__ = [
     "PolicyOptions",
     "PrefixPolicy",
     "RequestFeatures",
+    "find_session",
     "request_features",
 ]
 

@@ -18,7 +18,7 @@ import xxhash
 
 from router.policies.base import RequestFeatures
 
-__all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "request_features", "session_key"]
+__all__ = ["TOKENS_PER_CHUNK", "chunk_hashes", "find_session", "request_features", "session_key"]
 
 TOKENS_PER_CHUNK = 128
 """Tokens that one chunk stands for: exact for token ids, about right for text."""
@@ -39,24 +39,27 @@ _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
 _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instructions")
 
 
-def request_features(
-    members: Mapping[str, Any], prompt_tokens: int, headers: Iterable[tuple[bytes, bytes]] = ()
-) -> RequestFeatures:
-    """The features of the request with this body and these headers (ASGI's); hashes nothing yet."""
+def request_features(members: Mapping[str, Any], prompt_tokens: int, session: str = "") -> RequestFeatures:
+    """The features of the request with this body, whose headers name this ``session``; hashes nothing yet."""
     return RequestFeatures(
         prompt_tokens,
         partial(chunk_hashes, members, prompt_tokens) if prompt_tokens >= TOKENS_PER_CHUNK else None,
         tokens_per_chunk=TOKENS_PER_CHUNK,
-        key=session_key(members, headers),
+        key=session or session_key(members),
         model=members.get("model", ""),
     )
 
 
-def session_key(members: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
-    """The session or user that a request belongs to: header x-session-id, else ``session_id``, else ``user``."""
+def find_session(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The session that a request's headers (ASGI's) name; ``""`` where they name none."""
     for name, value in headers:
         if name == b"x-session-id" and value:
             return value.decode("latin-1")
+    return ""
+
+
+def session_key(members: Mapping[str, Any]) -> str:
+    """The session or user that a request's body names: ``session_id``, else ``user``."""
     for member in ("session_id", "user"):
         key = members.get(member)
         if isinstance(key, str) and key:

@@ -84,7 +84,7 @@ class PoolAware(PrefixPolicy):
         work = prompt - cached_tokens + fetch_cost * pool_tokens
         self._mean_queue += (queue / len(candidates) - self._mean_queue) / _MEMORY
         self._mean_work += (work - self._mean_work) / _MEMORY
-        self._update_costs()
+        self._update_alpha()
         reasons: dict[str, float | str] = {
             "policy": "pool_aware",
             "cost": chosen.queued + alpha * work,
@@ -119,12 +119,16 @@ class PoolAware(PrefixPolicy):
         self._update_costs()
 
     def _update_costs(self) -> None:
-        """Compute ``alpha`` and ``fetch_cost`` after the means, the pool's record or the fit have changed."""
+        """Compute all costs after the pool's record or the fit have changed."""
         self.token_seconds = self._cost.token_seconds * self._cost.queue_cost
-        waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
-        self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
+        self._update_alpha()
         found = self._pool_found / self._pool_expected
         self.fetch_cost = found * self._cost.fetch_cost + (1 - found)
+
+    def _update_alpha(self) -> None:
+        """Compute ``alpha`` after the means or the fit have changed."""
+        waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
+        self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
 
     def _learn_kept_seconds(self, unused_seconds: float, kept: bool) -> None:
         # It levels off where chunks unused for nearly so long are gone as often as not.

@@ -400,7 +400,7 @@ class Attempt:
         if not 200 <= exchange.status < 300:
             return _make_refusal(leg, body)
         # FastDeploy's prefill says so to its own client alone, in a response of status 200.
-        if _PD_ERROR in body and _tells_pd_error(body):
+        if body.find(_PD_ERROR) >= 0 and _tells_pd_error(body):
             return LegFailed(leg.instance, f"{leg.instance.key} could not hand over to decode", in_hand_over=True)
         return None
 

@@ -42,7 +42,7 @@ class Attempts:
         self._services = services
         self._story = story
         self._response = response
-        self._retries = Retries()
+        self._retries: Retries | None = None  # once an attempt has failed
         self._is_prepared = False  # ``prepare`` has selected instances, and perhaps made an attempt
         self.current: Attempt | None = None
         """The one that runs, or ran last."""
@@ -103,7 +103,7 @@ class Attempts:
                 if not failure.another_may_serve or tried == MAX_ATTEMPTS:
                     raise
                 self._services.metrics.count_retry(failure.instance.key)
-                await self._retries.record_failure_and_back_off(failure, selection)
+                await self._note_retry().record_failure_and_back_off(failure, selection)
                 try:
                     selection = self._select_instances(parsed)
                 except NoInstance:
@@ -122,7 +122,7 @@ class Attempts:
         self._story.end_attempt(self.current, "preempted")
         services.metrics.count_preemption(decode.key)
         if services.settings.preempt_retry_exclude_decode:
-            self._retries.avoid(decode.key)
+            self._note_retry().avoid(decode.key)
         self.resuming = self.resuming or Resuming(services.settings)
         error = await self.resuming.prepare_after_preemption(merger, decode, services.upstream)
         assert self.current is not None
@@ -159,7 +159,7 @@ class Attempts:
             raise RequestEnded(failed) from exc
         response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
-        self._retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+        self._note_retry().begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Why no instance can be asked, and, of a stream that was broken off, why it was."""
@@ -172,7 +172,16 @@ class Attempts:
         keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
         if keeper is not None:
             return self._services.selector.choose_keeper(parsed.features, keeper)
-        return self._retries.select(self._services.selector, parsed.features, parsed.body is not None)
+        selector, is_completion = self._services.selector, parsed.body is not None
+        if self._retries is not None:
+            return self._retries.select(selector, parsed.features, is_completion)
+        return selector.choose(parsed.features) if is_completion else selector.choose_any(parsed.features)
+
+    def _note_retry(self) -> Retries:
+        """What the attempts before have left to be tried."""
+        if self._retries is None:
+            self._retries = Retries()
+        return self._retries
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill for the facts that its pair needs.
@@ -213,7 +222,8 @@ class Attempts:
                 may_be_resumed=services.settings.stream_resume_count > 0,
             )
         members = list_members(parsed, engine, response.merger, self.resuming)
-        maker = LegMaker(services.upstream, parsed, asking, members, self._retries.stale, self._story.trace)
+        stale = self._retries.stale if self._retries is not None else ()
+        maker = LegMaker(services.upstream, parsed, asking, members, stale, self._story.trace)
         answering, prefill = maker.make_legs()
         held = MERGED_BYTES if isinstance(response.merger, ResponseMerger) else HELD_BYTES
         self.current = Attempt(

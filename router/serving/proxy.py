@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from router.fleet import Instance
 from router.http import ApiError, ClientRequest, Headers, Refused
+from router.serving.reading.api import GENERATING
 from router.serving.request import Services, ServingRequest
 from router.serving.response import RequestEnded
 from router.telemetry import RequestRecord
@@ -34,6 +35,8 @@ class Proxy:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
         """Whether clients are to close their connections, as this process is to end soon."""
+        self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in GENERATING}
+        """Targets of its requests that need no further look, and their paths."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
         self._silence = services.settings.health_check_interval_secs

@@ -25,7 +25,6 @@ from router.http import (
     echo_request_id,
     end_to_end,
     estimate_tokens,
-    find_request_id,
 )
 from router.serving.aborts import Aborter
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
@@ -33,6 +32,7 @@ from router.serving.attempts import ABORTED, Attempts
 from router.serving.dialects import Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.reading.api import GENERATING
+from router.serving.reading.head import RequestHead, read_head
 from router.serving.reading.large import is_large, look_through
 from router.serving.reading.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
@@ -126,7 +126,7 @@ class ServingRequest:
                 client = services.auth.identify_client(request.headers)
                 services.admission.try_enter(client)
                 self._story.client = client
-                self._parsed = parsed = self._read_request(client)
+                self._parsed = parsed = self._read_request(client, self._read_head())
                 if not parsed.wants_stream and self._attempts.prepare(parsed).send(self._on_answer):
                     return
             except Exception:
@@ -169,9 +169,7 @@ class ServingRequest:
                     services.admission.try_enter(client)
                 self._story.client = client
             if self._parsed is None:
-                client = self._story.client
-                large = is_large(self._request)
-                self._parsed = await self._read_large(client) if large else self._read_request(client)
+                self._parsed = await self._read_any(self._story.client)
             await self._answer_client(self._parsed)
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -256,8 +254,7 @@ class ServingRequest:
             self._request.on_leave = self._on_client_left
             # Only a stream's client can be told that it waits; and an abort does not look for ids in large bodies.
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
-                large = is_large(self._request)
-                self._parsed = await self._read_large(client) if large else self._read_request(client)
+                self._parsed = await self._read_any(client)
                 self._check_ended()
             self._queueing = asyncio.current_task()
             since = time.perf_counter()
@@ -275,28 +272,25 @@ class ServingRequest:
         if self._attempts.ended is not None:
             raise self._attempts.ended
 
-    def _read_request(self, client: str, large: LargeBody | None = None) -> ParsedRequest:
+    def _read_request(self, client: str, head: RequestHead, large: LargeBody | None = None) -> ParsedRequest:
         """Read the request, as far as the router needs to.
 
         Args:
-            large: of a large body that was looked through; then the head has been read, too.
+            large: of a large body that was looked through.
 
         Raises:
-            RequestEnded: it cannot be served, or the client left.
+            RequestEnded: it cannot be served.
         """
-        request = self._request
-        if large is None:
-            self._read_head()
         salts = self._services.auth.cache_salts
         derive_salt = partial(salts.derive, client) if salts else None
-        parsed = ParsedRequest(request, self._story.sent_id, large, derive_salt, self._services.selector.aliases)
+        parsed = ParsedRequest(self._request, head, large, derive_salt, self._services.selector.aliases)
         self._story.request_id = parsed.request_id
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
             self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
         return parsed
 
-    def _read_head(self) -> None:
+    def _read_head(self) -> RequestHead:
         """Read the headers that matter to the router, and watch the client from now on.
 
         Raises:
@@ -306,18 +300,25 @@ class ServingRequest:
         if request.disconnected:
             raise RequestEnded(None)
         request.on_leave = self._on_client_left
-        for name, value in request.headers:
-            if name == b"traceparent":
-                self._story.trace_id = value[3:35].decode("latin-1")
         try:
-            self._story.sent_id = self._story.request_id = find_request_id(request.headers)
+            head = read_head(request)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
+        story = self._story
+        story.sent_id = story.request_id = head.sent_id
+        story.trace_id = head.trace_id or story.trace_id
+        return head
 
-    async def _read_large(self, client: str) -> ParsedRequest:
-        """Read a request with a large body, and let other requests go on meanwhile; as ``_read_request``."""
-        self._read_head()
-        parsed = self._read_request(client, await look_through(self._request, self._check_ended))
+    async def _read_any(self, client: str) -> ParsedRequest:
+        """Read a request, and let other requests go on meanwhile if its body is large.
+
+        Raises:
+            RequestEnded: it cannot be served, or the client left.
+        """
+        head = self._read_head()
+        if not is_large(self._request):
+            return self._read_request(client, head)
+        parsed = self._read_request(client, head, await look_through(self._request, self._check_ended))
         await asyncio.sleep(0)  # parsing has taken its time, and so do hashing the prompt and what follows
         _ = parsed.features.chunks
         await asyncio.sleep(0)

@@ -210,6 +210,8 @@ class Selector:
             queued_before: the work that was queued there.
             ttft: seconds to the first token, where they are known.
         """
+        if usage.cached_tokens is None or not usage.prompt_tokens:
+            return  # the engine tells nothing that a policy learns from
         decision = selection.decisions[0]
         outcome = Outcome(
             decision.key, queued_before, ttft, usage.prompt_tokens, usage.cached_tokens, usage.own_cached_tokens

@@ -264,8 +264,8 @@ def _open_log(destination: str) -> _Output | None:
 
 def _format_line(record: RequestRecord) -> bytes:
     fields = {
-        # ``round`` goes by way of text.
-        "time": int(record.started_unix * 1e3 + 0.5) / 1e3,
+        # ``round`` goes by way of text, and ``int`` of a whole number.
+        "time": (record.started_unix * 1e3 + 0.5) // 1.0 / 1e3,
         "method": record.method,
         "path": record.path[:_PATH_CHARACTERS],
         "status": record.status,
@@ -277,9 +277,9 @@ def _format_line(record: RequestRecord) -> bytes:
         "prefill": record.prefill,
         "decode": record.decode,
         "attempts": len(record.attempts),
-        "queued_ms": int(record.queued_ms * 1e2 + 0.5) / 1e2,
-        "first_byte_ms": int(record.first_byte_ms * 1e2 + 0.5) / 1e2,
-        "total_ms": int(record.total_ms * 1e2 + 0.5) / 1e2,
+        "queued_ms": (record.queued_ms * 1e2 + 0.5) // 1.0 / 1e2,
+        "first_byte_ms": (record.first_byte_ms * 1e2 + 0.5) // 1.0 / 1e2,
+        "total_ms": (record.total_ms * 1e2 + 0.5) // 1.0 / 1e2,
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "cached_tokens": record.cached_tokens,

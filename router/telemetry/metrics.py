@@ -7,9 +7,11 @@ Prometheus asks. prometheus_client's own counters take a lock for each increment
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -62,6 +64,17 @@ _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 # Policies' figures are means over so many of the last requests.
 _DECISION_WINDOW = 500
+
+
+# Of a batch of records all are counted by functions of C, as each Python call for each of them adds up.
+_outcome_of = attrgetter("method", "path", "status", "error")
+_workers_of = attrgetter("mixed", "prefill", "decode", "status")
+_TOKENS_OF = {
+    "prompt": attrgetter("prompt_tokens"),
+    "completion": attrgetter("completion_tokens"),
+    "cached": attrgetter("cached_tokens"),
+    "decode_cached": attrgetter("decode_cached_tokens"),
+}
 
 
 class RouterMetrics:
@@ -139,37 +152,35 @@ class RouterMetrics:
 
     def _count_responses(self, records: Sequence[RequestRecord]) -> None:
         """Count by endpoint; the status is 499 where the client left before the response's end."""
+        for (method, path, status, error), count in Counter(map(_outcome_of, records)).items():
+            key = (method, path if path in _ENDPOINTS else "other", status)
+            self._responses[key] = self._responses.get(key, 0) + count
+            if status >= 500 or (error and status < 400):
+                code = error or "instance_error"
+                self._failed[code] = self._failed.get(code, 0) + count
+        times: dict[tuple[str, str], list[float]] = {}
         for record in records:
-            endpoint = record.path if record.path in _ENDPOINTS else "other"
-            key = (record.method, endpoint, record.status)
-            self._responses[key] = self._responses.get(key, 0) + 1
-            durations = self._durations.get(key[:2])
+            times.setdefault((record.method, record.path), []).append(record.total_ms / 1e3)
+        for (method, path), seconds in times.items():
+            kind = (method, path if path in _ENDPOINTS else "other")
+            durations = self._durations.get(kind)
             if durations is None:
-                durations = self._durations[key[:2]] = _Durations()
-            seconds = record.total_ms / 1e3
-            durations.count += 1
-            durations.sum += seconds
-            durations.last.append(seconds)
-            if record.status >= 500 or (record.error and record.status < 400):
-                code = record.error or "instance_error"
-                self._failed[code] = self._failed.get(code, 0) + 1
+                durations = self._durations[kind] = _Durations()
+            durations.count += len(seconds)
+            durations.sum += sum(seconds)
+            durations.last.extend(seconds)
 
     def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
         """Count by the instances of the last attempt; ``""`` for a role it did not use."""
-        for record in completions:
-            workers = (record.mixed, record.prefill, record.decode, record.status)
+        for workers, added in Counter(map(_workers_of, completions)).items():
             count = self._inference.get(workers, 0)
             if not count and len(self._inference) >= self._max_series:
                 self._forget_gone_instances()
-            self._inference[workers] = count + 1
+            self._inference[workers] = count + added
 
     def _count_tokens(self, completions: Sequence[RequestRecord]) -> None:
-        tokens = self._tokens
-        for record in completions:
-            tokens["prompt"] += record.prompt_tokens or 0
-            tokens["completion"] += record.completion_tokens or 0
-            tokens["cached"] += record.cached_tokens or 0
-            tokens["decode_cached"] += record.decode_cached_tokens or 0
+        for kind, tokens_of in _TOKENS_OF.items():
+            self._tokens[kind] += sum(filter(None, map(tokens_of, completions)))
 
     def _count_predictions(self, completions: Sequence[RequestRecord]) -> None:
         for record in completions:
@@ -183,17 +194,18 @@ class RouterMetrics:
                     self._missed_by += abs(predicted - cached)
 
     def _time_completions(self, completions: Sequence[RequestRecord]) -> None:
-        for record in completions:
-            if record.queued_ms or record.attempts:
-                self._queue_time.observe_seconds(record.queued_ms / 1e3)
-            if record.status == 200 and not record.error:
-                self._request_time.observe_seconds(record.total_ms / 1e3)
-            if record.streamed and record.first_byte_ms:
-                self._first_token.observe_seconds(record.first_byte_ms / 1e3)
-                # Where the engine does not say how many tokens it made, each piece it sent stands for one.
-                later = (record.completion_tokens or record.chunks) - 1
-                if later > 0:
-                    self._output_token.observe_seconds((record.total_ms - record.first_byte_ms) / 1e3 / later)
+        self._queue_time.observe_all([each.queued_ms / 1e3 for each in completions if each.queued_ms or each.attempts])
+        good = [record for record in completions if record.status == 200 and not record.error]
+        self._request_time.observe_all([record.total_ms / 1e3 for record in good])
+        streams = [record for record in completions if record.streamed and record.first_byte_ms]
+        self._first_token.observe_all([record.first_byte_ms / 1e3 for record in streams])
+        token_seconds = []
+        for record in streams:
+            # Where the engine does not say how many tokens it made, each piece it sent stands for one.
+            later = (record.completion_tokens or record.chunks) - 1
+            if later > 0:
+                token_seconds.append((record.total_ms - record.first_byte_ms) / 1e3 / later)
+        self._output_token.observe_all(token_seconds)
 
     def dump(self) -> list[Any]:
         """All figures as plain values, for ``render_text`` of another process."""
@@ -463,9 +475,10 @@ class _Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe_seconds(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe_all(self, values: Sequence[float]) -> None:
+        for place, count in Counter(map(partial(bisect_left, self._bounds), values)).items():
+            self._counts[place] += count
+        self._sum += sum(values)
 
     def build_family(self, name: str, text: str) -> Metric:
         names = [*(str(bound) for bound in self._bounds), "+Inf"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.call_count import CallCount, count_calls
 
-MAX_CALLS = 150
+MAX_CALLS = 146
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.features import TOKENS_PER_CHUNK, chunk_hashes, request_features, session_key
+from router.policies.features import TOKENS_PER_CHUNK, chunk_hashes, find_session, request_features
 from tests.router.calls import calls_in_router
 
 _text = st.text(max_size=40).map(lambda text: text * 40)
@@ -100,12 +100,12 @@ def test_a_prompt_is_hashed_only_when_asked_for() -> None:
 def test_a_session_is_named_before_a_user(
     members: dict[str, Any], headers: list[tuple[bytes, bytes]], key: str
 ) -> None:
-    assert session_key(members, headers) == key
+    features = request_features(members, 2, find_session(headers))
+    assert features.key == key
 
 
 def test_a_short_prompt_takes_three_calls_and_no_hashing() -> None:
-    headers = [(b"host", b"h"), (b"content-type", b"application/json")]
     members = {"model": "m", "prompt": "short", "user": "ann"}
-    called = calls_in_router(lambda: request_features(members, 2, headers).chunks)
+    called = calls_in_router(lambda: request_features(members, 2).chunks)
     assert len(called) <= 3
     assert "chunk_hashes" not in called

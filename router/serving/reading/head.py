@@ -1,0 +1,59 @@
+"""The head of a client's request: what it tells the router, and the head that instances get.
+
+Clients send the same headers with each request of a connection, but for the body's length: so a head is read once, and
+known again by its connection.
+"""
+
+from __future__ import annotations
+
+from router.http import HOP_BY_HOP, ClientRequest, Headers, PreparedHead, end_to_end, find_request_id, prepare_head
+from router.policies import find_session
+from router.serving.reading.api import GENERATING
+
+__all__ = ["RequestHead", "read_head"]
+
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
+_NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
+
+
+class RequestHead:
+    """A request's head, read. Its attributes are for reading."""
+
+    __slots__ = ("forwarded", "headers", "line", "sent_id", "session", "trace_id")
+
+    def __init__(self, request: ClientRequest) -> None:
+        """
+        Raises:
+            BadBody: a header is wrong.
+        """
+        self.line = (request.method, request.target)
+        """Method and target."""
+        self.headers: Headers = request.headers
+        self.sent_id = find_request_id(request.headers)
+        """The id that the client gave the request; ``""`` where it gave none."""
+        self.trace_id = ""
+        """Of the W3C trace context it came with."""
+        for name, value in request.headers:
+            if name == b"traceparent":
+                self.trace_id = value[3:35].decode("latin-1")
+        self.session = find_session(request.headers)
+        """The session that it names."""
+        is_completion = request.path in GENERATING
+        dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
+        self.forwarded: PreparedHead = prepare_head(*self.line, end_to_end(request.headers, dropped))
+        """The head that instances get, before that has lines of an instance's own."""
+
+
+def read_head(request: ClientRequest) -> RequestHead:
+    """The head of a request: the one known from the request before it, if that had the same.
+
+    Raises:
+        BadBody: a header is wrong.
+    """
+    known, line = request.known_head, (request.method, request.target)
+    if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers:
+        return known
+    head = RequestHead(request)
+    request.keep_head(head)
+    return head
