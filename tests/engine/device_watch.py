@@ -83,8 +83,10 @@ class DeviceWatch:
         if not self._is_watching:
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if name in _WAITING_OPERATIONS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        if name in _WAITING_OPERATIONS:
             raise HostWaits(f"{name} in a step")
+        if name == "repeat_interleave" and isinstance(args[-1], torch.Tensor) and kwargs.get("output_size") is None:
+            raise HostWaits("as many repetitions as a tensor says, in a step")
         if name == "where" and len(tensors) == 1:
             raise HostWaits("the places where a condition holds, in a step")
         if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tensors[1:]):
