@@ -62,7 +62,7 @@ def test_the_rdma_devices_that_the_environment_names_are_those_of_hand_overs(
     class Refusing:
         """Stands in for Transfer, which needs a device of RDMA."""
 
-        def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str) -> None:
+        def __init__(self, host: str, protocol: str, devices: str) -> None:
             started.append((protocol, devices))
             raise TransferUnavailable("none here")
 
