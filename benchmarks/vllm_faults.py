@@ -138,7 +138,7 @@ class Trial:
             asked = prompt(600, f"healed {number}")
             saved, loaded, tried = blocks(first, "save", "ok"), blocks(second, "load", "ok"), ended(first, "save")
             await self._client.answer(first, asked)
-            await until(lambda tried=tried: ended(first, "save") > tried or self._is_late(start), "saving", HEAL_S)
+            await until(partial(self._has_saved_more, tried, start), "saving", HEAL_S)
             if blocks(first, "save", "ok") > saved:
                 await self._client.answer(second, asked)
                 await asyncio.sleep(0.2)
@@ -147,6 +147,9 @@ class Trial:
             if self._is_late(start):
                 fail(f"{HEAL_S:g} s after the master went on the second instance loads nothing")
         return time.monotonic() - start
+
+    def _has_saved_more(self, tried: float, start: float) -> bool:
+        return ended(self._ports[0], "save") > tried or self._is_late(start)
 
     @staticmethod
     def _is_late(start: float) -> bool:

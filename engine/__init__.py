@@ -32,6 +32,7 @@ saved_blocks.py      cached blocks that the pool had, for putting them again whe
 kept_blocks.py       which blocks the pool was asked to keep, and when it is to be asked again
 pool_use.py          why a prompt took blocks from the pool, or none
 why_miss/            why a request that is over was a miss, told from the requests that the instance remembers
+staging.py           KV memory as the pool and hand-overs reach it: itself, or by way of host buffers
 background.py        work beside a running step
 disaggregation/      prefill -> decode hand-over of a prompt's KV
 registration.py      the heartbeat to the router

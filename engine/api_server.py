@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine import logs
 from engine.args import EngineArgs, parse_args
 from engine.serving.ports import bind_socket, start_listening
+from engine.serving.surroundings import Surroundings, find_surroundings
 from kvstore_backend import KVStoreError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for flag, port in _list_ports(args).items()
             }
             logs.set_up(args.log_dir, args.splitwise_role, args.port, args.log_level)
-            instance = _load_instance(args, bound["--pd-comm-port"])
+            instance = _load_instance(args, find_surroundings(args), bound["--pd-comm-port"])
             for flag, listener in bound.items():
                 start_listening(listener, flag)
             del bound["--pd-comm-port"]  # the instance's own
@@ -52,11 +53,11 @@ def _list_ports(args: EngineArgs) -> dict[str, int]:
     return ports
 
 
-def _load_instance(args: EngineArgs, connector: socket) -> Instance:
+def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) -> Instance:
     """With its model. Only here torch and transformers are loaded, which takes seconds of computing."""
     from engine.serving.instance import Instance
 
-    return Instance(args, connector)
+    return Instance(args, around, connector)
 
 
 def _serve(instance: Instance, listeners: list[socket]) -> int:

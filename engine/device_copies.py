@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["fetch_numbers", "send_numbers", "wait_for_device"]
+__all__ = ["fetch_numbers", "send_numbers", "send_tensor", "wait_for_device"]
 
 _TYPECODES = {torch.int64: "q", torch.float64: "d"}
 
@@ -25,13 +25,18 @@ def send_numbers(
         rows: of any lengths, not all of them empty.
         dtype: int64 or float64.
     """
-    numbers = array(_TYPECODES[dtype])
+    numbers: array[float] = array(_TYPECODES[dtype])
     for row in rows:
         numbers.extend(row)
-    sent = torch.frombuffer(numbers, dtype=dtype)
-    if device.type == "cuda":
-        sent = sent.pin_memory()
-    return list(sent.to(device, non_blocking=True).split([len(row) for row in rows]))
+    sent = send_tensor(torch.frombuffer(numbers, dtype=dtype), device)
+    return list(sent.split([len(row) for row in rows]))
+
+
+def send_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host's on the device, by a copy that the host does not wait for."""
+    if device.type == "cuda" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def fetch_numbers(numbers: torch.Tensor) -> list[float]:

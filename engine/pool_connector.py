@@ -16,21 +16,20 @@ from functools import partial
 
 from engine.background import yield_to_compute
 from engine.kept_blocks import KeptBlocks
-from engine.kv_codec import choose_codec
 from engine.metrics import EngineMetrics
 from engine.model_runner import ModelRunner
 from engine.pool_use import PoolUse, Reason
 from engine.request import Sequence
 from engine.saved_blocks import SavedBlocks
 from engine.scheduler import Scheduler
+from engine.staging import open_direct, open_staged
 from engine.trace import log_load, log_look_up, log_save
 from kvstore_backend import BlockPool, Status
 from kvstore_backend.cuts import Run, Siblings
 from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.pool import count_leading
 from kvstore_backend.refill import Refill
-from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
-from kvstore_backend.transfers import DirectMemory, Outcome, ReadBlocks, ReadLeading, TransferMemory, Transfers
+from kvstore_backend.transfers import Outcome, ReadBlocks, ReadLeading, TransferMemory, Transfers
 
 __all__ = ["PoolConnector"]
 
@@ -86,7 +85,7 @@ class PoolConnector:
         if staged is None:
             is_plain = pool.namespace.kv_dtype == runner.namespace.kv_dtype
             staged = not is_plain or runner.device.type != "cpu" or runner.kv.shape[0] < 3 * scheduler.longest_blocks
-        memory = _staged_memory(runner, pool) if staged else _direct_memory(runner, pool)
+        memory: TransferMemory = open_staged(runner, pool) if staged else open_direct(runner, pool)
         self._siblings = Siblings(pool, runner.family)
         self._transfers = Transfers(pool, memory, post, start_thread=yield_to_compute)
         self._saved = SavedBlocks(scheduler.blocks, self._transfers, post, scheduler.longest_blocks)
@@ -298,21 +297,3 @@ class _Load:
         cut = f", {self.run}" if self.run else ""
         text = f"it had {present} of {asked} blocks{cut}, of which {count} arrived{rest}"
         return PoolUse(Reason.HIT, text, self.num_behind)
-
-
-def _direct_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:
-    """The runner's KV memory, registered with the pool."""
-    kv = runner.kv
-    pool.register(kv.data_ptr(), kv.numel() * kv.element_size())
-
-    def clear(blocks: SequenceOf[int]) -> None:
-        kv[list(blocks)] = 0
-
-    return DirectMemory(lambda blocks: [(runner.span(block),) for block in blocks], clear)
-
-
-def _staged_memory(runner: ModelRunner, pool: BlockPool) -> TransferMemory:
-    """The runner's KV memory by way of buffers, in the form that the pool's namespace names."""
-    kv = runner.kv
-    device = StandInDevice(yield_to_compute) if kv.device.type == "cpu" else None
-    return StagedMemory(KVTensors([kv], len(kv)), pool, choose_codec(pool.namespace, kv), device)

@@ -88,11 +88,13 @@ def _hold_ends_back(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_t
         logits.view(-1).index_fill_(0, places, -torch.inf)
 
 
-def _tell_hopeless(sequence: Sequence) -> None:
+def _tell_hopeless(sequence: Sequence) -> Choice:
+    """No choice, with its reason in the log."""
     log.error(
         "%s: no token can be chosen: a logit is no number, or every token would end the text before min_tokens",
         sequence.request.request_id,
     )
+    return None
 
 
 def _draw_tokens(logits: torch.Tensor, sequences: SequenceOf[Sequence], likeliest: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PARTS: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "test-gpu"))["PARTS"]
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,6 +40,7 @@ def test_a_part_that_is_not_there_is_named_with_those_that_are() -> None:
     assert "there is no part 'speed'; there are suite, equality," in ended.stderr
 
 
+@pytest.mark.skipif("TRY_GPU_SCRIPT" not in os.environ, reason="takes 10 s of a processor: TRY_GPU_SCRIPT=1 runs it")
 def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "gpu.md"
     log.write_text("## Before\n")
@@ -50,6 +54,9 @@ def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None
     assert "| save " in said
 
 
-@pytest.mark.parametrize("name", ["pool", "pd", "rates", "ttft", "decode", "suite", "equality", "faults"])
-def test_the_page_tells_of_each_part(name: str) -> None:
+@pytest.mark.parametrize(("name", "part"), PARTS.items())
+def test_each_part_names_files_that_are_there_and_is_on_the_page(name: str, part: Any) -> None:
+    named = [word for word in (*part.arguments, part.script) if "/" in word]
+    assert named
+    assert all((ROOT / path).exists() for path in named)
     assert f"| `{name}` |" in (ROOT / "docs" / "gpu.md").read_text()

@@ -107,6 +107,11 @@ TESTED_IN = {
     "kvstore_backend/cli/stats.py": "tests/kvstore_backend/cli/test_commands.py",
     "kvstore_backend/cli/trial.py": "tests/kvstore_backend/cli/test_doctor.py",
     "kvstore_backend/cli/operator/asking.py": "tests/kvstore_backend/cli/operator/test_why_miss.py",
+    # Staging from one end to the other; what it is for, with delays at random; an engine's codec.
+    "kvstore_backend/staging/codec.py": "tests/engine/test_kv_codec.py",
+    "kvstore_backend/staging/device.py": "tests/kvstore_backend/staging/test_order.py",
+    "kvstore_backend/staging/ring.py": "tests/kvstore_backend/staging/test_memory.py",
+    "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
     "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
@@ -150,8 +155,10 @@ TESTED_IN = {
     "engine/serving/endpoints.py": "tests/engine/test_api_server.py",
     "engine/serving/ports.py": "tests/engine/test_api_server.py",
     "engine/serving/server.py": "tests/engine/test_api_server.py",
+    "engine/serving/surroundings.py": "tests/engine/test_api_server.py",
     "engine/pool_connector.py": "tests/engine/test_pool_faults.py",
     "engine/request.py": "tests/engine/test_scheduler.py",
+    "engine/staging.py": "tests/engine/test_pool_faults.py",
 }
 
 

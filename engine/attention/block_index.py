@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from engine.device_copies import send_numbers, send_tensor
 from engine.retrieval_config import REPRESENTATIVES
 
 __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "representative_of", "width_of"]
@@ -88,15 +89,16 @@ class Search:
         self, rows: Sequence[int], outside: Sequence[tuple[int, int]], num_blocks: int, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
-        self.rows = slice(min(rows), max(rows) + 1)
-        """All rows between, those not asked for too."""
-        self.places = torch.tensor([row - min(rows) for row in rows]).to(device, non_blocking=True)
-        """Of the rows asked for, among these."""
-        self.blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
+        self.rows = rows
+        self.all_rows = slice(min(rows), max(rows) + 1)
+        """Those between too."""
+        [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
+        """Of the rows asked for, among all."""
+        self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
         firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
-        numbers = torch.arange(self.blocks.start, self.blocks.stop)
-        self.hidden = ((numbers < firsts) | (numbers >= stops)).to(device, non_blocking=True)
-        """Blocks that a sequence does not look up, ``[sequences, 1, 1, blocks]``."""
+        numbers = torch.arange(self.all_blocks.start, self.all_blocks.stop)
+        self.hidden = send_tensor((numbers < firsts) | (numbers >= stops), device)
+        """Which of all blocks a sequence does not look up, ``[sequences, 1, 1, blocks]``."""
 
 
 class Index(Protocol):
@@ -161,9 +163,9 @@ class BlockIndex(Index):
         self._vectors[:, row, :, first : first + len(keys)] = vectors
 
     def search_blocks(self, layer: int, search: Search, queries: torch.Tensor, scale: float) -> torch.Tensor:
-        vectors = self._vectors[layer, search.rows, :, search.blocks]
+        vectors = self._vectors[layer, search.all_rows, :, search.all_blocks]
         # Rows between are searched in vain: picking rows out would copy them.
         by_row = queries.new_zeros(len(vectors), *queries.shape[1:])
         by_row[search.places] = queries * scale
         scores = (query_of(self.kind, by_row) @ vectors.transpose(-1, -2))[search.places]
-        return best_blocks(scores.masked_fill(search.hidden, -torch.inf), search.num_blocks) + search.blocks.start
+        return best_blocks(scores.masked_fill(search.hidden, -torch.inf), search.num_blocks) + search.all_blocks.start

@@ -3,27 +3,32 @@
 A page is one block's part of one layer's K or V for one head: one contiguous span of memory
 ``[block, layer, 2, kv_head, token, head_dim]``. Page 0 is that of block 0, layer 0, K, head 0.
 
-A CPU reads pages where they lie, a few at a time: as many as stay in its cache between the read and the attention to
-them, which for the memory is one read and no write. What pieces give is put together by the sums of their weights. A
-GPU reads all pages of a layer and of all sequences at once.
+A CPU reads pages where they lie, a few at a time: as many as stay in a core's cache between the read and the attention
+to them, which for the memory is one read and no write. What pieces give is put together by the sums of their weights.
+Each core works off pieces by itself: where torch spreads every small operation over all cores, each waits for the
+last one, which on a machine with other work takes many times as long.
+
+A GPU reads all pages of a layer and of all sequences at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+import functools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["PIECE_BYTES", "PageReader"]
 
-PIECE_BYTES = 4 << 20
-"""K and V that stay in a CPU's cache. 2 to 8 MiB measure alike, 1 MiB and 16 MiB a third slower."""
+PIECE_BYTES = 2 << 20
+"""K and V that stay in a core's cache. 2 and 4 MiB measured alike; 1 and 8 MiB took half as long again."""
 
 
 class PageReader:
-    """Reads memory of one shape, in one thread.
+    """Reads memory of one shape, for one thread at a time.
 
     Args:
         like: memory ``[block, layer, 2, kv_head, token, head_dim]``, whose dtype and device what is read has.
@@ -33,8 +38,9 @@ class PageReader:
         _, self._num_layers, _, self._kv_heads, block_size, self._head_dim = like.shape
         self._page_size = block_size * self._head_dim
         pages_of_block = 2 * self._kv_heads
-        at_once = max(1, PIECE_BYTES // (pages_of_block * self._page_size * like.element_size()))
-        self._piece = like.new_empty(at_once * pages_of_block, self._page_size)
+        self._at_once = max(1, PIECE_BYTES // (pages_of_block * self._page_size * like.element_size()))
+        self._num_workers = torch.get_num_threads() if like.device.type == "cpu" else 0
+        self._pieces = like.new_empty(self._num_workers, self._at_once * pages_of_block, self._page_size)
         kinds = torch.arange(2, device=like.device)[:, None, None]
         heads = torch.arange(self._kv_heads, device=like.device)[:, None]
         self._first_pages = kinds * self._kv_heads + heads  # [2, kv_head, 1]
@@ -60,14 +66,16 @@ class PageReader:
         Returns:
             Of the shape of ``queries``.
         """
-        outputs, weights = [], []
-        for keys, values in chain([newest[:, None]], self._read_pieces(memory, blocks, layer)):
-            # What the public function calls on a CPU, but it keeps the logarithm of the weights' sum to itself.
-            output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries[None], keys, values, scale=scale
-            )
-            outputs.append(output)
-            weights.append(weight)
+        every_page = memory.view(-1, self._page_size)
+        pages = self._find_pages(blocks, layer).split(self._at_once, -1) if blocks.numel() else ()
+        attend = functools.partial(self._attend_pieces, queries[None], every_page, scale)
+        if len(pages) <= 1:
+            parts = attend(pages, 0)
+        else:
+            workers, count = _start_workers(self._num_workers), self._num_workers
+            futures = [workers.submit(attend, pages[worker::count], worker) for worker in range(count)]
+            parts = [part for future in futures for part in future.result()]
+        outputs, weights = zip(_attend(queries[None], newest[:, None], scale), *parts, strict=True)
         shares = torch.cat(weights).softmax(0)[..., None]
         return (shares * torch.cat(outputs)).sum(0).to(queries.dtype)
 
@@ -97,17 +105,44 @@ class PageReader:
         keys, values = read.view(2, *blocks.shape[:2], -1, self._head_dim)
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
-    def _read_pieces(self, memory: torch.Tensor, blocks: torch.Tensor, layer: int) -> Iterator[torch.Tensor]:
-        """K and V of some blocks after the other, ``[2, 1, kv_head, tokens, head_dim]``, each gone with the next."""
-        if not blocks.numel():
-            return
-        every_page = memory.view(-1, self._page_size)
-        at_once = len(self._piece) // (2 * self._kv_heads)
-        for some in self._find_pages(blocks, layer).split(at_once, -1):
-            piece = self._piece[: some.numel()]
+    @torch.inference_mode()
+    def _attend_pieces(
+        self,
+        queries: torch.Tensor,
+        every_page: torch.Tensor,
+        scale: float | None,
+        pages: Sequence[torch.Tensor],
+        worker: int,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Attention to pages ``[2, kv_head, n]``, one piece after the other, through the memory of this worker."""
+        parts = []
+        for some in pages:
+            piece = self._pieces[worker, : some.numel()]
             torch.index_select(every_page, 0, some.flatten(), out=piece)
-            yield piece.view(2, 1, self._kv_heads, -1, self._head_dim)
+            parts.append(_attend(queries, piece.view(2, 1, self._kv_heads, -1, self._head_dim), scale))
+        return parts
 
     def _find_pages(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
         """Blocks ``[..., kv_head, n]`` -> their pages ``[..., 2, kv_head, n]``, given an axis for K and V or none."""
         return (blocks * self._num_layers + layer) * (2 * self._kv_heads) + self._first_pages
+
+
+def _attend(queries: torch.Tensor, kv: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to K and V, and the logarithm of the weights' sum, which the public function keeps to itself."""
+    output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, *kv, scale=scale)
+    return output, weight
+
+
+@functools.cache
+def _start_workers(count: int) -> ThreadPoolExecutor:
+    """Threads whose operations are not spread over others."""
+    workers, all_there = ThreadPoolExecutor(count, "pages"), threading.Barrier(count)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        all_there.wait()
+
+    for started in [workers.submit(start) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(count)  # a thread keeps its own number, but new ones get what was set last
+    return workers

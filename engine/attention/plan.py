@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.device_copies import send_tensor
 from engine.retrieval_config import BlockPartition
 
 __all__ = ["StepPlan"]
@@ -54,7 +55,7 @@ class StepPlan:
             is_full,
             (is_full[..., None] | ((columns[:, None] == 0) & (tokens < filled[..., None]))).flatten(2)[:, :, None],
         )
-        moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        moved = [send_tensor(tensor, device) for tensor in tensors]
         self._rows, self._newest, self._numbers, self._is_recalled, self._ranks, self._is_full, self.mask = moved
         """``mask``: which tokens are read, ``[sequences, 1, 1, columns * block_size]``."""
 

@@ -21,6 +21,7 @@ from engine.attention.block_index import BlockIndex, Index, Search
 from engine.attention.pages import PageReader
 from engine.attention.plan import StepPlan
 from engine.attention.working_set import WorkingSet
+from engine.device_copies import send_numbers, send_tensor
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import BlockPartition, Regime, RetrievalConfig
 
@@ -114,8 +115,7 @@ class _Step:
         self.search: Search | None = None
         """Blocks that are chosen anew: for these of the sequences, in these rows."""
         self.searching, self.searched_rows = (
-            torch.tensor(which, dtype=torch.long).to(kv.device, non_blocking=True)
-            for which in (some, [rows[i] for i in some])
+            send_tensor(torch.tensor(which, dtype=torch.long), kv.device) for which in (some, [rows[i] for i in some])
         )
         if some:
             outside = [(partitions[i].num_initial, partitions[i].window_start) for i in some]
@@ -124,7 +124,7 @@ class _Step:
         self.away = [i for i, state in enumerate(states) if state.host is not None]
         """Sequences whose blocks lie in host memory."""
         here = [i for i, state in enumerate(states) if state.host is None]
-        self.here = torch.tensor(here, dtype=torch.long).to(kv.device, non_blocking=True)
+        self.here = send_tensor(torch.tensor(here, dtype=torch.long), kv.device)
 
     def is_of(self, states: Sequence[SparseState]) -> bool:
         """Whether it is the step of just these sequences, as far as they are now."""
@@ -191,7 +191,7 @@ class Retrieval:
         at_once = max(1, MAX_MOVED_BYTES // (self._kv[0].numel() * self._kv.element_size()))
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)
-            places = torch.tensor(sequence.block_table[start:stop]).to(self._kv.device, non_blocking=True)
+            [places] = send_numbers([sequence.block_table[start:stop]], self._kv.device)
             blocks = self._kv[places]
             self.index.add_blocks(state.row, start, blocks[:, :, 0])
             if state.host is not None:

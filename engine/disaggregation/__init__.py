@@ -4,6 +4,7 @@ prefill.py   P's side: asks D for blocks, writes them as they are computed
 kept.py      P's side where D begins: prompts that are kept until D asks for them
 decode.py    D's side: listens on the connector port, lends blocks, verifies their bytes
 memory.py    the instance's KV blocks as hand-overs reach them
+landing.py   where P writes the blocks of one reservation, and how they get into KV memory
 wire.py      the messages between P and D
 transfer.py  Mooncake's TransferEngine
 

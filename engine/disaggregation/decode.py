@@ -266,7 +266,7 @@ class HandoverReceiver:
             log.debug("request %s: a direct hand-over is refused: %s", handover.request_id, reason)
             send_message(writer, "refused", reason=reason)
             return
-        target = memory.locate_target(handover.reservation)
+        target = await memory.lend_blocks(handover.reservation)
         log_lent_blocks(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached)
         send_message(
             writer, "reserved", session=target.session, addresses=target.addresses, num_cached=target.num_cached
@@ -301,7 +301,7 @@ class HandoverReceiver:
         token = decode_number(message["token"], memory.vocab_size)
         logprobs = decode_logprobs(message["logprobs"], memory.vocab_size)
         start, count = time.monotonic(), len(reservation.missing)
-        if not await memory.verify_blocks(reservation, message["digests"]):
+        if not await memory.take_blocks_in(reservation, message["digests"]):
             log.warning("%s: blocks that prefill wrote are not those it sent; they are not used", handover.request_id)
             return None
         log_verified_blocks(handover.request_id, count, memory.block_bytes, time.monotonic() - start)

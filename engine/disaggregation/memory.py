@@ -7,24 +7,29 @@ on threads of their own.
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from engine.core import EngineCore
+from engine.disaggregation.landing import Landing, digest_values
 from engine.disaggregation.transfer import Transfer
 from engine.disaggregation.wire import Prompt
 from engine.model_runner import ModelRunner
 from engine.scheduler import Reservation
+from kvstore_backend.transfers import Event, TransferMemory
 
 __all__ = ["BlockMemory", "Target"]
 
 # A decode instance that hangs holds its writes for 30 s; writes to others go on beside them.
 _MAX_WRITERS = 32
+# Bytes are compared and copied within this machine.
+_MAX_LANDERS = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,27 @@ class BlockMemory:
 
     Args:
         core: owns the blocks.
-        runner: owns their memory, which must be the host's.
-        transfer: has that memory registered.
+        runner: owns their memory.
+        transfer: moves bytes.
+        memory: that memory, where ``transfer`` reaches it.
+        max_lent: how many blocks others may be about to write at once.
     """
 
-    def __init__(self, core: EngineCore, runner: ModelRunner, transfer: Transfer) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: ModelRunner,
+        transfer: Transfer,
+        memory: TransferMemory,
+        max_lent: float = math.inf,
+    ) -> None:
         self._core = core
         self._runner = runner
         self._transfer = transfer
+        self._memory = memory
+        self._max_lent = max_lent
+        self._landings: dict[Reservation, Landing] = {}
+        self._landers = ThreadPoolExecutor(_MAX_LANDERS, "kv-land")
         self._writers = ThreadPoolExecutor(_MAX_WRITERS, "kv-write")
         self.vocab_size = runner.vocab_size
 
@@ -76,6 +94,9 @@ class BlockMemory:
 
     async def reserve_blocks(self, prompt: Prompt) -> Reservation | None:
         """Blocks for ``prompt``; None where there is no room. Given back by ``cancel_reservation``, or adopted."""
+        lent = sum(len(landing.blocks) for landing in self._landings.values())
+        if lent + -(-prompt.num_tokens // self._runner.shape.block_size) > self._max_lent:
+            return None
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Reservation | None] = loop.create_future()
 
@@ -99,20 +120,32 @@ class BlockMemory:
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Give the blocks back; nobody may write to them any more. ``clear``: somebody may have written."""
-        self._core.cancel_reservation(reservation, clear=clear)
+        if (landing := self._landings.pop(reservation, None)) is None:
+            self._core.cancel_reservation(reservation, clear=clear)
+            return
 
-    def locate_target(self, reservation: Reservation) -> Target:
+        def close_and_cancel() -> None:
+            try:
+                landing.close()
+            finally:
+                self._core.cancel_reservation(reservation, clear=clear)
+
+        self._landers.submit(close_and_cancel)
+
+    async def lend_blocks(self, reservation: Reservation) -> Target:
         """Where the missing blocks of ``reservation`` are to be written."""
-        addresses = [self._runner.span(block).address for block in reservation.missing]
+        landing = self._landings[reservation] = Landing(self._memory, reservation.missing)
+        addresses = await asyncio.wrap_future(self._landers.submit(landing.open_windows))
         return Target(self._transfer.session, addresses, reservation.num_cached)
 
-    async def verify_blocks(self, reservation: Reservation, digests: object) -> bool:
-        """Whether the missing blocks have these digests."""
-        found: list[str] = await asyncio.to_thread(self.digest_blocks, reservation.missing)
-        verified = found == digests
-        if verified:
-            self._count_bytes(len(found))
-        return verified
+    async def take_blocks_in(self, reservation: Reservation, digests: object) -> bool:
+        """Whether the missing blocks were written with these digests; then they are in KV memory."""
+        landing = self._landings[reservation]
+        if not await asyncio.wrap_future(self._landers.submit(landing.take_in, digests)):
+            return False
+        del self._landings[reservation]
+        self._count_bytes(len(reservation.missing))
+        return True
 
     def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
         """Write the sequence's blocks from the ``first``-th on to where they belong, but those that D has.
@@ -123,19 +156,16 @@ class BlockMemory:
             (on a thread of its own) the digests of the blocks written; None if the write failed.
         """
 
+        after = self._memory.record_event()
+
         def write_and_release() -> list[str] | None:
             try:
-                missing = blocks[max(0, target.num_cached - first) :]
-                if not missing:
-                    return []
                 start = max(0, first - target.num_cached)
-                addresses = target.addresses[start : start + len(missing)]
-                digests = self.digest_blocks(missing)
-                sources = [self._runner.span(block).address for block in missing]
-                if not self._transfer.write(target.session, sources, addresses, self._runner.shape.nbytes):
-                    return None
-                self._count_bytes(len(missing))
-                return digests
+                missing = blocks[max(0, target.num_cached - first) :]
+                return self._write_parts(missing, target.session, target.addresses[start : start + len(missing)], after)
+            except Exception:
+                log.exception("Writing %d blocks to %s failed", len(blocks), target.session)
+                return None
             finally:
                 self._core.release_blocks(blocks)
 
@@ -145,11 +175,24 @@ class BlockMemory:
         """Give back references on blocks that are not to be written after all."""
         self._core.release_blocks(blocks)
 
-    def digest_blocks(self, blocks: Sequence[int]) -> list[str]:
-        """The XXH3-64 of each block's bytes, in hexadecimal."""
-        nbytes = self._runner.shape.nbytes
-        spans = map(self._runner.span, blocks)
-        return [xxhash.xxh3_64_hexdigest((ctypes.c_char * nbytes).from_address(span.address)) for span in spans]
+    def _write_parts(
+        self, blocks: Sequence[int], session: str, addresses: Sequence[int], after: Event | None
+    ) -> list[str] | None:
+        """Write blocks by way of as many windows as they take; their digests, or None."""
+        digests: list[str] = []
+        while len(digests) < len(blocks):
+            begin = len(digests)
+            window = self._memory.open_outgoing(blocks[begin:], after)
+            try:
+                window.wait()
+                sources = [value[0].address for value in window.values]
+                digests += digest_values(window.values)
+                if not self._transfer.write(session, sources, addresses[begin : len(digests)], self.block_bytes):
+                    return None
+            finally:
+                window.take_back()
+        self._count_bytes(len(blocks))
+        return digests
 
     def _count_bytes(self, num_blocks: int) -> None:
         self._core.metrics.handed_over_bytes.inc(num_blocks * self._runner.shape.nbytes)

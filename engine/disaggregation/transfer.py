@@ -24,20 +24,18 @@ class TransferUnavailable(Exception):
 
 
 class Transfer:
-    """This process's end of TransferEngine; others may write to the memory it was given. It is never closed.
+    """This process's end of TransferEngine; others may write to memory that it has registered. It is never closed.
 
     Args:
         host: this machine's address, as others reach it.
         protocol: ``tcp`` or ``rdma``.
-        address: where the memory begins.
-        nbytes: how long it is.
         devices: names of the RDMA devices to use, separated by commas; empty: Mooncake's choice.
 
     Raises:
         TransferUnavailable: the library cannot be loaded, or it refuses.
     """
 
-    def __init__(self, host: str, protocol: str, address: int, nbytes: int, devices: str = "") -> None:
+    def __init__(self, host: str, protocol: str, devices: str = "") -> None:
         set_native_defaults()
         try:
             from mooncake.engine import TransferEngine
@@ -48,10 +46,21 @@ class Transfer:
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices if protocol == "rdma" else ""):
             over = f"{protocol} ({devices})" if protocol == "rdma" and devices else protocol
             raise TransferUnavailable(f"TransferEngine cannot be started at {host} over {over}: code {code}")
-        if code := self._engine.register_memory(address, nbytes):
-            raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         """The name under which others write to this process: ``host:port``."""
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Let others write to this memory; ``headroom`` is for pools.
+
+        Raises:
+            TransferUnavailable: TransferEngine refuses.
+        """
+        if code := self._engine.register_memory(address, nbytes):
+            raise TransferUnavailable(f"TransferEngine cannot register {nbytes} bytes of KV memory: code {code}")
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Let nobody write to memory that was registered."""
+        self._engine.unregister_memory(address)
 
     def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
         """Write ``nbytes`` from each source address to its target in ``session``; whether all of it has arrived.

@@ -45,12 +45,14 @@ from engine.model_runner import (
     load_tokenizer,
 )
 from engine.out_of_memory import LEAVE_ROOM_BESIDE, told_if_too_large
-from engine.registration import host_ip_towards, read_token, router_url, send_heartbeats
+from engine.registration import host_ip_towards, send_heartbeats
 from engine.scheduler import Scheduler
+from engine.serving.surroundings import Surroundings
+from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
-from kvstore_backend import BlockPool, PoolConfig, load_config, open_pool
-from kvstore_backend.config import find_checkpoint, named_protocol, named_rdma_devices
+from kvstore_backend import BlockPool, PoolConfig, open_pool
+from kvstore_backend.config import named_protocol, named_rdma_devices
 from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance"]
@@ -65,30 +67,28 @@ class Instance:
     """Everything one process serves, built from its arguments; the model is loaded here.
 
     Raises:
-        ConfigError: the arguments, the checkpoint or the pool's configuration cannot be used.
+        ConfigError: the arguments or the checkpoint cannot be used.
     """
 
-    def __init__(self, args: EngineArgs, connector: socket.socket) -> None:
+    def __init__(self, args: EngineArgs, around: Surroundings, connector: socket.socket) -> None:
         """Take over ``connector``, the bound socket where prefill instances reach this one."""
         self.args = args
         self.start_id = secrets.token_hex(8)
         """By which the router tells this process from one that had its address before."""
         self._connector = connector
         self._registered_at = -math.inf
-        self.router = router_url(args.router) if args.router else None
-        self._router_token = read_token(args.router_token_file) if args.router_token_file else ""
-        pool_config = load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None
-        folder = find_checkpoint(args.model)
-        runner, num_blocks = _load_model(args, folder)
+        self.router = around.router
+        self._router_token = around.router_token
+        runner, num_blocks = _load_model(args, around.checkpoint)
         self.metrics = EngineMetrics()
         self.tracer = open_tracer(args.trace_receiver) if args.trace_receiver else None
-        pool = _open_pool(pool_config, runner, self.metrics) if pool_config else None
+        pool = _open_pool(around.pool, runner, self.metrics) if around.pool else None
         scheduler = _make_scheduler(args, num_blocks, has_pool=pool is not None)
         with told_if_too_large(f"blocks on their way to the pool; {LEAVE_ROOM_BESIDE}", any_failure=False):
             self.core = EngineCore(runner, scheduler, self.metrics, pool=pool, save_outputs=args.enable_output_caching)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(around.checkpoint)
         self._transfer_protocols = list(args.cache_transfer_protocol)
-        memory = self._open_block_memory(runner, named_rdma_devices(pool_config))
+        memory = self._open_block_memory(runner, named_rdma_devices(around.pool))
         self.receiver = HandoverReceiver(memory)
         self.dialect = self._choose_dialect()
         host = "" if args.pd_dialect == "fastdeploy" else self._own_address()
@@ -121,13 +121,13 @@ class Instance:
         if self.args.splitwise_role == "mixed":
             return None
         try:
-            if runner.device.type != "cpu":
-                raise TransferUnavailable(f"KV memory lies on {runner.device}, where TransferEngine cannot reach it")
-            memory, nbytes = runner.kv.data_ptr(), runner.kv.numel() * runner.kv.element_size()
             protocol = choose_protocol(self.args.cache_transfer_protocol, named_protocol())
             self._transfer_protocols = list_protocols(self.args.cache_transfer_protocol, protocol)
-            transfer = Transfer(self._own_address(), protocol, memory, nbytes, rdma_devices)
-            return BlockMemory(self.core, runner, transfer)
+            transfer = Transfer(self._own_address(), protocol, rdma_devices)
+            if runner.device.type == "cpu":
+                return BlockMemory(self.core, runner, transfer, open_direct(runner, transfer))
+            max_lent = MAX_LENT_BYTES // runner.shape.nbytes
+            return BlockMemory(self.core, runner, transfer, stage_handovers(runner, transfer), max_lent)
         except (TransferUnavailable, OSError) as exc:
             log.warning("Prompts are handed over through the pool only, not directly: %s", exc)
             return None

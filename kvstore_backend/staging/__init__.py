@@ -17,7 +17,8 @@ stand_in.py  another: threads, and host memory in the place of a device's
 from kvstore_backend.staging.codec import Codec
 from kvstore_backend.staging.device import Device, Step, Stream
 from kvstore_backend.staging.memory import StagedMemory
+from kvstore_backend.staging.ring import Registry
 from kvstore_backend.staging.stand_in import StandInDevice
 from kvstore_backend.staging.tensors import KVTensors
 
-__all__ = ["Codec", "Device", "KVTensors", "StagedMemory", "StandInDevice", "Step", "Stream"]
+__all__ = ["Codec", "Device", "KVTensors", "Registry", "StagedMemory", "StandInDevice", "Step", "Stream"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from kvstore_backend.staging.device import Step
+from kvstore_backend.staging.device import Step, Stream
 from kvstore_backend.transfers import Event
 
 __all__ = ["CudaDevice"]
@@ -32,7 +33,7 @@ class CudaDevice:
         """An event that keeps the time; the caller records it."""
         return torch.cuda.Event(enable_timing=True)
 
-    def open_stream(self) -> _CudaStream:
+    def open_stream(self) -> Stream:
         return _CudaStream(self._device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -47,8 +48,13 @@ class _CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._lock = threading.Lock()  # the steps of two copies do not mingle
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
+        with self._lock:
+            return self._queue(steps, after)
+
+    def _queue(self, steps: Sequence[Step], after: Event | None) -> Event:
         if after is not None:
             self._stream.wait_event(cast(torch.cuda.Event, after))
         ended = torch.cuda.Event(blocking=True)

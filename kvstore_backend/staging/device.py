@@ -16,7 +16,7 @@ Step = Callable[[], object]
 
 
 class Stream(Protocol):
-    """Copies that run one after another, in the order they were queued, beside all else."""
+    """Copies that run one after another, in the order they were queued, beside all else. For any thread."""
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:
         """Have ``steps`` run in their order once ``after`` has come, and all that was queued here before has ended.

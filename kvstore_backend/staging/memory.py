@@ -8,11 +8,10 @@ from functools import partial
 import torch
 
 from kvstore_backend.backend import HEADROOM_BYTES
-from kvstore_backend.pool import BlockPool
 from kvstore_backend.staging.codec import Codec
 from kvstore_backend.staging.cuda import CudaDevice
 from kvstore_backend.staging.device import Device
-from kvstore_backend.staging.ring import Buffer, Ring
+from kvstore_backend.staging.ring import Buffer, Registry, Ring
 from kvstore_backend.staging.stand_in import StandInDevice
 from kvstore_backend.staging.tensors import KVTensors
 from kvstore_backend.transfers import Event, Window
@@ -24,13 +23,11 @@ _BUFFER_BYTES = 32 << 20
 
 
 class StagedMemory:
-    """Blocks on their way through two rings of buffers, one for loads and one for saves.
-
-    Loads, and saves, come one after another on one thread each, as ``Transfers`` has them.
+    """Blocks on their way through two rings of buffers, one for loads and one for saves. For any thread.
 
     Args:
         kv: the KV memory.
-        pool: told of every buffer.
+        registry: told of every buffer: the pool.
         codec: the form of blocks in the pool; not given: as in KV memory.
         device: of the KV memory; not given: CUDA for tensors there, else the stand-in.
         buffer_bytes: as many blocks as fit pass at once, but one at least and no more than there are.
@@ -39,14 +36,14 @@ class StagedMemory:
     def __init__(
         self,
         kv: KVTensors,
-        pool: BlockPool,
+        registry: Registry,
         codec: Codec | None = None,
         device: Device | None = None,
         buffer_bytes: int = _BUFFER_BYTES,
     ) -> None:
         self._device: Device = device or (CudaDevice(kv.device) if kv.device.type == "cuda" else StandInDevice())
-        self._incoming = _Lane(kv, pool, codec, self._device, buffer_bytes)
-        self._outgoing = _Lane(kv, pool, codec, self._device, buffer_bytes)
+        self._incoming = _Lane(kv, registry, codec, self._device, buffer_bytes)
+        self._outgoing = _Lane(kv, registry, codec, self._device, buffer_bytes)
 
     def record_event(self) -> Event | None:
         return self._device.record_event()
@@ -66,13 +63,15 @@ class _Lane:
     The stream runs one copy after another, so one piece of such memory serves all of them.
     """
 
-    def __init__(self, kv: KVTensors, pool: BlockPool, codec: Codec | None, device: Device, buffer_bytes: int) -> None:
+    def __init__(
+        self, kv: KVTensors, registry: Registry, codec: Codec | None, device: Device, buffer_bytes: int
+    ) -> None:
         nbytes = codec.nbytes if codec else kv.block_bytes
         self._kv = kv
         self._codec = codec
         self._stride = HEADROOM_BYTES + nbytes
         self.capacity = max(1, min(kv.num_blocks, buffer_bytes // nbytes))
-        self.ring = Ring(device, pool, self.capacity, nbytes)
+        self.ring = Ring(device, registry, self.capacity, nbytes)
         self._stream = device.open_stream()
         self._staging = device.allocate(self.capacity * self._stride)
         self._index = device.allocate(self.capacity * 8).view(torch.int64)

@@ -1,22 +1,32 @@
-"""Host buffers through which blocks pass, used one after another, and registered with the pool."""
+"""Host buffers through which blocks pass, used one after another, and registered with whoever moves their bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import deque
+from typing import Protocol
 
 import torch
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Value
-from kvstore_backend.pool import BlockPool
 from kvstore_backend.staging.device import Device
 from kvstore_backend.transfers import Event
 
-__all__ = ["Buffer", "Ring"]
+__all__ = ["Buffer", "Registry", "Ring"]
 
 # One that the pool reads or writes, and one that is copied meanwhile.
 _DEPTH = 2
+
+
+class Registry(Protocol):
+    """Whoever has to know the memory that bytes are moved from and to; a ``BlockPool`` is one."""
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Hear of memory; ``headroom``: values in it have ``HEADROOM_BYTES`` before them."""
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Forget it."""
 
 
 class Buffer:
@@ -58,14 +68,16 @@ class Ring:
 
     Args:
         device: copies to and from the buffers.
-        pool: told of each.
+        registry: told of each.
         capacity: blocks of a buffer.
         nbytes: of a block.
     """
 
-    def __init__(self, device: Device, pool: BlockPool, capacity: int, nbytes: int) -> None:
-        self._pool = pool
-        self._make = lambda: Buffer(device, capacity, nbytes)
+    def __init__(self, device: Device, registry: Registry, capacity: int, nbytes: int) -> None:
+        self._registry = registry
+        self._device = device
+        self._capacity = capacity
+        self._nbytes = nbytes
         self._lock = threading.Lock()
         self._free = deque(self._add() for _ in range(_DEPTH))
 
@@ -87,9 +99,9 @@ class Ring:
             if is_wanted:
                 self._free.append(buffer)
         if not is_wanted:
-            self._pool.unregister(*buffer.span)
+            self._registry.unregister(*buffer.span)
 
     def _add(self) -> Buffer:
-        buffer = self._make()
-        self._pool.register(*buffer.span, headroom=True)
+        buffer = Buffer(self._device, self._capacity, self._nbytes)
+        self._registry.register(*buffer.span, headroom=True)
         return buffer

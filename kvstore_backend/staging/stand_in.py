@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from kvstore_backend.staging.device import Step
+from kvstore_backend.staging.device import Step, Stream
 from kvstore_backend.transfers import Event
 
 __all__ = ["StandInDevice"]
@@ -30,7 +30,7 @@ class StandInDevice:
     def record_event(self) -> Event | None:
         return None
 
-    def open_stream(self) -> _ThreadStream:
+    def open_stream(self) -> Stream:
         return _ThreadStream(self._start_thread, self._before_step)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

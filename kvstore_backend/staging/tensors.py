@@ -89,7 +89,7 @@ class _Layout:
         self._blocks = blocks  # number and stride
         self._axes = axes  # number and stride of each, outermost first
         self._run = run  # bytes that lie together
-        self._offset = tensor.storage_offset() * tensor.element_size()
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     @property
     def nbytes(self) -> int:

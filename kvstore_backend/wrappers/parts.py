@@ -26,9 +26,9 @@ __all__ = ["Parts", "Step", "count_bytes"]
 # A second call costs the store's fixed time, a third of a millisecond in Mooncake.
 _SHARED_BYTES = 8 << 20
 _THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-# Of a batch's bytes, the part that is hashed with nothing on its way: the other is hashed in the time that this one
-# takes to move, where hashing is three times as quick.
-_SMALL_SHARE = 0.25
+# Of a batch's bytes, the part that is hashed with nothing on its way: the other is hashed while this one is moved, by
+# one thread where hashing is four times as quick.
+_SMALL_SHARE = 0.2
 # What one thread hashes at a time.
 _PIECE_BYTES = 1 << 20
 # Bytes a second, of moving alone, that make a store quick; and of all the work, below which it is slow again.
@@ -84,9 +84,9 @@ class Parts:
     def _hash_ahead(batch: _Batch, statuses: Sequence[Status], move_part: Step) -> None:
         """Send a small part while the one behind it is hashed, and that one unless the pool has died."""
         first, rest = batch.cut(_SMALL_SHARE)
-        batch.hash_now(first)
         hashing = batch.begin_hashing(rest)
         try:
+            batch.hash_part(first)
             move_part(first)
         finally:
             hashing.finish()
@@ -103,15 +103,16 @@ class Parts:
         hashing = batch.begin_hashing(first)
         try:
             move_part(rest)
+            hashing.add(rest)
         finally:
             hashing.finish()
-        batch.hash_now(rest)
 
 
 class _Batch:
     """The values of one call, and the threads that hash them.
 
     Attributes:
+        hash_part: works on a part of them.
         nbytes: of all values.
         is_shared: whether it is so large that threads share in it.
     """
@@ -119,9 +120,10 @@ class _Batch:
     def __init__(self, values: Sequence[Value], helpers: ThreadPoolExecutor, hash_part: Step) -> None:
         self._ends = list(accumulate(map(count_bytes, values)))
         self._helpers = helpers
-        self._hash_part = hash_part
+        self.hash_part = hash_part
         self.nbytes = self._ends[-1] if values else 0
         self.is_shared = _THREADS > 1 and len(values) > 1 and self.nbytes >= _SHARED_BYTES
+        self._is_unlocked = self.nbytes >= _UNLOCKED_BYTES * len(values)
 
     def cut(self, share: float) -> tuple[slice, slice]:
         """Two parts, neither empty, of which the first has about this share of the bytes."""
@@ -130,30 +132,35 @@ class _Batch:
         return slice(0, middle), slice(middle, count)
 
     def hash_now(self, part: slice) -> None:
-        """Hash the values of ``part`` on this thread and on helpers."""
-        pieces = self._cut_pieces(part)
-        _Hashing(self._hash_part, pieces, self._helpers, len(pieces) - 1).finish()
+        """Hash the values of ``part`` on this thread, and on helpers where they would not be in its way."""
+        if self._is_unlocked:
+            self.begin_hashing(part).finish()
+        else:
+            self.hash_part(part)
 
     def begin_hashing(self, part: slice) -> _Hashing:
         """Have helpers begin with the values of ``part``."""
-        pieces = self._cut_pieces(part)
-        return _Hashing(self._hash_part, pieces, self._helpers, len(pieces))
+        return _Hashing(self, self._helpers, part)
 
-    def _cut_pieces(self, part: slice) -> list[slice]:
+    def cut_pieces(self, part: slice) -> list[slice]:
         """Pieces of about ``_PIECE_BYTES``; all in one where threads would be in each other's way."""
-        count = part.stop - part.start
-        nbytes = self._ends[part.stop - 1] - (self._ends[part.start - 1] if part.start else 0)
-        step = max(1, count * _PIECE_BYTES // nbytes) if nbytes >= _UNLOCKED_BYTES * count else count
+        step = part.stop - part.start
+        if self._is_unlocked:
+            step = max(1, len(self._ends) * _PIECE_BYTES // self.nbytes)
         return [slice(start, min(start + step, part.stop)) for start in range(part.start, part.stop, step)]
 
 
 class _Hashing:
-    """Pieces of a batch that helpers hash, until this thread finishes the work with them."""
+    """Parts of a batch that helpers hash, until this thread finishes the work with them."""
 
-    def __init__(self, hash_part: Step, pieces: Sequence[slice], helpers: ThreadPoolExecutor, most: int) -> None:
-        self._hash_part = hash_part
-        self._left = deque(pieces)
-        self._helping = [helpers.submit(self._work_on) for _ in range(min(_THREADS - 1, most))]
+    def __init__(self, batch: _Batch, helpers: ThreadPoolExecutor, part: slice) -> None:
+        self._batch = batch
+        self._left = deque(batch.cut_pieces(part))
+        self._helping = [helpers.submit(self._work_on) for _ in range(min(_THREADS - 1, len(self._left)))]
+
+    def add(self, part: slice) -> None:
+        """Hash the values of ``part``, too."""
+        self._left.extend(self._batch.cut_pieces(part))
 
     def finish(self) -> None:
         """Hash what is left, and wait for the helpers.
@@ -175,7 +182,7 @@ class _Hashing:
                 piece = self._left.popleft()
             except IndexError:
                 return
-            self._hash_part(piece)
+            self._batch.hash_part(piece)
 
 
 def count_bytes(value: Value) -> int:

@@ -17,6 +17,7 @@ import pytest
 from engine.args import parse_args
 from engine.serving.instance import Instance
 from engine.serving.server import InstanceServer
+from engine.serving.surroundings import find_surroundings
 from tests.end_to_end.cluster import Router, router
 from tests.support.waiting import wait_until
 
@@ -34,7 +35,8 @@ def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> I
     argv += ["--splitwise-role", role, "--pd-dialect", dialect, "--device", "cpu", "--max-model-len", "500"]
     argv += ["--block-size", "16", "--num-gpu-blocks-override", "128"]
     argv += ["--router", f"127.0.0.1:{at.port}"] if at else []
-    server = InstanceServer(Instance(parse_args(argv, {}), connector))
+    args = parse_args(argv, {})
+    server = InstanceServer(Instance(args, find_surroundings(args), connector))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

@@ -46,6 +46,7 @@ class DeviceWatch:
     def __init__(self) -> None:
         self.times_let_through = 0
         self._is_watching = True
+        self._allows_lists = False
 
     def letting_through(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` as it is, counted, and not watched: the one place where a step may wait."""
@@ -61,8 +62,14 @@ class DeviceWatch:
         return call
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch all tensor operations of this thread."""
+    def watching(self, *, allows_lists: bool = False) -> Iterator[None]:
+        """Watch all tensor operations of this thread.
+
+        Args:
+            allows_lists: tensors of the host may be made of lists; the device is another than the host's, which shows
+                whether they are used as they are.
+        """
+        self._allows_lists = allows_lists
         with _Calls(self.check_call), _Operations(self.check_operation):
             yield
 
@@ -80,9 +87,9 @@ class DeviceWatch:
             raise HostWaits(f"{name} in a step")
         if name == "where" and len(tensors) == 1:
             raise HostWaits("the places where a condition holds, in a step")
-        if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tree_leaves(args[1])):
+        if name in ("index", "index_put_") and any(tensor.dtype == torch.bool for tensor in tensors[1:]):
             raise HostWaits("a boolean index in a step")
-        if name == "lift_fresh" and any(tensor.dim() for tensor in tensors):
+        if name == "lift_fresh" and not self._allows_lists and any(tensor.dim() for tensor in tensors):
             raise HostWaits("a tensor made of a list of numbers in a step")
         if name not in _COPIES and len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1:
             raise HostWaits(f"{name} of tensors on two devices in a step")
@@ -100,7 +107,7 @@ class _Calls(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     def __init__(self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import socket
 import threading
@@ -15,6 +16,7 @@ from engine.disaggregation import BlockMemory, HandoverReceiver, Transfer
 from engine.generation import Generation, Generations, Piece
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
+from engine.staging import open_direct, stage_handovers
 from tests.engine.event_loop import eventually
 from tests.engine.running import Engine
 
@@ -28,11 +30,12 @@ class TroubledTransfer(Transfer):
     """A real one, that can be made to fail, to spoil a byte, or to hang."""
 
     def __init__(self, engine: Engine) -> None:
-        kv = engine.runner.kv
-        super().__init__(HOST, "tcp", kv.data_ptr(), kv.numel() * kv.element_size())
+        super().__init__(HOST, "tcp")
+        self.direct = open_direct(engine.runner, self)
+        self.staged = stage_handovers(engine.runner, self, buffer_bytes=2 * engine.runner.shape.nbytes)
         self.fails = False
-        self.spoils: Engine | None = None
-        """Whose memory gets a wrong byte after each write."""
+        self.spoils = False
+        """Whether the memory written to gets a wrong byte after each write."""
         self.hanging = threading.Event()
         """Set when a write hangs."""
         self._go = threading.Event()
@@ -54,20 +57,22 @@ class TroubledTransfer(Transfer):
             return False
         written = super().write(session, sources, targets, nbytes)
         if self.spoils:
-            memory = self.spoils.runner.kv.view(-1)
-            memory[(targets[0] - memory.data_ptr()) // memory.element_size()] += 1
+            ctypes.c_ubyte.from_address(targets[0]).value ^= 1
         return written
 
 
 class Side:
     """One instance: its engine, and what others reach it by."""
 
-    def __init__(self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0) -> None:
+    def __init__(
+        self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0, *, staged: bool = False
+    ) -> None:
         self.engine = engine
         self.transfer = transfer_of(engine)
-        self.transfer.fails, self.transfer.spoils = False, None
+        self.transfer.fails = self.transfer.spoils = False
         self.transfer.hanging.clear()
-        self.memory = BlockMemory(engine.core, engine.runner, self.transfer)
+        memory = self.transfer.staged if staged else self.transfer.direct
+        self.memory = BlockMemory(engine.core, engine.runner, self.transfer, memory)
         self.receiver = HandoverReceiver(self.memory, 30.0, expiry_seconds)
         self.generations = Generations(engine.core, tokenizer, role, engine.block_size, self.receiver, self.memory)
         self._before = {way: self._handed_over(way) for way in ("direct", "pool", "computed")}
@@ -158,13 +163,20 @@ def forget_prefixes(engine: Engine) -> None:
 
 @contextlib.asynccontextmanager
 async def pair_of(
-    folder: Path, tokenizer: Any, *, expiry_seconds: float = 10.0, num_blocks: int = 64, **options: Any
+    folder: Path,
+    tokenizer: Any,
+    *,
+    expiry_seconds: float = 10.0,
+    num_blocks: int = 64,
+    staged: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Pair]:
     """A pair that answers; at the end all of its blocks must come back.
 
     Args:
         expiry_seconds: how long decode keeps blocks for a request that does not come.
         num_blocks: decode's; prefill has the usual number.
+        staged: blocks pass through buffers on both sides, as beside a GPU.
         options: of both engines.
     """
     own = options or num_blocks != 64
@@ -176,7 +188,8 @@ async def pair_of(
                 started.enter_context(Engine(folder, num_blocks=num_blocks, **options)),
             )
         p, d = engines
-        pair = Pair(Side(p, "prefill", tokenizer), Side(d, "decode", tokenizer, expiry_seconds))
+        decode = Side(d, "decode", tokenizer, expiry_seconds, staged=staged)
+        pair = Pair(Side(p, "prefill", tokenizer, staged=staged), decode)
         await pair.decode.receiver.start_listening(socket.create_server((HOST, 0)))
         try:
             yield pair

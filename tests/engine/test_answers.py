@@ -154,7 +154,7 @@ def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> N
 @pytest.fixture(params=["direct", "staged"])
 def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time."""
-    monkeypatch.setattr("engine.pool_connector.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
+    monkeypatch.setattr("engine.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
     staged = functools.partial(PoolConnector, staged=request.param == "staged")
     monkeypatch.setattr("engine.core.PoolConnector", staged)
     return str(request.param)

@@ -587,17 +587,19 @@ class TestStarting:
     def test_a_bad_router_is_told(self, capsys: pytest.CaptureFixture[str], word_model: Path) -> None:
         assert "--router 'nowhere'" in self.sentence(capsys, "--model", str(word_model), "--router", "nowhere")
 
-    @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--pord", 2)])
+    @pytest.mark.parametrize(
+        ("flag", "status"), [("--help", 0), ("--pord=1", 2), ("--model=/no/such/folder", 2)], ids=str
+    )
     def test_what_only_the_command_line_needs_does_not_wait_for_torch(self, flag: str, status: int) -> None:
         lines = (
             "import sys, engine.api_server as program",
-            "try: status = program.main([sys.argv[1]])",
+            "program.logs.set_up = lambda *_: None",
+            "try: status = program.main(sys.argv[1:])",
             "except SystemExit as ended: status = ended.code",
             "print(status, sorted({'torch', 'transformers', 'uvicorn'} & sys.modules.keys()))",
         )
-        ended = subprocess.run(
-            [sys.executable, "-c", "\n".join(lines), flag], capture_output=True, text=True, timeout=60, check=True
-        )
+        argv = [sys.executable, "-c", "\n".join(lines), flag, "--host=127.0.0.1", f"--port={free_port()}"]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
         assert ended.stdout.endswith(f"{status} []\n")
 
     def test_the_process_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:

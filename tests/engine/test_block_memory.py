@@ -20,9 +20,9 @@ async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_giv
         reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer),
         cancel_reservation=lambda reservation, clear: given_back.append(reservation),
     )
-    runner: Any = SimpleNamespace(vocab_size=1)
+    runner: Any = SimpleNamespace(vocab_size=1, shape=SimpleNamespace(block_size=1))
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=1)
-    memory = BlockMemory(core, runner, transfer=None)  # type: ignore[arg-type]
+    memory = BlockMemory(core, runner, transfer=None, memory=None)  # type: ignore[arg-type]
     asking = asyncio.create_task(memory.reserve_blocks(prompt))
     await asyncio.sleep(0)
 

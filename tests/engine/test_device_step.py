@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 import engine.sampler
 from engine import device_copies
 from engine.attention import paged
 from engine.model_runner import ModelRunner, load_model_config
 from engine.request import Request, SamplingParams, Sequence
+from engine.retrieval_config import Regime, RetrievalConfig
 from engine.sampler import Choice
 from engine.scheduler import Chunk
 from tests.engine.checkpoints import ARCHITECTURES, config_of, write_checkpoint
@@ -42,6 +45,13 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     form = paged.form_for(torch.device("cuda"))
     assert form != paged.form_for(torch.device("cpu"))
     monkeypatch.setattr(paged, "form_for", lambda device: form)
+    monkeypatch.setattr(paged, "causal_lower_right", make_bias)
+
+
+def make_bias(num_tokens: int, context: int) -> torch.Tensor:
+    """torch's own, which cannot be made under a watch."""
+    with _disable_current_modes():
+        return causal_lower_right(num_tokens, context)
 
 
 @pytest.fixture
@@ -123,7 +133,7 @@ def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
         as_on_gpu = take_steps(runner)
     assert device_watch.times_let_through == 5
     assert list_tokens(as_on_gpu) == list_tokens(on_cpu)
-    assert len(list_logprobs(on_cpu)) > 10
+    assert len(list_logprobs(on_cpu)) == 10
     assert list_logprobs(as_on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-4)
 
 
@@ -137,6 +147,31 @@ def test_every_tensor_of_a_step_is_on_its_device(
     monkeypatch.setattr(engine.sampler, "fetch_numbers", fetched)
     with device_watch.watching():
         assert set(list_tokens(take_steps(runner))) == {1}
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_step_of_sparse_attention_does_not_wait_either(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch
+) -> None:
+    runner = build_runner(tiny_checkpoint, "meta")
+    sizes = RetrievalConfig(BLOCK, init_tokens=16, local_tokens=40, topk_percent=0.3, dense_boundary=0, dense_layers=1)
+    runner.enable_retrieval(sizes, 4, 320)
+    assert runner.retrieval
+    sequences = [Sequence(Request(str(i), (i,) * (150 + i), SamplingParams(9, temperature=0.0)), BLOCK) for i in (1, 2)]
+    monkeypatch.setattr(
+        engine.sampler, "fetch_numbers", device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+    )
+    with device_watch.watching(allows_lists=True):
+        for step in range(2):
+            for sequence in sequences:
+                sequence.regime = Regime.SPARSE
+                sequence.block_table = list(range(11))
+                sequence.token_ids.append(1)
+                sequence.num_computed = sequence.num_prompt_tokens + step
+                runner.retrieval.index_blocks(sequence)
+            assert len(runner.run([Chunk(sequence, 1) for sequence in sequences])) == 2
+    assert all(sequence.blocks_read for sequence in sequences)
+    assert device_watch.times_let_through == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from engine.disaggregation import Prompt
+from engine.disaggregation.landing import digest_values
 from engine.protocol import DisaggregateInfo
 from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
+from kvstore_backend import Span
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import HOST, PROMPT, Pair, all_of, pair_of, tokens_of
@@ -66,9 +68,11 @@ async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[Scrip
 
 def digests_of_what_is_there(pair: Pair, reserved: dict[str, Any]) -> list[str]:
     """They verify, although nothing was written."""
-    kv = pair.decode.engine.runner.kv
-    blocks = [(address - kv.data_ptr()) // kv[0].nbytes for address in reserved["addresses"]]
-    return pair.decode.memory.digest_blocks(blocks)
+    nbytes = pair.decode.engine.runner.shape.nbytes
+    return digest_values([(Span(address, nbytes),) for address in reserved["addresses"]])
+
+
+WAYS = pytest.mark.parametrize("staged", [False, True], ids=["in KV memory", "staged"])
 
 
 # --- when all is well -------------------------------------------------------------------------------------------
@@ -97,11 +101,12 @@ async def test_decode_answers_without_computing_the_prompt(
         )
 
 
+@WAYS
 @in_event_loop
 async def test_prompts_of_all_lengths_around_block_and_chunk_borders(
-    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, staged: bool
 ) -> None:
-    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
         lengths = [1, 2, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 64, 72]
         prompts = [[length, *range(2, length + 1)] for length in lengths]  # none begins as another does
         answers = await asyncio.gather(*(pair.answer(prompt, 5, name=str(len(prompt))) for prompt in prompts))
@@ -110,11 +115,12 @@ async def test_prompts_of_all_lengths_around_block_and_chunk_borders(
         assert ways == {"direct": len(lengths), "pool": 0, "computed": 0}
 
 
+@WAYS
 @in_event_loop
 async def test_only_blocks_that_decode_lacks_are_written(
-    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], staged: bool
 ) -> None:
-    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
         for _ in range(2):
             assert tokens_of(await pair.answer()) == expected
         # The second time all but the last, partly filled block are in decode's prefix cache.
@@ -152,11 +158,12 @@ async def test_the_answers_usage_tells_what_prefill_found_cached(tiny_checkpoint
             assert decode.usage()["prompt_tokens_details"]["own_cached_tokens"] == own
 
 
+@WAYS
 @in_event_loop
 async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
-    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, staged: bool
 ) -> None:
-    async with pair_of(tiny_checkpoint, word_tokenizer, num_blocks=12, max_num_seqs=2) as pair:
+    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged, num_blocks=12, max_num_seqs=2) as pair:
         prompts = [[i, *PROMPT[:30]] for i in range(1, 13)]
         answers = await asyncio.gather(*(pair.answer(prompt, 20, name=str(prompt[0])) for prompt in prompts))
         assert [tokens_of(answer) for answer in answers] == [mixed.answer(prompt, 20).wait() for prompt in prompts]
@@ -166,6 +173,7 @@ async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
 # --- when something is amiss ------------------------------------------------------------------------------------
 
 
+@WAYS
 @pytest.mark.parametrize("trouble", ["fails", "spoils"])
 @pytest.mark.parametrize("way", ["pool", "computed"])
 @in_event_loop
@@ -176,14 +184,15 @@ async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
     trouble: str,
     way: str,
     monkeypatch: pytest.MonkeyPatch,
+    staged: bool,
 ) -> None:
     monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", 0.2)
     options: dict[str, Any] = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
-    async with pair_of(tiny_checkpoint, word_tokenizer, **options) as pair:
+    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged, **options) as pair:
         if trouble == "fails":
             pair.prefill.transfer.fails = True
         else:
-            pair.prefill.transfer.spoils = pair.decode.engine
+            pair.prefill.transfer.spoils = True
         assert tokens_of(await pair.answer()) == expected
         assert pair.decode.handed_over(way) == 1
         assert pair.decode.handed_over("direct") == 0
@@ -211,12 +220,13 @@ async def test_a_closed_connector_port_leaves_prefill_its_blocks(
         assert tokens_of(await all_of(pair.prefill.generations.begin(request, info))) == expected[:1]
 
 
+@WAYS
 @pytest.mark.parametrize("leaving", ["abort", "client"])
 @in_event_loop
 async def test_when_decodes_request_ends_prefill_stops_writing_and_both_are_free(
-    tiny_checkpoint: Path, word_tokenizer: Any, leaving: str
+    tiny_checkpoint: Path, word_tokenizer: Any, leaving: str, staged: bool
 ) -> None:
-    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+    async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
         pair.prefill.transfer.hang()
         prefill, decode = (asyncio.create_task(all_of(leg)) for leg in pair.start())
         await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")

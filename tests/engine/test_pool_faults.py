@@ -5,14 +5,17 @@ The right answers are those of an instance without a pool, which ``test_answers.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from engine.pool_connector import PoolConnector
 from engine.request import State
 from kvstore_backend import PoolUnavailable, StorageBackend
+from kvstore_backend.staging import StagedMemory
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.engine.checkpoints import VOCAB_SIZE
@@ -59,6 +62,13 @@ def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int
     assert [answering.times_saved for answering in answerings] == [1] * len(answerings)
 
 
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks pass through buffers of a few, as on a GPU."""
+    monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=True))
+    monkeypatch.setattr("engine.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
+
+
 @pytest.mark.parametrize("num_blocks", [64, 9], ids=["roomy", "tight"])
 @pytest.mark.parametrize("fault", Fault)
 def test_every_request_gets_its_answer_whatever_the_pool_does(
@@ -67,6 +77,32 @@ def test_every_request_gets_its_answer_whatever_the_pool_does(
     store.fault = fault
     with Engine(tiny_checkpoint, store=store, num_blocks=num_blocks, save_outputs=True) as engine:
         ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
+
+
+@pytest.mark.usefixtures("staged")
+@pytest.mark.parametrize("fault", Fault)
+def test_so_it_does_where_blocks_are_staged(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault
+) -> None:
+    store.fault = fault
+    with Engine(tiny_checkpoint, store=store, save_outputs=True) as engine:
+        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
+
+
+@pytest.mark.usefixtures("staged")
+def test_a_staged_read_that_was_given_up_keeps_no_block_and_harms_nobody(
+    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
+) -> None:
+    deadlines = Deadlines(lookup_seconds=10, transfer_seconds=0.2)
+    with Engine(tiny_checkpoint, store=GuardedBackend(lambda: store, deadlines), num_blocks=20) as engine:
+        store.hang_loads()
+        answering = engine.answer(LONG, MAX_TOKENS)
+        assert answering.wait() == answers[len(LONG)]
+        assert store.hanging.is_set()
+        engine.wait_until_idle()
+        store.go_on()
+        for prompt in PROMPTS:
+            assert engine.answer(prompt, MAX_TOKENS).wait() == answers[len(prompt)]
 
 
 def test_only_blocks_that_arrived_count_as_cached(

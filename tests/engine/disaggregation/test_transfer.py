@@ -82,5 +82,5 @@ def test_the_devices_that_are_named_reach_the_transfer_engine(
             return 1
 
     monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=TransferEngine))
-    Transfer("127.0.0.1", protocol, 0, 1, "mlx5_0,mlx5_1")
+    Transfer("127.0.0.1", protocol, "mlx5_0,mlx5_1")
     assert started == [("127.0.0.1", "P2PHANDSHAKE", protocol, told)]

@@ -11,14 +11,15 @@ from engine.args import parse_args
 from engine.disaggregation import TransferUnavailable
 from engine.serving import instance as instance_module
 from engine.serving.instance import Instance
+from engine.serving.surroundings import find_surroundings
 from kvstore_backend.config import rdma
 
 
 def instance_of(model: Path, *flags: str) -> Instance:
     """Built in this process, and not started."""
-    args = ("--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags)
+    args = parse_args(["--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags])
     with socket.socket() as connector:
-        return Instance(parse_args(args), connector)
+        return Instance(args, find_surroundings(args), connector)
 
 
 @pytest.mark.parametrize(("block_size", "times"), [("64", 1), ("128", 0)])

@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from engine.args import parse_args
 from engine.serving.endpoints import create_app
 from engine.serving.instance import Instance
+from engine.serving.surroundings import find_surroundings
 from tests.support.ports import free_ports
 
 
@@ -23,6 +24,6 @@ def client(few_words: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     args = parse_args([*flags, "--max-model-len", "512", "--kvcache-storage-backend", pool])
     with socket.socket() as connector:
         connector.bind(("127.0.0.1", 0))
-        instance = Instance(args, connector)
+        instance = Instance(args, find_surroundings(args), connector)
         with TestClient(create_app(instance)) as found:
             yield found

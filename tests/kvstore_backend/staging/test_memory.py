@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from kvstore_backend import BlockPool, Span
-from kvstore_backend.backend import HEADROOM_BYTES
+from kvstore_backend.backend import HEADROOM_BYTES, Status, Value
 from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.transfers import Outcome, Transfers, Window
 from tests.faults.blocks import NAMESPACE, conversation
+from tests.support.waiting import wait_until
 
 SHAPE = (6, 2, 4, 8)
 DEVICES = [
@@ -137,7 +138,11 @@ class TestBuffers:
 
     def test_one_is_used_again_when_its_copy_has_ended(self) -> None:
         held = threading.Event()
-        device = StandInDevice(before_step=lambda: held.wait() and None)
+
+        def wait() -> None:
+            held.wait()
+
+        device = StandInDevice(before_step=wait)
         kv = KVTensors(make_layers("cpu"), 6)
         memory = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=device, buffer_bytes=kv.block_bytes)
         for block in (0, 1):
@@ -152,6 +157,86 @@ class TestBuffers:
         held.set()
         opening.join(30)
         assert opened
+
+
+class Gate:
+    """Lets calls through, or holds them up, and counts those that came."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.num_came = 0
+
+    def pass_through(self) -> None:
+        self.num_came += 1
+        assert self.is_open.wait(60)
+
+
+class GatedStore(Registered):
+    """Holds puts and gets up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self.gate.pass_through()
+        return super()._put(keys, values)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        self.gate.pass_through()
+        return super()._get(keys, targets)
+
+
+class TestOverlap:
+    """The pool and the device work at the same time, each on a buffer."""
+
+    @pytest.fixture
+    def copies(self) -> Gate:
+        return Gate()
+
+    @pytest.fixture
+    def store(self) -> GatedStore:
+        return GatedStore()
+
+    @pytest.fixture
+    def transfers(self, store: GatedStore, copies: Gate) -> Iterator[Transfers]:
+        kv, pool = KVTensors(make_layers("cpu"), 6), BlockPool(store, NAMESPACE)
+        device = StandInDevice(before_step=copies.pass_through)
+        memory = StagedMemory(kv, pool, device=device, buffer_bytes=2 * kv.block_bytes)
+        opened = Transfers(pool, memory, lambda event: event())
+        yield opened
+        copies.is_open.set()
+        store.gate.is_open.set()
+        opened.close()
+
+    def test_the_next_blocks_are_read_while_those_before_them_are_copied(
+        self, transfers: Transfers, store: GatedStore, copies: Gate
+    ) -> None:
+        copies.is_open.set()
+        store.gate.is_open.set()
+        outcomes: list[Outcome] = []
+        transfers.save(HASHES, range(6), outcomes.append, lambda: None)
+        wait_until(lambda: outcomes, "the save")
+        copies.is_open.clear()
+        store.gate.num_came = 0
+        transfers.load(HASHES, range(6), outcomes.append, lambda: None)
+        wait_until(lambda: store.gate.num_came == 2, "the second read")
+        assert len(outcomes) == 1
+        copies.is_open.set()
+        wait_until(lambda: outcomes[1:], "the load")
+        assert (outcomes[1].count, store.gate.num_came) == (6, 3)
+
+    def test_the_next_blocks_are_copied_while_those_before_them_are_written(
+        self, transfers: Transfers, store: GatedStore, copies: Gate
+    ) -> None:
+        copies.is_open.set()
+        outcomes: list[Outcome] = []
+        transfers.save(HASHES, range(6), outcomes.append, lambda: None)
+        wait_until(lambda: copies.num_came == 2 * 3, "all steps of the second copy")
+        assert store.gate.num_came == 1
+        store.gate.is_open.set()
+        wait_until(lambda: outcomes, "the save")
+        assert outcomes[0].count == 6
 
 
 def test_blocks_come_back_by_way_of_the_pool() -> None:

@@ -23,9 +23,9 @@ class MissPanel:
         self._request_id = ""
         with ui.element("section").classes("card hidden") as self._card:
             with ui.element("div").classes("card-head"):
-                put_text("h2", "Why did no more of it come from a cache?")
+                put_text("h2", "Why did no more of its prompt come from a cache?")
                 put_button("Ask the instances", self._ask)
-            self._told = put_html("").props('role="status"')
+            self._told = put_html("").classes("stack").props('role="status"')
 
     def offer(self, request_id: str) -> None:
         """Offer the question about this request; ``""``: about none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock, Mark
+from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 
 
 class Device:
@@ -29,8 +29,7 @@ class Event:
     def query(self) -> bool:
         return self._device.ended >= self.at
 
-    def elapsed_time(self, end_event: Mark) -> float:
-        assert isinstance(end_event, Event)
+    def elapsed_time(self, end_event: Event) -> float:
         return 1000.0 * (end_event.at - self.at)
 
 

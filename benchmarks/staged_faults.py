@@ -1,0 +1,173 @@
+"""The engine's answers when blocks pass through staging and the pool breaks: 100 prompts a fault, all equal?
+
+    python benchmarks/staged_faults.py                     # every fault
+    python benchmarks/staged_faults.py --fault late torn   # some of them
+
+A small checkpoint on CPU, in float32; KV memory stands for a device's (the stand-in of ``kvstore_backend.staging``),
+buffers hold three blocks. The right answers are those of an instance without a pool. One instance has filled a real
+Mooncake pool, whose memory other processes hold; another, with an empty cache of its own, is asked all prompts, eight
+at a time, while the fault comes and goes. Faults of processes are real; ``evicted`` removes blocks between look-up and
+read, ``late`` has one call in five last longer than its deadline with garbage in its targets, ``torn`` has a read end
+half-way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.pool_connector import PoolConnector
+from kvstore_backend.backend import Status, StorageBackend, Value
+from kvstore_backend.config import PoolConfig
+from kvstore_backend.pool import open_store
+from kvstore_backend.staging import StagedMemory
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.wrapper import Wrapper
+from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
+from tests.engine.running import Answering, Engine
+from tests.faults.client import Owner
+from tests.support.mooncake import MooncakeMaster, mooncake_master
+
+PROMPTS, MAX_TOKENS, AT_ONCE = 100, 12, 8
+DEADLINES = Deadlines(lookup_seconds=2.0, transfer_seconds=0.5)
+
+
+class Broken(Wrapper):
+    """A store whose transfers go wrong at random, while ``fault`` says how."""
+
+    def __init__(self, store: StorageBackend, fault: str) -> None:
+        super().__init__(store)
+        self.fault = fault
+        self._random = random.Random(fault)
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self._linger()
+        return super()._put(keys, values)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        if self.fault == "evicted":
+            self._remove([key for key in keys if self._random.random() < 0.2], force=True)
+        if self.fault in ("late", "torn"):
+            _fill_with_garbage(targets)
+        if self.fault == "torn" and self._random.random() < 0.3:
+            half = len(keys) // 2
+            return super()._get(keys[:half], targets[:half]) + [Status.FAILED] * (len(keys) - half)
+        self._linger()
+        return super()._get(keys, targets)
+
+    def _linger(self) -> None:
+        if self.fault == "late" and self._random.random() < 0.2:
+            time.sleep(DEADLINES.transfer_seconds + self._random.uniform(0.05, 0.5))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Answers by way of staging, while the pool breaks.")
+    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=list(FAULTS), help="which (default all)")
+    args = parser.parse_args(argv)
+    num_bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), Path(folder) / "model")
+        prompts = make_prompts()
+        with Engine(checkpoint) as engine:
+            block_bytes = engine.runner.shape.nbytes
+            right = [engine.begin(prompt, MAX_TOKENS).wait() for prompt in prompts]
+        print(f"{'fault':<14}  prompts  wrong  failed  hit tokens  calls given up  seconds")
+        for fault in args.fault:
+            begun = time.monotonic()
+            with staging(3 * block_bytes):
+                asked, hits, late = try_fault(fault, checkpoint, prompts, Path(folder) / "master.log")
+            wrong = sum(each.wait() != tokens for each, tokens in zip(asked, right, strict=True))
+            failed = sum(each.finish_reason not in ("length", "stop") for each in asked)
+            seconds = time.monotonic() - begun
+            print(f"{fault:<14}{len(asked):>9}{wrong:>7}{failed:>8}{hits:>12.0f}{late:>16}{seconds:>9.1f}", flush=True)
+            num_bad += wrong + failed
+    return 1 if num_bad else 0
+
+
+def make_prompts() -> list[list[int]]:
+    """Ten beginnings of four blocks, with ten endings each of up to six."""
+    chance = random.Random(0)
+    beginnings = [chance.choices(range(VOCAB_SIZE), k=64) for _ in range(10)]
+    return [[*beginnings[i % 10], *chance.choices(range(VOCAB_SIZE), k=chance.randint(1, 100))] for i in range(PROMPTS)]
+
+
+def try_fault(fault: str, checkpoint: Path, prompts: list[list[int]], log: Path) -> tuple[list[Answering], float, int]:
+    """All requests, tokens of prompts that came from the pool, and how many calls were given up."""
+    with (
+        mooncake_master(log, "--default_kv_lease_ttl=200") as master,
+        Owner(master.config()) as owner,
+        Owner(master.config()),
+    ):
+        config = master.config(global_segment_size=0)
+        with Engine(checkpoint, store=open_broken(config, "")) as writer:
+            for prompt in prompts:
+                writer.answer(prompt, 1)
+        store = open_broken(config, fault)
+        with Engine(checkpoint, store=store) as reader:
+            asked: list[Answering] = []
+            actions = FAULTS[fault](master, owner)
+            for batch, begin in enumerate(range(0, len(prompts), AT_ONCE)):
+                actions.get(batch, lambda: None)()
+                asked += [reader.begin(prompt, MAX_TOKENS) for prompt in prompts[begin : begin + AT_ONCE]]
+                for each in asked[-AT_ONCE:]:
+                    each.wait()
+            reader.wait_until_idle()
+            return asked, reader.metric("kvstore_pool_cached_tokens_total"), store.late_calls
+
+
+def open_broken(config: PoolConfig, fault: str) -> GuardedBackend:
+    """The pool, with a fault below its checks."""
+    guarded = GuardedBackend(lambda: CheckedBackend(Broken(open_store(config), fault)), DEADLINES)
+    assert guarded.wait_ready(60)
+    return guarded
+
+
+@contextlib.contextmanager
+def staging(buffer_bytes: int) -> Iterator[None]:
+    """Engines stage all blocks, by way of buffers of this size."""
+    connector = functools.partial(PoolConnector, staged=True)
+    memory = functools.partial(StagedMemory, buffer_bytes=buffer_bytes)
+    with mock.patch("engine.core.PoolConnector", connector), mock.patch("engine.staging.StagedMemory", memory):
+        yield
+
+
+def _fill_with_garbage(targets: Sequence[Value]) -> None:
+    for target in targets:
+        for address, nbytes in target:
+            ctypes.memset(address, 0xFF, nbytes)
+
+
+FAULTS: dict[str, Callable[[MooncakeMaster, Owner], dict[int, Callable[[], None]]]] = {
+    "nothing": lambda master, owner: {},
+    "owner killed": lambda master, owner: {4: owner.kill},
+    "owner hung": lambda master, owner: {
+        4: lambda: owner.signal(signal.SIGSTOP),
+        9: lambda: owner.signal(signal.SIGCONT),
+    },
+    "master killed": lambda master, owner: {4: master.kill},
+    "master hung": lambda master, owner: {
+        4: lambda: master.process.signal(signal.SIGSTOP),
+        9: lambda: master.process.signal(signal.SIGCONT),
+    },
+    "evicted": lambda master, owner: {},
+    "late": lambda master, owner: {},
+    "torn": lambda master, owner: {},
+}
+"""What happens before which eight prompts."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What an instance's arguments name outside of its process, looked up before torch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.args import EngineArgs
+from engine.registration import read_token, router_url
+from kvstore_backend import ConfigError, PoolConfig, load_config
+from kvstore_backend.config import find_checkpoint
+
+__all__ = ["Surroundings", "find_surroundings"]
+
+
+class Surroundings(NamedTuple):
+    """The router, the pool and the checkpoint."""
+
+    router: str | None
+    """Its URL."""
+    router_token: str
+    pool: PoolConfig | None
+    checkpoint: str
+    """Its folder."""
+
+
+def find_surroundings(args: EngineArgs) -> Surroundings:
+    """All of it; takes no time, so that a mistake is told at once.
+
+    Raises:
+        ConfigError: something is not there, or cannot be used, in one sentence.
+    """
+    return Surroundings(
+        router_url(args.router) if args.router else None,
+        read_token(args.router_token_file) if args.router_token_file else "",
+        load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None,
+        _find_folder(args.model),
+    )
+
+
+def _find_folder(model: str) -> str:
+    folder = find_checkpoint(model)
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"--model {folder!r}: there is no such folder; give a local checkpoint folder with a config.json"
+        )
+    return folder

@@ -1,0 +1,50 @@
+"""The engine's KV memory as the pool and hand-overs reach it: itself, or by way of host buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.background import yield_to_compute
+from engine.kv_codec import choose_codec
+from engine.model_runner import ModelRunner
+from kvstore_backend import BlockPool
+from kvstore_backend.staging import KVTensors, Registry, StagedMemory, StandInDevice
+from kvstore_backend.transfers import DirectMemory
+
+__all__ = ["MAX_LENT_BYTES", "open_direct", "open_staged", "stage_handovers"]
+
+MAX_LENT_BYTES = 2 << 30
+"""Host memory that hand-overs to this instance may keep at once; those beyond go by the pool."""
+
+# A hand-over keeps its buffers until all of its blocks are there: smaller ones leave less unused.
+_HANDOVER_BUFFER_BYTES = 8 << 20
+
+
+def open_direct(runner: ModelRunner, registry: Registry) -> DirectMemory:
+    """The KV memory itself, which is the host's."""
+    kv = runner.kv
+    registry.register(kv.data_ptr(), kv.numel() * kv.element_size())
+
+    def clear(blocks: Sequence[int]) -> None:
+        kv[list(blocks)] = 0
+
+    return DirectMemory(lambda blocks: [(runner.span(block),) for block in blocks], clear)
+
+
+def open_staged(runner: ModelRunner, pool: BlockPool) -> StagedMemory:
+    """The KV memory by way of buffers, with blocks in the form that the pool's namespace names."""
+    codec = choose_codec(pool.namespace, runner.kv)
+    return StagedMemory(KVTensors([runner.kv], len(runner.kv)), pool, codec, _stand_in(runner))
+
+
+def stage_handovers(
+    runner: ModelRunner, registry: Registry, buffer_bytes: int = _HANDOVER_BUFFER_BYTES
+) -> StagedMemory:
+    """The KV memory by way of buffers of another size, for hand-overs."""
+    kv = KVTensors([runner.kv], len(runner.kv))
+    return StagedMemory(kv, registry, device=_stand_in(runner), buffer_bytes=buffer_bytes)
+
+
+def _stand_in(runner: ModelRunner) -> StandInDevice | None:
+    """What copies to and from host memory; beside a running step, it waits for a core."""
+    return StandInDevice(yield_to_compute) if runner.device.type == "cpu" else None

@@ -1,0 +1,82 @@
+"""The calls of CUDA that a copy makes, in their order, on a machine without CUDA; what they do shows ``test_memory.py``
+where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvstore_backend.staging.cuda import CudaDevice
+
+CALLS: list[str] = []
+
+
+class FakeEvent:
+    """Stands in for ``torch.cuda.Event``."""
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "a thread that waits leaves the processor to others"
+
+    def record(self, stream: object) -> None:
+        CALLS.append(f"record on {stream}")
+
+    def synchronize(self) -> None:
+        CALLS.append("wait")
+
+
+class FakeStream:
+    """Stands in for ``torch.cuda.Stream``."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return "the side stream"
+
+    def wait_event(self, event: FakeEvent) -> None:
+        CALLS.append("stream waits")
+
+    def synchronize(self) -> None:
+        CALLS.append("wait for the stream")
+
+
+@contextlib.contextmanager
+def fake_current(stream: FakeStream) -> Iterator[None]:
+    CALLS.append("enter")
+    yield
+    CALLS.append("leave")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    CALLS.clear()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", fake_current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the engine's stream")
+    return CudaDevice(torch.device("cuda"))
+
+
+def test_a_copy_begins_after_the_engines_event_and_ends_with_its_last_step(device: CudaDevice) -> None:
+    after = device.record_event()
+    ended = device.open_stream().queue([lambda: CALLS.append("gather"), lambda: CALLS.append("copy")], after)
+    ended.synchronize()
+    assert [
+        "record on the engine's stream",
+        *("stream waits", "enter", "gather", "copy", "record on the side stream", "leave"),
+        "wait",
+    ] == CALLS
+
+
+def test_a_step_that_fails_is_told_where_its_end_is_waited_for_and_nothing_runs_any_more(device: CudaDevice) -> None:
+    def fail() -> None:
+        raise MemoryError("the device is full")
+
+    ended = device.open_stream().queue([lambda: CALLS.append("gather"), fail], None)
+    with pytest.raises(MemoryError, match="the device is full"):
+        ended.synchronize()
+    assert CALLS == ["enter", "gather", "wait for the stream"]
