@@ -437,8 +437,7 @@ class RouterProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._active_at = self.loop.time()
-        if self.flow.read_paused:
-            self.flow.resume_reading()
+        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
 

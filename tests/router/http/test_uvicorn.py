@@ -31,6 +31,7 @@ OVERRIDDEN = {
     "connection_made",
     "data_received",
     "on_body",
+    "on_header",
     "on_headers_complete",
     "on_message_begin",
     "on_message_complete",
