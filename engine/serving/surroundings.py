@@ -10,7 +10,7 @@ from engine.registration import read_token, router_url
 from kvstore_backend import ConfigError, PoolConfig, load_config
 from kvstore_backend.config import find_checkpoint
 
-__all__ = ["Surroundings", "find_surroundings"]
+__all__ = ["Surroundings", "find_folder", "find_surroundings"]
 
 
 class Surroundings(NamedTuple):
@@ -34,11 +34,16 @@ def find_surroundings(args: EngineArgs) -> Surroundings:
         router_url(args.router) if args.router else None,
         read_token(args.router_token_file) if args.router_token_file else "",
         load_config(args.kvcache_storage_backend) if args.kvcache_storage_backend else None,
-        _find_folder(args.model),
+        find_folder(args.model),
     )
 
 
-def _find_folder(model: str) -> str:
+def find_folder(model: str) -> str:
+    """The folder of the checkpoint that ``--model`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
     folder = find_checkpoint(model)
     if not Path(folder).is_dir():
         raise ConfigError(

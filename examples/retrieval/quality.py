@@ -26,6 +26,7 @@ from engine.request import Request, SamplingParams
 from engine.request import Sequence as EngineSequence
 from engine.retrieval_config import REPRESENTATIVES, Regime, RetrievalConfig
 from engine.scheduler import Chunk
+from engine.serving.surroundings import find_folder
 from kvstore_backend.backend import ConfigError
 
 INIT_TOKENS, LOCAL_TOKENS = 128, 256
@@ -212,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     try:
-        results = measure(args.model, args.texts)
+        results = measure(Path(find_folder(str(args.model))), args.texts)
     except ConfigError as exc:
         sys.exit(f"{parser.prog}: {exc}")
     (args.output / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
