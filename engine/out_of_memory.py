@@ -22,9 +22,9 @@ def told_if_too_large(wanted: str, *, any_failure: bool = True) -> Iterator[None
     """Tell in a sentence that there is no memory for it.
 
     Args:
-        wanted: what for, and how to do with less.
+        wanted: the purpose, and how to do with less.
         any_failure: each failure in the ``with`` block means this, as nothing but memory is asked for there; without
-            it, what failed for another reason is raised as it is.
+            it, a failure for another reason is raised as it is.
 
     Raises:
         ConfigError: there is none.

@@ -1,7 +1,7 @@
 """An instance and the server around it, from the ports upward.
 
 ports.py        its ports: taken before the model is loaded, and listened on after
-surroundings.py what the arguments name outside of the process, looked up before torch is loaded
+surroundings.py router, pool and checkpoint that the arguments name, looked up before torch is loaded
 instance.py     Instance: what its arguments ask for, put together, and what it tells its router
 endpoints.py    the HTTP paths, and how a completion request is answered
 http_server.py  HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape

@@ -1,4 +1,4 @@
-"""What an instance's arguments name outside of its process, looked up before torch is loaded."""
+"""The router, the pool and the checkpoint that an instance's arguments name, looked up before torch is loaded."""
 
 from __future__ import annotations
 

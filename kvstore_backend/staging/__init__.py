@@ -3,7 +3,7 @@
 >>> from kvstore_backend.staging import KVTensors, StagedMemory
 >>> transfers = Transfers(pool, StagedMemory(KVTensors(layers, num_blocks), pool), post)  # doctest: +SKIP
 
-memory.py    StagedMemory: what ``Transfers`` move blocks by; windows, one ring and one stream for each direction
+memory.py    StagedMemory: KV memory as ``Transfers`` reach it; windows, one ring and one stream for each direction
 tensors.py   KVTensors: KV memory of any layout as rows of bytes, one for each block
 codec.py     the interface of another form of blocks in the pool
 ring.py      host buffers, registered with the pool, that are used one after another

@@ -44,7 +44,7 @@ class CudaDevice:
 
 
 class _CudaStream:
-    """A CUDA stream; what torch allocates while steps are queued belongs to it, too."""
+    """A CUDA stream; memory that torch allocates while steps are queued belongs to it, too."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

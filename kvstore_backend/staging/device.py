@@ -24,7 +24,7 @@ class Stream(Protocol):
         They run in torch's inference mode, as engines may have made KV memory in it.
 
         Returns:
-            The end of the last step, or of a failed one; what that raised, it raises.
+            The end of the last step, or of a failed one, whose exception it raises.
         """
 
 

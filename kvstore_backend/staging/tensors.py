@@ -17,8 +17,8 @@ class KVTensors:
     """Blocks of KV memory in one tensor or several, such as one for each layer.
 
     A block's row is, for each tensor in turn, the block's elements in the order in which they lie in memory, outermost
-    axis first: the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, whatever the block axis' place
-    among the others in memory.
+    axis first: the bytes that ``DirectMemory`` moves with ``KVMemory.locate_blocks``, wherever the block axis
+    lies among the others in memory.
 
     Args:
         tensors: ``[kernel block, ...]`` of any dtype, on one device, no two in the same memory; where the block axis is

@@ -154,13 +154,18 @@ def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Inst
             until_free(prefill, decode)
 
         # P dies during the write, which cannot end because D hangs.
+        has_lent = threading.Event()
+
         def stop_decode(kind: str) -> bool:
             if kind == "reserved":
                 decode.process.signal(signal.SIGSTOP)
+                has_lent.set()
             return True
 
         def is_writing() -> bool:
-            return not prefill.metric("fastdeploy:num_requests_running") and not is_free(prefill)
+            # Before D has lent blocks, this would also hold of a P that the request is only about to reach.
+            is_computed = has_lent.is_set() and not prefill.metric("fastdeploy:num_requests_running")
+            return is_computed and not is_free(prefill)
 
         def computes_while_blocks_are_held() -> bool:
             is_computing = decode.metric("fastdeploy:num_requests_running") > 0
@@ -181,6 +186,7 @@ def test_direct_hand_over_and_its_faults(tmp_path: Path, model: Path, cold: Inst
 
         # D dies during the write.
         prefill = pair.prefill = running.enter_context(side(tmp_path, model, "prefill", free_port()))
+        has_lent.clear()
         with relayed(port, stop_decode) as between:
             legs = pair.ask(conversation("f"), between)
             wait_until(is_writing, "prefill to write")

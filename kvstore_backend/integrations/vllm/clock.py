@@ -56,7 +56,7 @@ class Mark(Protocol):
 
 
 class DeviceClock:
-    """For engines that queue their work: a step takes as long as the device is at it, whatever the host does meanwhile.
+    """For engines that queue their work: a step takes as long as the device is at it, however busy the host is.
 
     Args:
         make_mark: makes an event of the device.
