@@ -71,24 +71,24 @@ class Sizes(NamedTuple):
 
 
 FULL = Sizes(
-    {"HIDDEN": 896, "LAYERS": 24, "INTERMEDIATE": 4864, "HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": 64},
-    torch.bfloat16,
-    (8192, 32768),
-    8192,
-    2048,
-    16,
-    150,
-    5,
+    model={"HIDDEN": 896, "LAYERS": 24, "INTERMEDIATE": 4864, "HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": 64},
+    dtype=torch.bfloat16,
+    prompts=(8192, 32768),
+    step_tokens=8192,
+    moved_blocks=2048,
+    decodes=16,
+    steps=150,
+    rounds=5,
 )
 SMALL = Sizes(
-    {"HIDDEN": 128, "LAYERS": 2, "INTERMEDIATE": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 32},
-    torch.float32,
-    (512, 1024),
-    256,
-    64,
-    4,
-    20,
-    2,
+    model={"HIDDEN": 128, "LAYERS": 2, "INTERMEDIATE": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 32},
+    dtype=torch.float32,
+    prompts=(512, 1024),
+    step_tokens=256,
+    moved_blocks=64,
+    decodes=4,
+    steps=20,
+    rounds=2,
 )
 
 

@@ -29,9 +29,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "vllm"))
 
-from cluster import Cluster, Connector, fail, metric, namespaces, scratch  # noqa: E402
-
-from engine.make_model import default_folder, make_model  # noqa: E402
+from cluster import Cluster, Connector, fail, find_model, metric, namespaces, scratch  # noqa: E402
 
 BLOCK = 128
 LONG = 2000  # tokens
@@ -266,27 +264,32 @@ async def run(bench: Bench, parts: Sequence[str]) -> None:
         print(f"{part} ({time.monotonic() - start:.0f} s): {json.dumps(bench.figures[part], indent=2)}", flush=True)
 
 
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """The flags of all benchmarks with real vLLM; ``text`` is the program's own."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=100, help="how many answers are compared (default 100)")
+    parser.add_argument(
+        "--flags", type=shlex.split, default=[], help="more of vLLM's, for all instances, in one string"
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    return parser
+
+
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=100, help="how many prompts are compared")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
     parser.add_argument("--pairs", type=int, default=9, help="rounds of the throughput with connector and without")
     parser.add_argument("--memory", choices=("staged", "direct"), help="of the instances with connector")
-    parser.add_argument("--flags", default="", help="more of vLLM's, for all instances, in one string")
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
     options = parser.parse_args()
-    model = default_folder()
-    make_model(model)
-    flags = shlex.split(options.flags)
     parts = options.only or list(PARTS)
     wanted = {name for part in parts for name in PARTS[part]}
-    with scratch("benchmark") as folder, Cluster(folder, model) as cluster:
+    with scratch("benchmark") as folder, Cluster(folder, find_model(None)) as cluster:
         ports = {}
         for name in sorted(wanted):
             own = {"memory": options.memory} if options.memory else {}
             connector: Connector | None = None if name == "plain" else "kvstore"
-            ports[name] = cluster.start_vllm(name, *flags, connector=connector, **own)
+            ports[name] = cluster.start_vllm(name, *options.flags, connector=connector, **own)
         for name, port in ports.items():
             cluster.wait_ready(name, port)
         bench = Bench(cluster, ports, options)

@@ -12,12 +12,10 @@ end the pool must be in use again.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
-import shlex
 import signal
 import sys
 import time
@@ -29,10 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "vllm")]
 
-from cluster import Cluster, fail, namespaces, scratch  # noqa: E402
-from vllm_connector import Client, Prompt, blocks, ended, mixed_prompts, prompt, until  # noqa: E402
+from cluster import Cluster, fail, find_model, namespaces, scratch  # noqa: E402
+from vllm_connector import Client, Prompt, blocks, ended, make_parser, mixed_prompts, prompt, until  # noqa: E402
 
-from engine.make_model import default_folder, make_model  # noqa: E402
 from kvstore_backend.backend import StorageBackend  # noqa: E402
 from kvstore_backend.config import read_config  # noqa: E402
 from kvstore_backend.namespace import key_prefix  # noqa: E402
@@ -192,20 +189,14 @@ def _open_evictor(pool: str) -> Iterator[StorageBackend]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=100, help="how many (default 100)")
+    parser = make_parser(__doc__)
     parser.add_argument("--memory", choices=("staged", "direct"), default="direct", help="of both instances")
-    parser.add_argument("--flags", default="", help="more of vLLM's, for all instances, in one string")
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
     options = parser.parse_args()
-    model = default_folder()
-    make_model(model)
-    flags = shlex.split(options.flags)
-    with scratch(f"faults_{options.memory}") as folder, Cluster(folder, model) as cluster:
-        plain = cluster.start_vllm("plain", *flags, connector=None)
+    with scratch(f"faults_{options.memory}") as folder, Cluster(folder, find_model(None)) as cluster:
+        plain = cluster.start_vllm("plain", *options.flags, connector=None)
         # As if the other were a prefill instance: whatever the pool has is loaded, however long that takes.
         own = {"memory": options.memory, "prefill_wait_s": 0.05}
-        ports = {name: cluster.start_vllm(name, *flags, **own) for name in ("first", "second")}
+        ports = {name: cluster.start_vllm(name, *options.flags, **own) for name in ("first", "second")}
         for name, port in {"plain": plain, **ports}.items():
             cluster.wait_ready(name, port)
         trial = Trial(cluster, list(ports.values()), mixed_prompts(options.prompts, "faults"))
