@@ -20,6 +20,7 @@ import httpx
 import uvloop
 
 from tests.support import plain_http
+from tests.support.ports import free_port
 
 __all__ = [
     "Behaviour",
@@ -272,8 +273,8 @@ class StandIn:
         return plain_http.post(f"{router_url}/register", json=self.registration(**changes))
 
     async def _start(self) -> None:
+        self.port = self.port or free_port()  # one that is free again when it starts anew
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26, ssl=self.tls)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def accept_no_more(self) -> None:
         """Stop listening, as a process does that is about to end; what runs goes on."""

@@ -23,7 +23,7 @@ from tests.support.dashboard import PICTURES, Dashboard, note_requests, open_bro
 from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
 
-pytest.importorskip("playwright.sync_api")
+expect = pytest.importorskip("playwright.sync_api").expect
 if importlib.util.find_spec("nicegui") is None:
     pytest.skip("NiceGUI is not installed", allow_module_level=True)
 
@@ -34,6 +34,7 @@ MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
 
 PATIENCE_MS = 60_000.0
+expect.set_options(timeout=PATIENCE_MS)
 TOKEN = "the-admin-token"
 VIEWS = {
     "/": "Where prompts come from",
@@ -165,18 +166,14 @@ def open_view(page: Page, path: str, said: str) -> None:
     page.get_by_text(said).first.wait_for()
 
 
-def count_origins(page: Page, kind: str) -> int:
-    return page.locator(f".turn .blocks .{kind}").count()
-
-
 def test_prompts_show_the_share_that_nobody_had_to_compute(
     router: RouterUnderTest, instance: StandIn, engine: Engine, dashboard: Dashboard, page: Page
 ) -> None:
     open_view(page, "/", instance.key)
     engine.count(own_cache=1000, pool=2000, computed=1000)
     page.get_by_text("3,000 of 4,000 were in a cache").wait_for()
-    assert page.locator(".headline").inner_text() == "75 %"
-    assert page.get_by_role("img", name="Own cache 25 %, Pool 50 %, Computed 25 %").first.is_visible()
+    expect(page.locator(".headline")).to_have_text("75 %")
+    expect(page.get_by_role("img", name="Own cache 25 %, Pool 50 %, Computed 25 %").first).to_be_visible()
     row = page.get_by_role("row", name=instance.key)
     assert row.get_by_role("cell").all_inner_texts()[3:] == ["1,000", "2,000", "0", "1,000"]
     page.get_by_label("Instance shown").click()
@@ -199,7 +196,7 @@ def test_traffic_shows_answers_times_and_errors(
     assert router.chat().status_code == 502 or router.chat().status_code == 500
     page.get_by_role("cell", name="status 50").wait_for()
     page.locator(".tile", has_text="First token, median").get_by_text("ms").wait_for()
-    assert page.locator(".chart").count() == 4
+    expect(page.locator(".chart")).to_have_count(4)
 
 
 def test_an_instance_is_drained_resumed_and_weighed_with_a_confirmation(
@@ -249,7 +246,7 @@ def test_without_the_admin_token_loads_are_shown_and_no_orders_taken(
     router.client.post("/register", json=instance.registration(), headers=headers).raise_for_status()
     dashboard.router.lead_to(router.port)
     open_view(page, "/fleet", "wants its admin token for /registered: give it with --token-file")
-    assert page.get_by_role("button", name="Drain").is_disabled()
+    expect(page.get_by_role("button", name="Drain")).to_be_disabled()
     page.get_by_text("Not told").wait_for()
 
 
@@ -258,7 +255,7 @@ def test_the_pool_shows_its_master_and_then_that_it_is_away(
 ) -> None:
     dashboard.master.lead_to(int(mooncake_master.metrics_url.split("/")[2].rpartition(":")[2]))
     open_view(page, "/pool", "leads")
-    assert page.locator(".tile", has_text="Room in all").inner_text() != ""
+    expect(page.locator(".tile", has_text="Room in all")).not_to_be_empty()
     dashboard.master.lead_to(0)
     page.get_by_text("The pool is away: ").wait_for()
     page.get_by_text("Instances go on without it").wait_for()
@@ -271,11 +268,12 @@ def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_label("Your question").press("Enter")
     page.get_by_text("It was", exact=True).wait_for()  # while the engine still holds the rest back
-    assert page.get_by_role("button", name="Stop").is_visible()
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
     router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
     page.get_by_text("It was night.").wait_for()
     page.get_by_text("of 200 prompt tokens; a square is 4").wait_for()
-    assert [count_origins(page, kind) for kind in ("own_cache", "pool", "computed")] == [32, 16, 2]
+    for origin, count in {"own_cache": 32, "pool": 16, "computed": 2}.items():
+        expect(page.locator(f".turn .blocks .{origin}")).to_have_count(count)
     page.get_by_role("link", name="see its way").click()
     page.get_by_text("128 came from the instance's own cache, 64 from the pool, and 8 were computed").wait_for()
 
@@ -310,7 +308,7 @@ def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
     page.get_by_text("It was night.").wait_for()
     asked = [each.json for each in instance.received if each.target == "/v1/chat/completions"][-1]
     assert asked["messages"] == [{"role": "user", "content": "And now?"}]
-    assert page.locator(".turn").count() == 1
+    expect(page.locator(".turn")).to_have_count(1)
 
 
 def test_a_router_that_wants_a_key_is_told_in_a_sentence(
@@ -322,7 +320,7 @@ def test_a_router_that_wants_a_key_is_told_in_a_sentence(
     page.get_by_label("Your question").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("wants a client's API key: give it with --api-key-file").wait_for()
-    assert page.get_by_label("Your question").input_value() == "Hello?"
+    expect(page.get_by_label("Your question")).to_have_value("Hello?")
 
 
 def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
@@ -334,7 +332,7 @@ def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
     page.get_by_role("link", name="r <b>1</b>").click()
     page.get_by_text("Its way through time").wait_for()
     page.get_by_text("1. answered").wait_for()
-    assert page.locator(".attempt").get_by_text(instance.key).is_visible()
+    expect(page.locator(".attempt").get_by_text(instance.key)).to_be_visible()
     page.get_by_label("Id of the request").fill("nobody's")
     page.get_by_role("button", name="Look up").click()
     page.get_by_text('request "nobody\'s" is none of the last 10000 that have ended').wait_for()
@@ -355,11 +353,11 @@ def test_why_a_request_was_a_miss_is_told_when_somebody_asks(
     page.get_by_role("link", name="second").click()
     page.get_by_text("1. answered").wait_for()
     page.get_by_role("button", name="Ask the instances").wait_for()
-    assert page.get_by_text("tells nothing of misses").count() == 0
+    expect(page.get_by_text("tells nothing of misses")).to_have_count(0)
     engine.miss = {"reason": "below_block", "sentence": "a block has 64 tokens, <b>it</b> has 9", "details": {}}
     page.get_by_role("button", name="Ask the instances").click()
     page.get_by_text("a block has 64 tokens, <b>it</b> has 9.").wait_for()
-    assert page.get_by_text("below block").is_visible()
+    expect(page.get_by_text("below block")).to_be_visible()
 
 
 def test_a_router_that_goes_and_comes_back(
@@ -367,7 +365,7 @@ def test_a_router_that_goes_and_comes_back(
 ) -> None:
     open_view(page, "/", instance.key)
     dashboard.router.lead_to(0)
-    assert page.get_by_role("row", name=instance.key).is_visible()
+    expect(page.get_by_role("row", name=instance.key)).to_be_visible()
     page.get_by_text("No news of the router: ").wait_for()
     dashboard.router.lead_to(router.port)
     page.get_by_text("No news of the router").wait_for(state="hidden")
