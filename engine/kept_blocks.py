@@ -27,8 +27,8 @@ class KeptBlocks:
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
         """Runs of the blocks from ``first`` to ``last``: beginning, end, and for how long the pool is to keep them.
 
-        0: as long as any others, as no hint says otherwise, or the pool was asked not long ago. What is told here
-        counts as asked.
+        0: as long as any others, as no hint says otherwise, or the pool was asked not long ago. A block that is
+        given a time here counts as asked for.
         """
         if not sequence.request.hints:
             yield first, last, 0.0

@@ -5,7 +5,7 @@ element its value divided by its channel's scale, in one byte. A channel's scale
 of the block's tokens, is the largest that the byte can tell: some channels of keys are many times as large as others,
 which one scale for all of them would leave without a digit.
 
-What comes back is not what was stored, so such blocks have a namespace of their own, and an instance without ``kv``
+Such blocks do not come back exactly as they were, so they have a namespace of their own, and an instance without ``kv``
 never meets them.
 """
 

@@ -1,7 +1,7 @@
 """How many KV blocks an instance has: memory for all else is put aside first, then they get their share.
 
-All else is what sparse attention takes, and on a GPU what a step takes, found by taking one, and what blocks pass
-through on their way to the pool.
+All else is the memory that sparse attention takes, and on a GPU the memory that a step takes, found by taking one, and
+the buffers that blocks pass through on their way to the pool.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
-    """Bytes of the device that are put aside, by what needs them; only what needs some."""
+    """Bytes of the device that are put aside, by the part that needs them; only parts that need some."""
     needs = {"a step": 0 if runner.device.type == "cpu" else _measure_step_bytes(args, runner)}
     if args.retrieval:
         needs["retrieval"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)
@@ -81,8 +81,8 @@ def _check_room(told: str, wanted: int, room: int, args: EngineArgs, verb: str) 
 def _measure_step_bytes(args: EngineArgs, runner: ModelRunner) -> int:
     """Bytes of the device that the largest step takes besides weights and KV blocks, found by taking one.
 
-    It reads as much KV as any, but of one block again and again. What a first step brings along (kernels, workspaces)
-    is counted, too. On a CPU there is nothing to measure: KV blocks have only a share of what is free.
+    It reads as much KV as any, but of one block again and again. Memory that a first step brings along (kernels,
+    workspaces) is counted, too. On a CPU there is nothing to measure: KV blocks have only a share of the free memory.
 
     Raises:
         ConfigError: there is no memory for it, or the model cannot be run (as ``try_out`` says).

@@ -239,7 +239,7 @@ class ModelRunner:
     def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
         """Bytes that sparse attention takes on the device at most, besides KV blocks.
 
-        They are the index, tables, and on a GPU what it reads at once: working sets of offloaded sequences.
+        They are the index, tables, and on a GPU the blocks that it reads at once: working sets of offloaded sequences.
         """
         shape = self.shape
         blocks = -(-max_model_len // shape.block_size)

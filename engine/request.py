@@ -93,7 +93,7 @@ class TokenOutput:
 
 @dataclass
 class Saves:
-    """What of a sequence goes to the pool."""
+    """The saves of a sequence's blocks to the pool: how many, and when."""
 
     num_begun: int = 0
     """Blocks that were given to saves."""

@@ -153,7 +153,7 @@ def _find_logprobs(
 
 
 def _read_logprobs(numbers: Iterator[float], sequences: SequenceOf[Sequence], vocab_size: int) -> list[TokenLogprobs]:
-    """What ``_find_logprobs`` found, on the host."""
+    """The log probabilities that ``_find_logprobs`` found, on the host."""
     if not sequences:
         return []
     count = _count_logprobs(sequences, vocab_size)

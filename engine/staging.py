@@ -46,5 +46,5 @@ def stage_handovers(
 
 
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:
-    """What copies to and from host memory; beside a running step, it waits for a core."""
+    """The device that copies to and from host memory; beside a running step, it waits for a core."""
     return StandInDevice(yield_to_compute) if runner.device.type == "cpu" else None

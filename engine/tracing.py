@@ -225,7 +225,7 @@ class Tracer:
     def add_span(
         self, phase: Phase, epoch: float, context: SpanContext, parent: SpanContext | None, *, is_server: bool
     ) -> None:
-        """Hand a span that has ended to the SDK: made whole, as a third of what it costs by way of a started one."""
+        """Hand a span that has ended to the SDK: made whole, which costs a third of starting and ending one."""
         api = self._api
         span = self._span_type(
             phase.name,
@@ -295,7 +295,7 @@ class _TellingExporter:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End, and whatever waits to be sent again."""
+        """End, and give up spans that wait to be sent again."""
         if not self._is_over:
             self._is_over = True
             self._exporter.shutdown()

@@ -178,7 +178,7 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
 
 
 def _read_configuration(folder: Path) -> bytes:
-    """The part of config.json that decides what the model computes, in one order."""
+    """The part of config.json that decides the model's results, in one order."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())

@@ -68,7 +68,7 @@ class Event(Protocol):
     """A moment that comes when work has ended; ``torch.cuda.Event`` is one."""
 
     def synchronize(self) -> None:
-        """Wait until it has come. Raises what the work raised."""
+        """Wait until it has come; raises the exception of work that failed."""
 
 
 class Window(Protocol):
@@ -88,7 +88,7 @@ class Window(Protocol):
         """
 
     def wait(self) -> None:
-        """Wait until the window touches no block any more: what ``deliver`` or ``open_outgoing`` began has ended.
+        """Wait until the window touches no block any more: the copy of ``deliver`` or ``open_outgoing`` has ended.
 
         Raises:
             Exception: the copy failed.
@@ -178,7 +178,7 @@ class _Transfer:
     """One load or save; only its own thread writes to it.
 
     Attributes:
-        after: what the owner had begun on the blocks when it asked.
+        after: the end of all that the owner had begun on the blocks when it asked.
         set_aside: the window that a call which was given up may still touch.
         is_released: whether its blocks are the owner's as soon as it has ended.
     """
@@ -333,7 +333,7 @@ class Transfers:
     def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
         """Read the first ``wanted`` blocks; how many leading ones arrived whole.
 
-        While what a window brought is copied to its blocks, the next one is read.
+        While the contents of a window are copied to its blocks, the next one is read.
         """
         loaded = 0
         with contextlib.ExitStack() as copies:

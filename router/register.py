@@ -101,7 +101,7 @@ class Sidecar:
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:
-        """See that the server is healthy, and find out what it is unless that is known.
+        """See that the server is healthy, and find out its kind unless that is known.
 
         Raises:
             UntoldError: it is not healthy, or does not tell.

@@ -33,9 +33,9 @@ class AttentionForm:
     """The form of attention that is quickest on a kind of device; its result is the same in each.
 
     ``max_gathered_bytes`` of K and V are gathered before they are attended to. Decodes of unlike length are padded to
-    the longest as long as all of a group are no more than ``joined_bytes``. With ``has_causal_kernels`` what a chunk of
-    a prompt may see is told to the kernel by two lengths, and what pads a decode is hidden by a bias of KV's dtype;
-    without, both are masks.
+    the longest as long as all of a group are no more than ``joined_bytes``. With ``has_causal_kernels`` two lengths
+    tell the kernel which tokens a chunk of a prompt may see, and a bias of KV's dtype hides the padding of a decode;
+    without, masks do both.
     """
 
     max_gathered_bytes: int

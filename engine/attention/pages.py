@@ -4,7 +4,7 @@ A page is one block's part of one layer's K or V for one head: one contiguous sp
 ``[block, layer, 2, kv_head, token, head_dim]``. Page 0 is that of block 0, layer 0, K, head 0.
 
 A CPU reads pages where they lie, a few at a time: as many as stay in a core's cache between the read and the attention
-to them, which for the memory is one read and no write. What pieces give is put together by the sums of their weights.
+to them, which for the memory is one read and no write. Pieces' outputs are put together by the sums of their weights.
 Each core works off pieces by itself: where torch spreads every small operation over all cores, each waits for the
 last one, which on a machine with other work takes many times as long.
 
@@ -31,7 +31,7 @@ class PageReader:
     """Reads memory of one shape, for one thread at a time.
 
     Args:
-        like: memory ``[block, layer, 2, kv_head, token, head_dim]``, whose dtype and device what is read has.
+        like: memory ``[block, layer, 2, kv_head, token, head_dim]``; all memory that is read has its dtype and device.
     """
 
     def __init__(self, like: torch.Tensor) -> None:

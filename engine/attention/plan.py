@@ -67,7 +67,7 @@ class StepPlan:
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Blocks of memory of these numbers, of the same shape.
 
-        What pads a row is its newest block: a masked NaN is still NaN, so nothing may stand there that a load may be
+        A row is padded with its newest block: a masked NaN is still NaN, so nothing may stand there that a load may be
         writing just now.
 
         Args:

@@ -6,7 +6,7 @@ head a step has a row of the numbers of the blocks that it reads (``plan``).
 Blocks are read where they lie: in KV memory or, of sequences that are offloaded, in host memory; the newest block is
 always in KV memory. Only a GPU cannot attend to host memory: there a sequence that is offloaded has a working set.
 
-A step is planned once for all layers; what follows in a layer neither waits for the device nor asks it for a value,
+A step is planned once for all layers; the work of a layer then neither waits for the device nor asks it for a value,
 but for the working sets, whose blocks the host must find. The engine's thread owns everything here.
 """
 
@@ -98,7 +98,7 @@ class SparseState:
 
 
 class _Step:
-    """What layers of one step share that read equally many blocks."""
+    """The plan and the search of one step, shared by the layers that read equally many blocks."""
 
     def __init__(
         self, states: Sequence[SparseState], partitions: Sequence[BlockPartition], is_dense: bool, kv: torch.Tensor
@@ -169,7 +169,7 @@ class Retrieval:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what is kept on the device beside the index and working sets."""
+        """Bytes of the tables that are kept on the device beside the index and working sets."""
         return self._chosen.nbytes + self._places.nbytes
 
     def state_of(self, sequence: EngineSequence) -> SparseState:

@@ -1,4 +1,4 @@
-"""What a GPU holds of a sequence whose blocks lie in host memory, which attention cannot read.
+"""Copies that a GPU holds of the blocks of a sequence that lies in host memory, which attention cannot read.
 
 A step reads one contiguous working set of each layer, so that attention is one plain read of it::
 

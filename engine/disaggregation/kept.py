@@ -152,7 +152,7 @@ class KeptPrompts:
         """Answer a D that asks for a prompt, and hand that over.
 
         Raises:
-            ValueError, KeyError, TypeError: the message is not what it should be.
+            ValueError, KeyError, TypeError: the message lacks a member, or has a wrong one.
         """
         key, request_id = str(message["key"]), str(message["request_id"])
         host, port = str(message["host"]), int(message["port"])

@@ -41,10 +41,10 @@ class Landing:
             return [value[0].address for value in self._values()]
 
     def take_in(self, digests: object) -> bool:
-        """Bring what was written to the blocks, if it has these digests; nobody may write any more then.
+        """Bring the written values to the blocks, if they have these digests; nobody may write any more then.
 
         Returns:
-            Whether all of it is there. After that, or ``close``, this answers False.
+            Whether all of them are there. After that, or ``close``, this answers False.
         """
         with self._lock:
             if self._is_closed or digest_values(self._values()) != digests:

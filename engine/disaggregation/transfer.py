@@ -81,7 +81,7 @@ class Transfer:
 def choose_protocol(wanted: Sequence[str], named: str = "") -> str:
     """TransferEngine's protocol for the values of ``--cache-transfer-protocol``: rdma if wanted and there, else tcp.
 
-    ``tcp`` as ``named`` by ``MOONCAKE_PROTOCOL`` decides, as it does for the pool, whatever else is there.
+    ``tcp`` as ``named`` by ``MOONCAKE_PROTOCOL`` decides, as it does for the pool, even where rdma is wanted and there.
     ``ipc`` is tcp: FastDeploy means memory shared within one machine by it, which TransferEngine reaches over loopback.
     """
     if "rdma" not in wanted or named == "tcp":

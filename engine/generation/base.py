@@ -165,7 +165,7 @@ class Generation(ABC):
             self._log_end(reason)
 
     def _hear_of_saves(self, on_saved: Callable[[], None] | None) -> Callable[[], None]:
-        """What the engine is to call when nothing of the sequence is on its way to the pool any more."""
+        """The function that the engine is to call when nothing of the sequence is on its way to the pool any more."""
         trace = self._trace
         if trace is None:
             return call_in_loop(on_saved) if on_saved else lambda: None

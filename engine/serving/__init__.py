@@ -2,7 +2,7 @@
 
 ports.py        its ports: taken before the model is loaded, and listened on after
 surroundings.py router, pool and checkpoint that the arguments name, looked up before torch is loaded
-instance.py     Instance: what its arguments ask for, put together, and what it tells its router
+instance.py     Instance: the parts that its arguments ask for, put together, and its registration
 endpoints.py    the HTTP paths, and how a completion request is answered
 http_server.py  HTTP around the endpoints: HEAD, ids of requests, limits, and errors in their API's shape
 server.py       the HTTP server: how it runs, and how it stops

@@ -1,4 +1,4 @@
-"""One instance: the parts that its arguments ask for, put together, and what it tells its router."""
+"""One instance: the parts that its arguments ask for, put together, and its registration at the router."""
 
 from __future__ import annotations
 

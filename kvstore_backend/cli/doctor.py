@@ -1,4 +1,4 @@
-"""Say what is wrong with a pool and its configuration, and what to do about it."""
+"""Name the faults of a pool and of its configuration, and their remedies."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LINE_SECONDS = 5.0
 
 
 class Tell(Protocol):
-    """Is told how much is done, and in a word or two what is being done now."""
+    """Is told how much is done, and in a word or two the step under way."""
 
     def __call__(self, done: float, now: str = "") -> None: ...
 

@@ -1,4 +1,4 @@
-"""Say what a pool holds, and how often it is asked in vain."""
+"""Tell how much a pool holds, and how often it is asked in vain."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def try_pool(config: PoolConfig) -> list[Finding]:
 
 @contextlib.contextmanager
 def native_log_to(file: IO[bytes]) -> Iterator[IO[str]]:
-    """Mooncake complains on the process's standard error even when all is well; let it do so into ``file``, and give
-    what was standard error before."""
+    """Send standard error to ``file``, as Mooncake complains on it even when all is well; give the one from before."""
     sys.stderr.flush()
     outside = os.dup(2)
     os.dup2(file.fileno(), 2)

@@ -74,7 +74,7 @@ def read_url(url: str) -> ParsedConfig:
     """The pool a URL names.
 
     Raises:
-        ConfigError: the scheme is not known, or the URL lacks what its scheme needs.
+        ConfigError: the scheme is not known, or the URL lacks a part that its scheme needs.
     """
     where = f" in {url}"
     try:

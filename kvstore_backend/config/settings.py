@@ -148,8 +148,8 @@ class PoolConfig:
         store: the store that is shared.
         async_write: save in the background, as MindIE's ``asyncWrite`` says; where there is a fast store, from that.
         fast: a smaller, quicker store of this machine's own before the shared one.
-        kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly what
-            was computed; empty: as they are. Only the reference engine knows other forms.
+        kv: the form in which blocks are stored, ``int8`` or ``fp8``, half or a quarter as large and not exactly as
+            computed; empty: as they are. Only the reference engine knows other forms.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings

@@ -1,4 +1,4 @@
-"""The interface of a device whose memory holds KV blocks: what staging asks of CUDA, and of its stand-in."""
+"""The interface of a device whose memory holds KV blocks: the calls that staging makes to CUDA, and to its stand-in."""
 
 from __future__ import annotations
 

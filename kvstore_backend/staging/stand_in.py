@@ -41,7 +41,7 @@ class StandInDevice:
 
 
 class _ThreadStream:
-    """A thread that runs what is queued; it ends when nobody has the stream any more."""
+    """A thread that runs queued steps; it ends when nobody has the stream any more."""
 
     def __init__(self, start_thread: Callable[[], None] | None, before_step: Callable[[], None]) -> None:
         self._thread = ThreadPoolExecutor(1, "staging", start_thread)

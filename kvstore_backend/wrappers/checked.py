@@ -69,7 +69,7 @@ class CheckedBackend(Wrapper):
         rejected: where reads that did not verify are counted, by the field of the header that was wrong: ``magic``,
             ``version``, ``reserved``, ``size``, ``namespace``, ``hash``, or ``checksum`` (the payload).
         is_summed: whether headers have checksums. They cannot where this process cannot read the memory that values lie
-            in; what was written so is a miss for all others.
+            in; a block written so is a miss for all others.
     """
 
     def __init__(self, store: StorageBackend, rejected: Counter[str] | None = None, *, is_summed: bool = True) -> None:

@@ -186,7 +186,7 @@ class ClientRequest:
         self._protocol.tasks.add(self.task)
 
     def keep_head(self, head: object) -> None:
-        """Let the next requests of this connection know what was read of this one's head."""
+        """Let the next requests of this connection know this one's head, as it was read."""
         self._protocol.known_head = head
 
     @property

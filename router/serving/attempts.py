@@ -178,7 +178,7 @@ class Attempts:
         return selector.choose(parsed.features) if is_completion else selector.choose_any(parsed.features)
 
     def _note_retry(self) -> Retries:
-        """What the attempts before have left to be tried."""
+        """The record of the attempts before, by which the next instances are chosen."""
         if self._retries is None:
             self._retries = Retries()
         return self._retries

@@ -124,7 +124,7 @@ class KVMemory:
         ]
 
     def record_event(self) -> Event | None:
-        """The end of all that the calling thread has begun on a GPU's memory; None: what the host does has ended."""
+        """The end of all that the calling thread has begun on a GPU's memory; None: the host's work has ended."""
         if not self.is_on_device:
             return None
         from kvstore_backend.staging.cuda import CudaDevice  # loads torch

@@ -117,7 +117,7 @@ class _Question:
         answer: of the last look-up, which began at ``asked_at``.
         found: by the look-ups before, the last block of them at ``found_at``.
         run: found by the last look-up, where it is so long only with the help of another cut.
-        decision: what is done with blocks that were found; ``None``: none were, yet.
+        decision: whether blocks that were found are loaded or computed; ``None``: none were, yet.
     """
 
     first: int

@@ -103,7 +103,7 @@ class WorkerHalf:
             )
 
     def wait_for_saves(self, numbers: Iterable[int]) -> bool:
-        """Until others can read what these saves brought to the pool; False: it takes too long, or has failed."""
+        """Until others can read blocks that these saves brought to the pool; False: it takes too long, or failed."""
         awaited, end = set(numbers), time.monotonic() + _SAVE_WAIT_SECONDS
         if not awaited:
             return True

@@ -1,4 +1,4 @@
-"""The head of a client's request: what it tells the router, and the head that instances get.
+"""The head of a client's request: the ids and the session that it tells the router, and the head that instances get.
 
 Clients send the same headers with each request of a connection, but for the body's length: so a head is read once, and
 known again by its connection.

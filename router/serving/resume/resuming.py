@@ -64,7 +64,7 @@ class Resuming:
 
         Args:
             merger: None where the client has seen nothing of the answer, or the answer cannot be merged.
-            error: what ends the request unless it goes on.
+            error: ends the request unless it goes on.
         """
         self._breaks += 1
         self._broken_by = error

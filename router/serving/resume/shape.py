@@ -1,4 +1,4 @@
-"""The shape of a stream's usual event: one that tells the next tokens' text and ids, and else what the last one told.
+"""The shape of a stream's usual event: one that tells the next tokens' text and ids, and else the same as the last one.
 
 Most events of a stream differ in these alone. Once one of them was read, others are recognised, stripped of their ids
 and kept for later by a pattern made of it; parsing each would cost the router more than all else that it does with it.
@@ -72,7 +72,7 @@ def learn_shape(event: bytes) -> EventShape | None:
 
 
 def _find_difference(event: bytes, stripped: bytes) -> tuple[int, int]:
-    """Where the event has what the stripped one lacks, if that is one piece of it."""
+    """Where the event has the bytes that the stripped one lacks, if they are one piece of it."""
     pairs = enumerate(zip(event, stripped, strict=False))
     start = next((at for at, (one, other) in pairs if one != other), len(stripped))
     return start, start + len(event) - len(stripped)

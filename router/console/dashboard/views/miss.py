@@ -45,7 +45,7 @@ class MissPanel:
 
 
 def draw_miss(told: Mapping[str, Any]) -> str:
-    """The answer as ``/admin/why_miss`` has it; of other versions, what it has."""
+    """The answer as ``/admin/why_miss`` has it; of other versions, the members that are there."""
     facts = {
         "Reason": str(told.get("reason", "")).replace("_", " "),
         "Computed by": str(told.get("instance", "")),
