@@ -77,6 +77,7 @@ class Means:
         ssd: the owner keeps blocks on disk, too.
         refills: the process that holds the blocks puts those again that the pool has lost, as our engine does.
         churn: so many times as many other blocks are put before the event, which evict the first.
+        pause: seconds between puts of 250 blocks.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Means:
     ssd: bool = False
     refills: bool = False
     churn: int = 0
+    pause: float = 0.0
 
 
 @dataclass
@@ -124,6 +126,8 @@ MEANS = (
     Means("etcd, oplog", FAILING_OVER[1:], ("--enable_oplog=true",), etcd_masters=2),
     Means("etcd, oplog, one master", FAILING_OVER[:1], ("--enable_oplog=true",), etcd_masters=1),
     Means("SSD", BOTH, ("--enable_offload=true",), ssd=True),
+    # Each time the owner looks for blocks to write to its SSD it finds less than fill one of Mooncake's buckets of 500.
+    Means("SSD, filled slowly", BOTH[1:], ("--enable_offload=true",), ssd=True, pause=1.2),
     Means("etcd, SSD", FAILING_OVER[1:], ("--enable_offload=true",), etcd_masters=2, ssd=True),
 )
 
@@ -149,14 +153,19 @@ class Instance:
         if refills:
             Refill(self._pool, self._saved, lambda _: None)
 
-    def fill(self, hashes: Sequence[bytes]) -> int:
-        """Make blocks of these hashes, publish and save them; how many the pool took."""
+    def fill(self, hashes: Sequence[bytes], pause: float) -> int:
+        """Make blocks of these hashes, publish and save them; how many the pool took.
+
+        Args:
+            pause: seconds between batches.
+        """
         stored = 0
         for start in range(0, len(hashes), BATCH):
             batch = hashes[start : start + BATCH]
             ended: queue.SimpleQueue[int] = queue.SimpleQueue()
             self._posts.put(partial(self._compute, batch, ended.put))
             stored += ended.get()
+            time.sleep(pause)
         return stored
 
     def is_ready(self) -> bool:
@@ -295,11 +304,11 @@ class Trial:
 
     def run(self) -> Line:
         """Put all blocks, let it happen, and read them twice."""
-        stored = self._holder.call(Instance.fill, self.hashes)
+        stored = self._holder.call(Instance.fill, self.hashes, self.means.pause)
         assert stored == len(self.hashes), f"the pool took {stored} of {len(self.hashes)} blocks"
         time.sleep(OFFLOAD_SECONDS if self.means.ssd or self.means.churn else LEASE_SECONDS)
         for round_ in range(self.means.churn):
-            self._owner.call(Instance.fill, list_hashes(len(self.hashes), seed=1 + round_))
+            self._owner.call(Instance.fill, list_hashes(len(self.hashes), seed=1 + round_), 0.0)
         begun = time.monotonic()
         getattr(self, f"_{self.event.replace(' ', '_')}")()
         for look in (FIRST_LOOK, SECOND_LOOK):

@@ -25,12 +25,15 @@ __all__ = [
 # MC_LOG_LEVEL: Mooncake logs every step to stderr otherwise. MC_RPC_TIMEOUT_MS: a master that hangs costs 30 s a
 # call otherwise. MC_STORE_CLIENT_SETUP_RETRIES: it tries 20 times otherwise, each as long as the time-out.
 # MC_TCP_SLICE_SIZE: it writes and reads 64 KiB at a time otherwise, so that a block of 64 KiB with its header before it
-# takes two rounds, which cost 10 us of 90.
+# takes two rounds, which cost 10 us of 90. MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT: blocks go to an owner's SSD in
+# buckets of 500 otherwise, and those that fill none when it looks for new ones are never written, as 0.3.13 forgets
+# their tasks.
 _NATIVE_DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_RPC_TIMEOUT_MS": "2000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",
     "MC_TCP_SLICE_SIZE": "1048576",
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
 }
 
 

@@ -22,10 +22,12 @@ from kvstore_backend.config import (
 def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     monkeypatch.setenv("MC_TCP_SLICE_SIZE", "65536")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT", "500")
     monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
     set_native_defaults()
     assert os.environ["MC_LOG_LEVEL"] == "INFO"
     assert os.environ["MC_TCP_SLICE_SIZE"] == "65536"
+    assert os.environ["MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT"] == "500"
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
 
 
