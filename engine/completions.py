@@ -30,7 +30,7 @@ from engine.protocol import (
 from engine.request import Request, TokenLogprobs
 from engine.token_bytes import TokenBytes
 
-__all__ = ["CompletionResponse", "Completions"]
+__all__ = ["BegunResponse", "CompletionResponse", "Completions"]
 
 # Characters that take some milliseconds to encode; the event loop, which serves everybody, does no more at a time.
 _LONG_TEXT = 4096
@@ -329,7 +329,26 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-class CompletionResponse:
+class BegunResponse:
+    """A response in any API's form, over the generations that answer it.
+
+    Args:
+        choices: the answers, of which nobody has taken a piece yet.
+        is_stream: whether the client asked for a stream.
+    """
+
+    def __init__(self, choices: Choices, *, is_stream: bool) -> None:
+        self._choices = choices
+        self.is_stream = is_stream
+        """Whether the client asked for a stream."""
+
+    @property
+    def request(self) -> Request:
+        """The request as the engine gets it."""
+        return self._choices.request
+
+
+class CompletionResponse(BegunResponse):
     """A response in OpenAI's form: collected into one object, or as a stream of events."""
 
     prefix: str
@@ -337,7 +356,7 @@ class CompletionResponse:
     object_chunk: str
 
     def __init__(self, choices: Choices, body: GenerationBody, model: str, token_bytes: TokenBytes) -> None:
-        self._choices = choices
+        super().__init__(choices, is_stream=body.stream)
         self._body = body
         self._token_bytes = token_bytes
         self._head = {
@@ -345,16 +364,6 @@ class CompletionResponse:
             "created": now(),
             "model": model,
         }
-
-    @property
-    def request(self) -> Request:
-        """The request as the engine gets it."""
-        return self._choices.request
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the client asked for a stream."""
-        return self._body.stream
 
     async def collect_whole(self) -> dict[str, Any]:
         """The whole response at once.

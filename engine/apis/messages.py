@@ -10,10 +10,9 @@ from pydantic import Field
 
 from engine.apis.plain_body import PlainBody
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, Completions
+from engine.completions import ENGINE_FAILED, BegunResponse, Completions
 from engine.generation import Choices, Piece
 from engine.protocol import ApiError, ChatBody, Unsupported, anthropic_error_body, check_body, quote_short
-from engine.request import Request
 
 __all__ = ["Messages", "MessagesBody", "MessagesResponse"]
 
@@ -105,19 +104,12 @@ def _read_content(name: str, content: Any) -> str | list[dict[str, Any]]:
     return "".join(block["text"] for block in content)
 
 
-class MessagesResponse:
+class MessagesResponse(BegunResponse):
     """One message: collected into its object, or as a stream of typed events."""
 
     def __init__(self, choices: Choices, *, is_stream: bool, model: str) -> None:
-        self._choices = choices
+        super().__init__(choices, is_stream=is_stream)
         self._model = model
-        self.is_stream = is_stream
-        """Whether the client asked for a stream."""
-
-    @property
-    def request(self) -> Request:
-        """The request as the engine gets it."""
-        return self._choices.request
 
     async def collect_whole(self) -> dict[str, Any]:
         """The whole message at once.

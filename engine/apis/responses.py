@@ -10,10 +10,9 @@ from typing import Any
 from engine.apis.response_store import KeptResponse, ResponseStore
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
 from engine.apis.typed_events import encode_typed_event
-from engine.completions import ENGINE_FAILED, Completions
+from engine.completions import ENGINE_FAILED, BegunResponse, Completions
 from engine.generation import Choices
 from engine.protocol import ApiError, now, quote_short
-from engine.request import Request
 
 __all__ = ["Responses", "ResponsesResponse"]
 
@@ -79,7 +78,7 @@ class Responses:
         return kept
 
 
-class ResponsesResponse:
+class ResponsesResponse(BegunResponse):
     """One response: collected into its object, or as a stream of typed events."""
 
     def __init__(
@@ -91,7 +90,7 @@ class ResponsesResponse:
         model: str,
         store: ResponseStore | None,
     ) -> None:
-        self._choices = choices
+        super().__init__(choices, is_stream=body.stream)
         self._body = body
         self._messages = messages
         self._store = store
@@ -100,16 +99,6 @@ class ResponsesResponse:
         self._created = now()
         self._model = model
         self._num_events = 0
-
-    @property
-    def request(self) -> Request:
-        """The request as the engine gets it."""
-        return self._choices.request
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the client asked for a stream."""
-        return self._body.stream
 
     async def collect_whole(self) -> dict[str, Any]:
         """The whole response at once.
