@@ -378,8 +378,7 @@ class CompletionResponse(BegunResponse):
                     raise ApiError(500, ENGINE_FAILED)
                 by_choice[index].append(piece)
         choices = [
-            self._whole_choice(pieces, self._token_ids(pieces, with_prompt=True))
-            | {"index": index, "finish_reason": pieces[-1].finish_reason}
+            self._describe_choice(index, pieces, self._token_ids(pieces, with_prompt=True), is_whole=True, first=True)
             for index, pieces in enumerate(by_choice)
         ]
         whole = {**self._head, "object": self.object_whole, "choices": choices, "usage": self._choices.usage()}
@@ -402,8 +401,7 @@ class CompletionResponse(BegunResponse):
                 ids = self._token_ids(untold, with_prompt=first)
                 if first and ids:  # who goes on elsewhere behind these ids has no usage of this prompt otherwise
                     ids["prompt_cache"] = self._choices.usage()["prompt_tokens_details"]
-                choice = self._chunk_choice(piece, ids, first=first)
-                choice |= {"index": index, "finish_reason": piece.finish_reason}
+                choice = self._describe_choice(index, [piece], ids, is_whole=False, first=first)
                 untold.clear()
                 chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
                 if options and options.continuous_usage_stats:
@@ -414,10 +412,23 @@ class CompletionResponse(BegunResponse):
             yield _encode_event({**self._head, "object": self.object_chunk, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
-    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
+    def _describe_choice(
+        self, index: int, pieces: list[Piece], ids: dict[str, Any], *, is_whole: bool, first: bool
+    ) -> dict[str, Any]:
+        """These pieces of one choice; ``first``: nothing of it was told before."""
+        text = "".join(piece.text for piece in pieces)
+        return {
+            **self._place_text(text, ids, is_whole=is_whole, first=first),
+            "logprobs": self._describe_logprobs(pieces),
+            "index": index,
+            "finish_reason": pieces[-1].finish_reason,
+        }
+
+    def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
+        """The members that hold a choice's text and the ids of its tokens."""
         raise NotImplementedError
 
-    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+    def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def _token_ids(self, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
@@ -439,14 +450,9 @@ class ChatResponse(CompletionResponse):
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
-    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
-        message = {"role": "assistant", "content": text, **ids}
-        return {"message": message, "logprobs": self._describe_logprobs(pieces)}
-
-    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
+    def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
-        return {"delta": {**role, "content": piece.text, **ids}, "logprobs": self._describe_logprobs([piece])}
+        return {"message" if is_whole else "delta": {**role, "content": text, **ids}}
 
     def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         content = [
@@ -474,12 +480,8 @@ class TextResponse(CompletionResponse):
     object_whole = "text_completion"
     object_chunk = "text_completion"
 
-    def _whole_choice(self, pieces: list[Piece], ids: dict[str, Any]) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
-        return {"text": text, **ids, "logprobs": self._describe_logprobs(pieces)}
-
-    def _chunk_choice(self, piece: Piece, ids: dict[str, Any], *, first: bool) -> dict[str, Any]:
-        return {"text": piece.text, **ids, "logprobs": self._describe_logprobs([piece])}
+    def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
+        return {"text": text, **ids}
 
     def _describe_logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         if self._body.num_logprobs() is None:
