@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.json_http import Asked, JsonServer
 
 __all__ = ["Router"]
 
 
-class Router:
+class Router(JsonServer):
     """Takes registrations; answers 400 while ``refuses``."""
 
     def __init__(self, port: int = 0) -> None:
         self.registered: list[tuple[str, Any]] = []
         self.refuses = False
-        router = self
+        super().__init__(self._answer, port)
+        self.port = self.server_port
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                router.registered.append((self.path, body))
-                answer = b'{"detail": "no such role"}' if router.refuses else b'{"status": "success"}'
-                self.send_response(400 if router.refuses else 200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def _answer(self, request: Asked) -> tuple[int, object]:
+        self.registered.append((request.path, request.body))
+        return (400, {"detail": "no such role"}) if self.refuses else (200, {"status": "success"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -36,5 +37,10 @@ class ThreadedServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def handle_error(self, *_: Any) -> None:
-        """A client left, or was killed."""
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def handle_error(self, *request: Any) -> None:
+        """That a client left, or was killed, is told to nobody."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*request)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from kvstore_backend.cli.operator import OPERATOR_COMMANDS
 from kvstore_backend.config import load_config
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space, stored_keys
+from tests.support.json_http import JsonServer
 from tests.support.memory import Memory
 
 SPACE = space("first")
@@ -44,18 +43,8 @@ def exported(tmp_path: Path, kvstore: Commands) -> None:
 def stranger() -> Iterator[str]:
     """The address of a server that is no Mooncake master."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with JsonServer(lambda _: (200, {})) as server:
+        yield server.address
 
 
 @pytest.mark.parametrize("name", OPERATOR_COMMANDS)

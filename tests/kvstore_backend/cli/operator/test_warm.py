@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kvstore_backend.cli.operator.pools import Commands
+from tests.support.json_http import Asked, JsonServer
 
 
-class Server:
+class Server(JsonServer):
     """Answers with a usage, or as it is told to; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.status = 200
-        server = self
+        super().__init__(self._answer)
+        self.url = f"http://{self.address}"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                server.asked.append((self.path, body, self.headers["X-Priority"]))
-                answer: dict[str, Any] = {"error": {"message": "no room"}}
-                if server.status == 200:
-                    answer = {"usage": {"prompt_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4}}}
-                data = json.dumps(answer).encode()
-                self.send_response(server.status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, args=(0.01,)).start()
-
-    def stop(self) -> None:
-        """Nobody answers any more."""
-        self._http.shutdown()
-        self._http.server_close()
+    def _answer(self, request: Asked) -> tuple[int, object]:
+        self.asked.append((request.path, request.body, request.headers["X-Priority"]))
+        if self.status != 200:
+            return self.status, {"error": {"message": "no room"}}
+        return 200, {"usage": {"prompt_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4}}}
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    opened = Server()
-    yield opened
-    opened.stop()
+    with Server() as opened:
+        yield opened
 
 
 @pytest.fixture

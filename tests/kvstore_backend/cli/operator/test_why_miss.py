@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from kvstore_backend.config import load_config
 from kvstore_backend.manifest import MANIFEST_BYTES, Manifest, manifest_key
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
+from tests.support.json_http import Asked, JsonServer
 from tests.support.memory import Memory
 from tests.support.ports import free_port
 
@@ -42,33 +41,12 @@ def server(status: int, told: object) -> Iterator[tuple[str, list[Any]]]:
     """Stands in for an instance or a router that answers everything so: its address, and what it was asked."""
     asked: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._tell(None)
+    def answer(request: Asked) -> tuple[int, object]:
+        asked.append((request.path, request.headers["Authorization"], request.body))
+        return status, told
 
-        def do_POST(self) -> None:
-            self._tell(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _tell(self, body: object) -> None:
-            asked.append((self.path, self.headers.get("Authorization"), body))
-            data = json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listening.server_port}", asked
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+    with JsonServer(answer) as listening:
+        yield listening.address, asked
 
 
 def test_two_namespaces_of_a_pool_are_compared(url: str, kvstore: Commands) -> None:
