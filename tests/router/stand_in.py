@@ -33,6 +33,7 @@ __all__ = [
     "full_backlog",
     "stalls",
     "streams",
+    "streams_until",
 ]
 
 T = TypeVar("T")
@@ -176,6 +177,20 @@ def stalls(*events: str) -> Behaviour:
             await respond.event(event)
         await respond.peer_left.wait()
         respond.keep_alive = False
+
+    return behave
+
+
+def streams_until(go_on: threading.Event) -> Behaviour:
+    """Begin a stream with the event 1, and end it once ``go_on`` is set."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.event("1")
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        await respond.event("[DONE]")
+        await respond.end_stream()
 
     return behave
 

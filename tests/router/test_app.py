@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet.breaker import FAILURES
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer, stalls
+from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer, stalls, streams_until
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -171,16 +171,7 @@ class TestDraining:
     """``POST /admin/drain``."""
 
     def test_what_runs_ends_well_and_nothing_new_comes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-        go_on = threading.Event()
-
-        async def slow(request: Received, respond: Responder) -> None:
-            await respond.start_stream()
-            await respond.event("1")
-            await asyncio.to_thread(go_on.wait, 20)
-            await respond.event("[DONE]")
-            await respond.end_stream()
-
-        draining, other = stand_in("mixed", slow), stand_in()
+        draining, other = stand_in("mixed", streams_until(go_on := threading.Event())), stand_in()
         router = make_router(draining)
         with router.stream() as response:
             pieces = response.iter_raw()

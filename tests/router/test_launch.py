@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import httpx
 import pytest
 
 from router.launch import INTERRUPT_GRACE_SECONDS
-from tests.router.stand_in import Received, Responder, StandIn, stalls
+from tests.router.stand_in import Received, Responder, StandIn, stalls, streams_until
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
 from tests.support.nursery import run_forked
@@ -217,23 +218,14 @@ def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
 
 
 def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_in: MakeStandIn) -> None:
-    may_end = asyncio.Event()
-
-    async def ends_late(request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event("1")
-        await may_end.wait()
-        await respond.event("[DONE]")
-        await respond.end_stream()
-
-    instance = stand_in("mixed", ends_late)
+    instance = stand_in("mixed", streams_until(may_end := threading.Event()))
     instance.register(url_of(running))
     with plain_http.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
         next(pieces)
         running.signal(signal.SIGTERM)
         wait_until(lambda: "stopping: waiting for 1 request that runs, for 2" in running.output, "the line")
-        instance.thread.loop.call_soon_threadsafe(may_end.set)
+        may_end.set()
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
 

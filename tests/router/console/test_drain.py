@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import threading
@@ -14,7 +13,7 @@ import pytest
 from router.console.client import find_own_address
 from router.console.drain import main
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn
+from tests.router.stand_in import StandIn, streams_until
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -26,24 +25,6 @@ MakeStandIn = Callable[..., StandIn]
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.console.drain.POLL_SECONDS", 0.02)
     monkeypatch.setattr("router.console.drain.EMPTY_SECONDS", 0.1)
-
-
-class Held:
-    """A request that an instance answers when it is let go."""
-
-    def __init__(self) -> None:
-        self._go_on = threading.Event()
-
-    async def behave(self, request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event('{"choices": []}')
-        while not self._go_on.is_set():
-            await asyncio.sleep(0.01)
-        await respond.event("[DONE]")
-        await respond.end_stream()
-
-    def let_go(self) -> None:
-        self._go_on.set()
 
 
 @contextlib.contextmanager
@@ -96,8 +77,11 @@ def test_a_drained_instance_is_told_with_what_it_still_runs(
 def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held, other = Held(), Held()
-    instance, second_instance = stand_in("mixed", held.behave), stand_in("mixed", other.behave)
+    may_end, other_may_end = threading.Event(), threading.Event()
+    instance, second_instance = (
+        stand_in("mixed", streams_until(may_end)),
+        stand_in("mixed", streams_until(other_may_end)),
+    )
     first, second = make_router(instance, second_instance, workers=2).workers
     for each in (first, second):  # an instance each: equal loads take turns
         each.client.post("/admin/weight", json={"instance": second_instance.key, "weight": 0})
@@ -113,7 +97,7 @@ def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
         wait_until(lambda: is_told(f"{second_instance.key} is empty"), "the other instance to be empty")
         assert is_told(f"{instance.key} is draining, with 1 request running\n")
         assert draining.is_alive()
-        held.let_go()
+        may_end.set()
     assert draining.wait() == 0
     rest = capsys.readouterr().out
     assert re.fullmatch(
@@ -124,13 +108,13 @@ def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
 def test_a_request_that_does_not_end_is_told_when_the_time_is_over(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = Held()
-    instance = stand_in("mixed", held.behave)
+    may_end = threading.Event()
+    instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         assert main([instance.key, "--wait", "0.2", *at(router)]) == 1
         assert capsys.readouterr().err == (f"kvrouter drain: {instance.key} still has 1 request running after 0.2 s\n")
-        held.let_go()
+        may_end.set()
 
 
 def test_undrain_takes_the_order_back(
@@ -154,8 +138,8 @@ def test_undrain_takes_the_order_back(
 def test_one_that_is_not_what_it_was_is_not_waited_for(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], registers: bool, says: str
 ) -> None:
-    held = Held()
-    instance = stand_in("mixed", held.behave)
+    may_end = threading.Event()
+    instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         draining = Draining(instance.key, "--wait", *at(router))
@@ -167,7 +151,7 @@ def test_one_that_is_not_what_it_was_is_not_waited_for(
         else:
             router.thread.loop.call_soon_threadsafe(router.app.registry.remove, known)
         assert draining.wait() == 1
-        held.let_go()
+        may_end.set()
     assert capsys.readouterr().err == f"kvrouter drain: {instance.key} {says}\n"
 
 
@@ -199,15 +183,15 @@ def test_this_machine_is_found_by_its_way_to_the_router() -> None:
 def test_a_hook_gives_its_order_again_to_a_router_that_was_started_anew(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    held = Held()
-    instance = stand_in("mixed", held.behave)
+    may_end = threading.Event()
+    instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         draining = Draining("--self-port", str(instance.port), "--wait", *at(router))
         wait_until(lambda: state(router, instance) == "draining", "the order")
         router.client.post("/admin/resume", json={"instance": instance.key})
         wait_until(lambda: state(router, instance) == "draining", "the order's return")
-        held.let_go()
+        may_end.set()
     assert draining.wait() == 0
 
 

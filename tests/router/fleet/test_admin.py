@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 
 from router.fleet.admin import ORDERS
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, streams_until
 
 MakeRouter = Callable[..., RouterUnderTest]
 MakeStandIn = Callable[..., StandIn]
@@ -29,16 +28,7 @@ def order(router: RouterUnderTest, name: str, instance: StandIn, **members: obje
 def test_a_paused_instance_ends_what_it_runs_and_gets_nothing_new(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    go_on = threading.Event()
-
-    async def slow(request: Received, respond: Responder) -> None:
-        await respond.start_stream()
-        await respond.event("1")
-        await asyncio.to_thread(go_on.wait, 20)
-        await respond.event("[DONE]")
-        await respond.end_stream()
-
-    paused = stand_in("mixed", slow)
+    paused = stand_in("mixed", streams_until(go_on := threading.Event()))
     router = make_router(paused)
     with router.stream() as response:
         pieces = response.iter_raw()
