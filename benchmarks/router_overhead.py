@@ -45,6 +45,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.beside import working_beside
+from tests.support.registration import registration_fields
+
 NATIVE = Path(__file__).with_name("native")
 ROOT = NATIVE.parent.parent
 # Each by the module that starts it: two of the packages bring a command called smg.
@@ -332,41 +337,17 @@ def running_process(command: Sequence[str], log: Any) -> Iterator[subprocess.Pop
 @contextlib.contextmanager
 def heartbeats(port: int, mode: str, workers: Sequence[int]) -> Iterator[None]:
     """Register the instances at our router every 5 s, as instances do."""
-    ended = threading.Event()
 
-    def beat() -> None:
+    def beat(ended: threading.Event) -> None:
         while not ended.is_set():
             taken = [
-                post(port, "/register", json.dumps(_registration(role, worker)).encode())
+                post(port, "/register", json.dumps(registration_fields(role, worker)).encode())
                 for role, worker in zip(ROLES[mode], workers, strict=True)
             ]
             ended.wait(HEARTBEAT_S if set(taken) == {200} else 0.1)
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
+    with working_beside(beat):
         yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _registration(role: str, port: int) -> dict[str, Any]:
-    return {
-        "role": role,
-        "host_ip": "127.0.0.1",
-        "port": port,
-        "metrics_port": port,
-        "connector_port": port,
-        "engine_worker_queue_port": port,
-        "rdma_ports": ["7100"],
-        "device_ids": [0],
-        "transfer_protocol": ["ipc", "rdma"],
-        "tp_size": 1,
-        "is_paused": False,
-        "version": None,
-        "connected_decodes": [],
-    }
 
 
 def post(port: int, path: str, body: bytes) -> int:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvstore_backend.backend import Span, Status, StorageBackend
 from kvstore_backend.pool import open_store
+from tests.support.beside import working_beside
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 
 MIB = 1 << 20
@@ -79,9 +80,8 @@ def measure_hits(tenant: Tenant, seconds: float) -> float:
 @contextlib.contextmanager
 def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
     """New blocks at ten times the rate, until the end of the block."""
-    is_over = threading.Event()
 
-    def flood() -> None:
+    def flood(is_over: threading.Event) -> None:
         began, count, taken = time.monotonic(), 0, 0
         while not is_over.is_set():
             keys = [f"flood-{count + i}" for i in range(20)]
@@ -91,13 +91,8 @@ def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
         told["flood_per_second"] = count / (time.monotonic() - began)
         told["flood_taken"] = taken / count
 
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
+    with working_beside(flood):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def run_case(quotas: tuple[int, int] | None, seconds: float, folder: Path) -> dict[str, float]:

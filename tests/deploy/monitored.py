@@ -19,6 +19,7 @@ import yaml
 
 from tests.end_to_end.cluster import Instance, Router, instance, router
 from tests.support import plain_http
+from tests.support.beside import working_beside
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis import RedisServer
@@ -80,26 +81,14 @@ class System:
     @contextmanager
     def asking(self, *asks: Callable[[], object]) -> Iterator[None]:
         """Call these again and again, in turn, while the block runs; the first error of theirs is raised at its end."""
-        is_over = threading.Event()
-        errors: list[Exception] = []
 
-        def go_on() -> None:
-            try:
-                while not is_over.wait(0.25):
-                    for ask in asks:
-                        ask()
-            except Exception as exc:
-                errors.append(exc)
+        def go_on(is_over: threading.Event) -> None:
+            while not is_over.wait(0.25):
+                for ask in asks:
+                    ask()
 
-        thread = threading.Thread(target=go_on)
-        thread.start()
-        try:
+        with working_beside(go_on):
             yield
-        finally:
-            is_over.set()
-            thread.join()
-            if errors:
-                raise errors[0]
 
     def expect_alerts(self, *names: str) -> None:
         """Wait until each of these has fired, together or one after the other."""

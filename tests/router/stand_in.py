@@ -21,6 +21,7 @@ import uvloop
 
 from tests.support import plain_http
 from tests.support.ports import free_port
+from tests.support.registration import registration_fields
 
 __all__ = [
     "Behaviour",
@@ -266,19 +267,9 @@ class StandIn:
     def registration(self, **changes: Any) -> dict[str, Any]:
         """What it tells the router, as FastDeploy's instances do."""
         return {
-            "role": self.role,
+            **registration_fields(self.role, self.port),
             "host_ip": "https://127.0.0.1" if self.tls else "127.0.0.1",
-            "port": self.port,
-            "metrics_port": self.port,
             "connector_port": self.port + 1 if self.port < 65535 else 1,
-            "engine_worker_queue_port": 1,
-            "rdma_ports": ["7100"],
-            "device_ids": [0],
-            "transfer_protocol": ["ipc", "rdma"],
-            "tp_size": 1,
-            "is_paused": False,
-            "version": None,
-            "connected_decodes": [],
             **self.told,
             **changes,
         }
