@@ -41,6 +41,20 @@ def loopback_only() -> list[str]:
     return []
 
 
+def complaint(name: str, *arguments: str, **environment: str) -> str:
+    """The words of a script on standard error when it refuses to start."""
+    ended = subprocess.run(
+        [EXAMPLES / name, *arguments],
+        env=script_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    return ended.stderr
+
+
 class Script:
     """A running example script, in a process group of its own like a terminal's foreground job."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.args import parse_args
-from tests.examples.script import EXAMPLES, loopback_only, running, script_environment
+from tests.examples.script import EXAMPLES, complaint, loopback_only, running, script_environment
 
 pytestmark = pytest.mark.timeout(600)
 needs_ports = pytest.mark.usefixtures("ports_free_again")
@@ -49,20 +49,6 @@ def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> N
     assert f"engine.api_server: --model '{tmp_path}' is not a checkpoint" in script.output
     assert "run.sh: instance_" in script.output.splitlines()[-1]
     assert script.left_behind() == []
-
-
-def complaint(name: str, *arguments: str, **environment: str) -> str:
-    """What the script says on standard error when it refuses to start."""
-    ended = subprocess.run(
-        [EXAMPLES / name, *arguments],
-        env=script_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1
-    return ended.stderr
 
 
 @needs_ports
