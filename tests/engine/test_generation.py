@@ -71,6 +71,13 @@ class Pair:
         info = info or self.info
         return self.prefill.begin(request_of(), info), self.decode.begin(request_of(), info)
 
+    async def start_waiting(self) -> asyncio.Task[list[Piece]]:
+        """Decode's leg of a request, once it waits for prefill."""
+        _, decode = self.start()
+        task = asyncio.create_task(all_of(decode))
+        await eventually(lambda: self.receiver.num_pending, "decode to wait")
+        return task
+
 
 @contextlib.asynccontextmanager
 async def pair_over(
@@ -295,9 +302,7 @@ async def test_a_request_aborted_while_it_waits_for_prefill_never_runs(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
-        _, decode = pair.start()
-        task = asyncio.create_task(all_of(decode))
-        await eventually(lambda: pair.receiver.num_pending, "decode to wait")
+        task = await pair.start_waiting()
         assert pair.decode.abort_all() == ["r"]
         assert [piece.finish_reason for piece in await task] == ["abort"]
 
@@ -307,9 +312,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_prefill_leaves_nothin
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
-        _, decode = pair.start()
-        task = asyncio.create_task(all_of(decode))
-        await eventually(lambda: pair.receiver.num_pending, "decode to wait")
+        task = await pair.start_waiting()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -54,10 +54,14 @@ def store(filled_store: MemoryStore) -> Iterator[FaultyStore]:
     faulty.go_on()
 
 
-def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
+def check_answers(answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
     for answering in answerings:
         assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
-        assert answering.saved.wait(30)
+
+
+def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
+    check_answers(answerings, answers)
+    assert all(answering.saved.wait(30) for answering in answerings)
     engine.wait_until_idle()
     assert [answering.times_saved for answering in answerings] == [1] * len(answerings)
 
@@ -134,8 +138,7 @@ def test_running_decodes_go_on_unharmed_while_a_load_hangs_with_garbage_in_its_b
         assert store.hanging.wait(30)
         # Neither has a full block to load. They grow to different numbers of blocks, so that one is padded.
         decoding = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]
-        for answering in decoding:
-            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        check_answers(decoding, answers)
         store.go_on()
         ends_well(engine, [loading, *decoding], answers)
         assert loading.sequence.pool_cached_tokens == 96
@@ -211,8 +214,7 @@ def test_a_hung_save_holds_up_no_answer(
     fresh.hang_saves()
     with Engine(tiny_checkpoint, store=fresh, num_blocks=20) as engine:
         answerings = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-        for answering in answerings:
-            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        check_answers(answerings, answers)
         assert fresh.hanging.is_set()
         assert engine.blocks.num_available < 20
         assert engine.metric("kvstore_unsaved_blocks_total") > 0  # dropped, not queued
@@ -297,8 +299,7 @@ def test_a_call_that_hangs_for_ever_leaves_memory_for_the_longest_sequence(
         assert store.hanging.wait(30)
         others = [engine.begin([7, *LONG[1:]], 1), *(engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS)]
         assert len(others[0].wait()) == 1
-        for answering in (first, *others[1:]):
-            assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+        check_answers([first, *others[1:]], answers)
         assert store.hanging.is_set()
         store.go_on()
         engine.wait_until_idle()
