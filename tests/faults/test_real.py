@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_backend.backend import StorageBackend
-from kvstore_backend.config import load_config
+from kvstore_backend.config import PoolConfig, load_config
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.wrappers.guarded import Deadlines
 from tests.faults.blocks import NAMESPACE, conversation
@@ -56,6 +56,15 @@ def restart_master(master: MooncakeMaster, log: Path) -> Iterator[Child]:
         yield process
 
 
+@contextlib.contextmanager
+def reading_client(config: PoolConfig, folder: Path) -> Iterator[Client]:
+    """A client that asks for the same conversations over and over, and has found them in the pool."""
+    with Client(config, folder) as client:
+        client.start(NUMBERS)
+        client.wait_for("hits", 20)
+        yield client
+
+
 def test_a_master_that_is_killed_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
     with Client(master.config(), tmp_path) as client:
         assert client.request_each([*NUMBERS, *NUMBERS]).hits > 0
@@ -68,9 +77,7 @@ def test_a_master_that_is_killed_is_a_miss(master: MooncakeMaster, tmp_path: Pat
 
 
 def test_a_master_that_is_restarted_is_used_again(master: MooncakeMaster, tmp_path: Path) -> None:
-    with Client(master.config(), tmp_path) as client:
-        client.start(NUMBERS)
-        client.wait_for("hits", 20)
+    with reading_client(master.config(), tmp_path) as client:
         master.kill()
         client.wait_for("tried", 50)
         with restart_master(master, tmp_path / "restarted.log"):
@@ -79,9 +86,7 @@ def test_a_master_that_is_restarted_is_used_again(master: MooncakeMaster, tmp_pa
 
 
 def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, tmp_path: Path) -> None:
-    with Client(master.config(), tmp_path) as client:
-        client.start(NUMBERS)
-        client.wait_for("hits", 20)
+    with reading_client(master.config(), tmp_path) as client:
         master.process.signal(signal.SIGSTOP)
         client.wait_for("tried", 200)
         master.process.signal(signal.SIGCONT)
@@ -91,18 +96,14 @@ def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, t
 
 
 def test_the_death_of_who_holds_the_bytes_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
-    with Owner(master.config()) as owner, Client(master.config(global_segment_size=0), tmp_path) as client:
-        client.start(NUMBERS)
-        client.wait_for("hits", 20)
+    with Owner(master.config()) as owner, reading_client(master.config(global_segment_size=0), tmp_path) as client:
         owner.kill()
         client.wait_for("tried", 20)
         record_report("owner of the memory killed during reads", client.stop())
 
 
 def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
-    with Owner(master.config()) as owner, Client(master.config(global_segment_size=0), tmp_path) as client:
-        client.start(NUMBERS)
-        client.wait_for("hits", 20)
+    with Owner(master.config()) as owner, reading_client(master.config(global_segment_size=0), tmp_path) as client:
         owner.signal(signal.SIGSTOP)
         client.wait_for("tried", 100)
         owner.signal(signal.SIGCONT)
