@@ -83,7 +83,21 @@ def leading(results: Sequence[Sequence[Any]]) -> int:
     return count
 
 
-class OneClass:
+class _Transfers:
+    """Reads and writes, which both shapes leave to their client alike."""
+
+    client: Any
+
+    def batch_get(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
+        answers: list[int] = self.client.batch_get_into(keys, target_locations, target_sizes)
+        return answers
+
+    def batch_set(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
+        answers: list[int] = self.client.batch_put_from(keys, target_locations, target_sizes)
+        return answers
+
+
+class OneClass(_Transfers):
     """The older shape: one class a rank, for look-ups and transfers."""
 
     def __init__(self, settings: dict[str, Any], segment: int = 64 << 20) -> None:
@@ -100,14 +114,6 @@ class OneClass:
         found = self.exists(flat(kinds))
         return leading([[found[key] for key in kind] for kind in kinds])
 
-    def batch_get(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
-        answers: list[int] = self.client.batch_get_into(keys, target_locations, target_sizes)
-        return answers
-
-    def batch_set(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
-        answers: list[int] = self.client.batch_put_from(keys, target_locations, target_sizes)
-        return answers
-
     def get(self, key: str, target_location: int, target_size: int) -> int:
         return self.batch_get([key], [target_location], [target_size])[0]
 
@@ -119,7 +125,7 @@ class OneClass:
         return True
 
 
-class SchedulerAndWorker:
+class SchedulerAndWorker(_Transfers):
     """The newer shape: a client in the engine's process that only looks up, and one in the worker's that transfers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -139,14 +145,6 @@ class SchedulerAndWorker:
         keys = flat(kinds)
         found = dict(zip(keys, self.scheduler.batch_is_exist(keys), strict=True))
         return leading([[found[key] for key in kind] for kind in kinds])
-
-    def batch_get(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
-        answers: list[int] = self.client.batch_get_into(keys, target_locations, target_sizes)
-        return answers
-
-    def batch_set(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]:
-        answers: list[int] = self.client.batch_put_from(keys, target_locations, target_sizes)
-        return answers
 
 
 class TransferProcess:
