@@ -22,6 +22,7 @@ from kvstore_backend.config import (
     MooncakeSettings,
     has_active_port,
     list_rdma_devices,
+    offload_bucket,
     offload_limit,
     set_native_defaults,
 )
@@ -196,6 +197,9 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
     if refusal := _find_ssd_refusal(path):
         yield fail("ssd", f"{path} {refusal}, so Mooncake would not start", "name another folder with ssd_offload_path")
         return
+    if (blocks := offload_bucket(environ)) != "1":
+        text = f"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT is {blocks}: Mooncake loses blocks that fill no bucket of so many"
+        yield warn("ssd", text, "unset it: each block is then a file of its own")
     limit = offload_limit(environ)
     disk = os.statvfs(path)
     room = disk.f_bavail * disk.f_frsize

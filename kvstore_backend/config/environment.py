@@ -16,6 +16,7 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "offload_bucket",
     "offload_limit",
     "set_native_cluster",
     "set_native_defaults",
@@ -78,6 +79,15 @@ def offload_limit(environ: Mapping[str, str] | None = None) -> int:
         if (text := environ.get(name, "").strip()).isascii() and text.isdigit():
             return int(text)
     return 0
+
+
+def offload_bucket(environ: Mapping[str, str] | None = None) -> str:
+    """How many blocks Mooncake writes to a file of its SSD folder, by ``MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT``.
+
+    "1" unless somebody has set it.
+    """
+    variable = "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT"
+    return (os.environ if environ is None else environ).get(variable, "").strip() or _NATIVE_DEFAULTS[variable]
 
 
 def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:

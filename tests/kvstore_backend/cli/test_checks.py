@@ -79,11 +79,11 @@ def test_the_name_by_which_others_reach_this_machine(local_hostname: str, master
 
 
 def told_of_ssd(path: Path | str, environ: dict[str, str] | None = None, **settings: Any) -> Finding:
+    """The last finding."""
     made = MooncakeSettings(
         "127.0.0.1:1", "P2PHANDSHAKE", enable_ssd_offload=True, ssd_offload_path=str(path), **settings
     )
-    (finding,) = checks.check_ssd(made, environ or {})
-    return finding
+    return list(checks.check_ssd(made, environ or {}))[-1]
 
 
 def test_a_folder_for_offloading_is_told_with_its_room(tmp_path: Path) -> None:
@@ -92,6 +92,13 @@ def test_a_folder_for_offloading_is_told_with_its_room(tmp_path: Path) -> None:
     finding = told_of_ssd(tmp_path, limited, global_segment_size=1 << 20)
     assert finding.level == "ok"
     assert finding.text.startswith(f"{tmp_path} holds 8 KiB, and may take 1 MiB; ")
+
+
+@pytest.mark.parametrize(("limit", "levels"), [("", ["ok"]), ("1", ["ok"]), ("500", ["warn", "ok"])])
+def test_buckets_that_lose_blocks_are_a_warning(tmp_path: Path, limit: str, levels: list[str]) -> None:
+    settings = MooncakeSettings("127.0.0.1:1", "P2PHANDSHAKE", enable_ssd_offload=True, ssd_offload_path=str(tmp_path))
+    environ = {"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": limit, "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": "1"}
+    assert [finding.level for finding in checks.check_ssd(settings, environ)] == levels
 
 
 @pytest.mark.parametrize(
