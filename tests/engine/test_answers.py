@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.pool_connector import PoolConnector
 from engine.request import State
+from kvstore_backend.load_or_compute import LoadOrCompute
 from kvstore_backend.staging import StagedMemory
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
@@ -153,7 +154,11 @@ def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> N
 
 @pytest.fixture(params=["direct", "staged"])
 def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time."""
+    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time.
+
+    All that the pool has is loaded, also where a busy machine makes computing quicker.
+    """
+    monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
     monkeypatch.setattr("engine.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
     staged = functools.partial(PoolConnector, staged=request.param == "staged")
     monkeypatch.setattr("engine.core.PoolConnector", staged)
