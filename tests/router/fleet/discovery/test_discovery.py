@@ -148,7 +148,8 @@ def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
     def is_alive() -> bool:
         return instance.register(router.url, pod="ns/a").status_code == 200
 
-    wait_until(is_alive, "its heartbeat")  # on a busy machine its probe may fail
+    for _ in range(2):  # on a busy machine its probe may fail
+        wait_until(is_alive, "its heartbeat")
     api.put(pod_of(instance))
     api.put(pod_of(instance, ready=False))
     other = stand_in()
