@@ -28,7 +28,7 @@ __all__ = [
 # MC_TCP_SLICE_SIZE: it writes and reads 64 KiB at a time otherwise, so that a block of 64 KiB with its header before it
 # takes two rounds, which cost 10 us of 90. MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT: blocks go to an owner's SSD in
 # buckets of 500 otherwise, and those that fill none when it looks for new ones are never written, as 0.3.13 forgets
-# their tasks.
+# their tasks (https://github.com/kvcache-ai/Mooncake/issues/3006).
 _NATIVE_DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_RPC_TIMEOUT_MS": "2000",
