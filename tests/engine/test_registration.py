@@ -75,10 +75,10 @@ async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCa
         router = Router(port)
         try:
             await eventually(lambda: "Registered at router" in caplog.text, "registration")
+            # Said once when it began and once when it ended, however often it was tried.
+            assert caplog.text.count("Cannot register") == 1
         finally:
             await asyncio.to_thread(router.stop)
-    # Said once when it began and once when it ended, however often it was tried.
-    assert caplog.text.count("Cannot register") == 1
 
 
 @in_event_loop
