@@ -34,6 +34,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the reports of a test say whether it has the marker ``timing``."""
+    if item.get_closest_marker("timing"):
+        item.user_properties.append(("timing", True))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append a test that passes to the list of second tries, when ``scripts/test`` runs it a second time."""
+    log = os.environ.get("SECOND_TRY_LOG")
+    if log and report.when == "call" and report.passed:
+        with open(log, "a") as file:
+            file.write(f"{report.nodeid}{' timing' if report.user_properties else ''}\n")
+
+
 @pytest.fixture(scope="session")
 def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
     """One real Mooncake master for all tests that do it no harm; a test that kills one starts its own.

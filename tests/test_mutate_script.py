@@ -1,0 +1,37 @@
+"""``scripts/mutate`` with its default arguments: its table names what exists."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "mutate"
+NAMESPACE: dict[str, Any] = runpy.run_path(str(SCRIPT))
+
+
+def test_the_script_lists_mutations_of_all_modules_in_its_table() -> None:
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--list", "--count", "50"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("\n") == 50
+
+
+@pytest.mark.parametrize("entry", NAMESPACE["DIRECT_TESTS"])
+def test_the_direct_tests_of_an_entry_exist(entry: str) -> None:
+    for word in NAMESPACE["DIRECT_TESTS"][entry]:
+        assert word.startswith("--") or (ROOT / word).exists(), f"DIRECT_TESTS of scripts/mutate: {entry} names {word}"
+
+
+def test_a_module_without_an_entry_is_refused_in_one_sentence() -> None:
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--list", "router/speed.py"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert "router/speed.py has no entry in the table DIRECT_TESTS of this script" in ended.stderr
