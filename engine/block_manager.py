@@ -135,6 +135,12 @@ class BlockManager:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def unpublish_blocks(self, hashes: Sequence[bytes]) -> None:
+        """Forget these contents, where they are published; sequences that hold the blocks keep them."""
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is not None:
+                self._unpublish(block)
+
     def unpublish_all(self) -> int:
         """Forget all contents, so that no hash is found any more; those who hold blocks keep them. How many it were."""
         count = len(self._block_of)

@@ -294,21 +294,39 @@ class EngineCore:
             self._index_blocks(chunk.sequence)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         start = time.monotonic()
-        choices = self._run_chunks(chunks)
+        choices = dict(zip(sampling, self._run_chunks(chunks), strict=True))
         seconds = time.monotonic() - start
         for chunk in chunks:
+            if chunk.samples and choices[chunk.sequence] is None:
+                self._withdraw_broken_blocks(chunk.sequence)
+                self._end_sequence(chunk.sequence, "error")
+                continue
             self.scheduler.advance_sequence(chunk)
             if chunk.num_tokens > 1:
                 self._progress.record_chunk(chunk, seconds)
             self._export_blocks(chunk.sequence)
-        for sequence, choice in zip(sampling, choices, strict=True):
-            if choice is None:
-                self._end_sequence(sequence, "error")
-            else:
+        for sequence, choice in choices.items():
+            if choice is not None:
                 self._append_token(sequence, *choice)
         for chunk in chunks:
             if self._connector and chunk.sequence.state is State.RUNNING:
                 self._connector.start_save(chunk.sequence)
+
+    def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
+        """Stop sharing the blocks of a failed sequence from the first one on that holds a NaN or an infinity.
+
+        Earlier chunks of the prompt were published before the logits showed the failure.
+        """
+        first = sequence.num_offloaded
+        is_broken = self._runner.find_broken_blocks(sequence.block_table[first : sequence.num_published])
+        if True not in is_broken:
+            return
+        first += is_broken.index(True)
+        hashes = sequence.hashes()[first : sequence.num_published]
+        log.error("%s: %d blocks hold no numbers and are withdrawn", sequence.request.request_id, len(hashes))
+        self.scheduler.blocks.unpublish_blocks(hashes)
+        if self._connector:
+            self._connector.remove_blocks(hashes)
 
     def _run_chunks(self, chunks: list[Chunk]) -> list[Choice]:
         prefills = any(chunk.sequence.is_prefilling for chunk in chunks)

@@ -265,6 +265,10 @@ class ModelRunner:
         """Where a block's bytes lie."""
         return Span(self.kv.data_ptr() + block * self.shape.nbytes, self.shape.nbytes)
 
+    def find_broken_blocks(self, blocks: SequenceOf[int]) -> list[bool]:
+        """Whether each block holds a NaN or an infinity."""
+        return [not bool(self.kv[block].isfinite().all()) for block in blocks]
+
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> list[Choice]:
         """Compute the chunks; return the next token of each chunk that ``samples``, in order.

@@ -246,6 +246,10 @@ class PoolConnector:
             self._metrics.unsaved_blocks.inc(unsaved)
             sequence.num_saved += unsaved
 
+    def remove_blocks(self, hashes: SequenceOf[bytes]) -> None:
+        """Remove blocks from the pool, after the saves that have begun."""
+        self._transfers.remove(hashes)
+
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """Hear how long a step with chunks of prompts took: loads are weighed against it."""
         self._load_or_compute.record_step(num_tokens, seconds)

@@ -274,6 +274,15 @@ class Transfers:
             self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
         )
 
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """Begin to remove blocks from the pool, after all saves that have begun; nobody learns of a failure."""
+
+        def run() -> None:
+            self._pool.flush_writes(_FLUSH_SECONDS)
+            self._pool.remove_blocks(hashes)
+
+        self._submit_work(self._saves, run)
+
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a thread of its own once other instances can read all blocks saved so far.
 

@@ -30,14 +30,16 @@ MAX_WAIT_SECONDS = 300.0
 class KeptPrompt:
     """One prompt, from the moment that its request is there until it was handed over or dropped.
 
-    It owns a reference on each of its ``blocks``, which go to the hand-over.
+    It owns a reference on each of its ``blocks``, which go to the hand-over. The engine may still deliver blocks of a
+    step that was running when the prompt was dropped; those are released at once.
     """
 
-    def __init__(self, key: str, request_id: str, prompt: Prompt) -> None:
+    def __init__(self, key: str, request_id: str, prompt: Prompt, memory: BlockMemory | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.key = key
         self.request_id = request_id
         self.prompt = prompt
+        self._memory = memory
         self.blocks: list[int] = []
         self.is_dropped = False
         self.is_asked_for = False
@@ -55,7 +57,22 @@ class KeptPrompt:
 
     def add_blocks(self, _: int, blocks: Sequence[int]) -> None:
         """Take over blocks, as the engine's listener is given them."""
-        self.blocks += blocks
+        if self.is_dropped:
+            self._release(blocks)
+        else:
+            self.blocks += blocks
+
+    def drop(self, reason: str) -> None:
+        """End all waits for it. Its blocks are released, unless a hand-over has taken them over."""
+        self.end_waits(reason, is_taken=False)
+        self.is_dropped = True
+        if not self.is_asked_for:
+            blocks, self.blocks = self.blocks, []
+            self._release(blocks)
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        if self._memory is not None and blocks:
+            self._memory.release_blocks(blocks)
 
     def record_computed(
         self,
@@ -121,7 +138,7 @@ class KeptPrompts:
 
     def open_prompt(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
         """Begin to keep a prompt that is not computed yet."""
-        kept = self._kept[key] = KeptPrompt(key, request_id, prompt)
+        kept = self._kept[key] = KeptPrompt(key, request_id, prompt, self._memory)
         telling = asyncio.get_running_loop().create_task(self._tell_opened())
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
@@ -129,14 +146,9 @@ class KeptPrompts:
 
     def drop_prompt(self, kept: KeptPrompt, reason: str) -> None:
         """Keep it no longer; a hand-over that has begun goes on."""
-        kept.end_waits(reason, is_taken=False)
-        kept.is_dropped = True
+        kept.drop(reason)
         if self._kept.get(kept.key) is kept:
             del self._kept[kept.key]
-        if not kept.is_asked_for:
-            blocks, kept.blocks = kept.blocks, []
-            if self._memory is not None and blocks:
-                self._memory.release_blocks(blocks)
 
     def drop_later(self, kept: KeptPrompt, seconds: float) -> None:
         """Keep it for so long at most."""

@@ -137,20 +137,24 @@ class Generation(ABC):
         """Let the engine run the sequence, and relay its tokens.
 
         Args:
-            prefilled: where to go on from.
+            prefilled: where to go on from. It is taken over, also where this raises.
             on_saved: called in the event loop when nothing of the sequence is on its way to the pool any more.
             on_computed: called in the event loop with the blocks of the prompt as they are computed.
         """
-        if self.is_aborted:
-            yield Piece("", None, "abort", None)
-            return
-        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
-        listener = Listener(
-            on_output=call_in_loop(outputs.put_nowait),
-            on_saved=self._hear_of_saves(on_saved),
-            on_computed=call_in_loop(on_computed) if on_computed else None,
-        )
-        detokenizer = self._make_detokenizer()
+        with contextlib.ExitStack() as unless_submitted:
+            if prefilled:
+                unless_submitted.callback(self._core.cancel_reservation, prefilled.reservation, clear=False)
+            if self.is_aborted:
+                yield Piece("", None, "abort", None)
+                return
+            outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+            listener = Listener(
+                on_output=call_in_loop(outputs.put_nowait),
+                on_saved=self._hear_of_saves(on_saved),
+                on_computed=call_in_loop(on_computed) if on_computed else None,
+            )
+            detokenizer = self._make_detokenizer()
+            unless_submitted.pop_all()
         self._core.submit(self.sequence, listener, prefilled)
         reason: str | None = None
         try:

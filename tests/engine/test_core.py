@@ -239,3 +239,30 @@ def test_a_stop_that_takes_long_tells_what_it_waits_for(tiny_checkpoint: Path, m
         assert engine.core.holds_stop_up == "1 block on its way to the pool"
         store.go_on()
         stopping.join()
+
+
+def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk in the middle of the prompt fails for a moment; its blocks are published before the logits show it."""
+    store = MemoryStore(64 << 20)
+    with Engine(tiny_checkpoint, store=store, budget=16) as engine:
+        expected = engine.answer(PROMPT, 4, salt="other").wait()
+        run, num_steps = engine.runner.run, 0
+
+        def run_and_spoil(chunks: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            choices = run(chunks)
+            if num_steps == 2:
+                engine.runner.kv[chunks[0].sequence.block_table[1], 0] = float("nan")
+            return choices
+
+        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        failed = engine.answer(PROMPT, 4)
+        assert (failed.wait(), failed.finish_reason) == ([], "error")
+        again = engine.answer(PROMPT, 4)
+        assert (again.wait(), again.finish_reason) == (expected, "length")
+        assert again.sequence.own_cached_tokens == engine.block_size
+    with Engine(tiny_checkpoint, store=store, budget=16) as other:
+        assert other.answer(PROMPT, 4).wait() == expected
