@@ -94,7 +94,7 @@ def open_tracer(receiver: str) -> Tracer | None:
         return Tracer(receiver)
     except ModuleNotFoundError as exc:
         log.warning(
-            "no spans are sent to %s, as the package %s is missing: pip install 'fastdeploy-kvstore[tracing]'",
+            "no spans are sent to %s, as the package %s is missing: pip install '/path/to/this/repository[tracing]'",
             *(receiver, exc.name),
         )
         return None

@@ -33,6 +33,7 @@ __all__ = ["Sidecar", "main"]
 _log = logging.getLogger("router.register")
 
 HEARTBEAT_SECONDS = 5.0
+FIRST_RETRY_SECONDS = 0.5
 ROLES = ("mixed", "prefill", "decode")
 """The values of ``router.fleet.Role``."""
 ENGINES = ("fastdeploy", "vllm", "sglang", "openai")
@@ -72,11 +73,18 @@ class Sidecar:
         self._found: dict[str, Any] | None = None  # by asking the server, until it is not healthy any more
 
     async def keep_registering(self) -> None:
-        """Until cancelled: ask the server, register it, log each change."""
+        """Until cancelled: query the server, register it, log each change.
+
+        After a failure it tries again sooner than after a success: at start the router or the server is often only a
+        second late.
+        """
         async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False, verify=self._tls) as client:
+            pause = FIRST_RETRY_SECONDS
             while True:
-                self._log_change(await self._send_heartbeat(client))
-                await asyncio.sleep(HEARTBEAT_SECONDS)
+                problem = await self._send_heartbeat(client)
+                self._log_change(problem)
+                await asyncio.sleep(pause if problem else HEARTBEAT_SECONDS)
+                pause = min(2 * pause, HEARTBEAT_SECONDS) if problem else FIRST_RETRY_SECONDS
 
     async def _send_heartbeat(self, client: httpx.AsyncClient) -> str:
         """One heartbeat; the problem in one sentence, or nothing."""

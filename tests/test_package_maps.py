@@ -30,7 +30,10 @@ def contained(package: Path) -> Counter[str]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: str(package.relative_to(ROOT)))
 def test_a_packages_docstring_lists_each_of_its_parts_once(package: Path) -> None:
-    assert listed(package) == contained(package)
+    missing, unknown = contained(package) - listed(package), listed(package) - contained(package)
+    place = f"the docstring of {package.relative_to(ROOT)}/__init__.py"
+    assert not missing, f"{place} needs a line for each of {', '.join(missing)}: its name, and what it holds"
+    assert not unknown, f"{place} names {', '.join(unknown)} more often than the folder has it"
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

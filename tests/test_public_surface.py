@@ -18,4 +18,6 @@ def test_what_users_type_and_read_has_not_changed() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     recorded, now = RECORD.read_text().splitlines(), done.stdout.splitlines()
     changes = list(difflib.unified_diff(recorded, now, "recorded", "now", lineterm="", n=3))
-    assert not changes, "\n".join(["if this is meant, run scripts/public_surface --record", *changes])
+    assert not changes, "\n".join(
+        ["a flag, metric, header or path changed; if that is meant, run scripts/public_surface --record", *changes]
+    )

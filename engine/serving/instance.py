@@ -156,6 +156,8 @@ class Instance:
             payload = self.registration_payload()
             sending = send_heartbeats(self.router, payload, self._router_token, self.note_registration)
             heartbeat = asyncio.create_task(sending)
+        if self.args.splitwise_role == "decode" and not self.router:
+            log.warning("This decode instance has no --router: no router sends it requests until it is registered")
         log.info("Ready: %s", self.summary)
         print(f"engine.api_server: ready: {self.summary}", flush=True)
         try:

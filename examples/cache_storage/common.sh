@@ -18,6 +18,7 @@ export MC_MIN_RPC_PORT=${MC_MIN_RPC_PORT:-17200} MC_MAX_RPC_PORT=${MC_MAX_RPC_PO
 
 START_DEADLINE=300 # seconds; a large model needs minutes to load
 STOP_DEADLINE=15   # seconds from TERM to KILL
+LONGEST_PROMPT=2304 # tokens, with the answer; verify.py has the prompts
 
 DRY_RUN=no
 say() {
@@ -61,6 +62,7 @@ prepare() {
     cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
     choose_engine
     choose_model
+    check_machine
     if [ "$DASHBOARD" = yes ]; then
         [ "$ROUTER" = kvstore ] || die "ROUTER=$ROUTER --dashboard: the dashboard shows our own router; leave one of both out"
         set -- "$@" "dashboard=$DASHBOARD_PORT" "the dashboard's router=$BESIDE_PORT"
@@ -85,6 +87,21 @@ prepare() {
         IFS=, read -ra DEVICES <<<"$CUDA_VISIBLE_DEVICES"
     else
         mapfile -t DEVICES < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
+    fi
+}
+
+# Ends with a sentence where our engine would refuse a setting only after some seconds.
+check_machine() {
+    case ${FD_DEBUG:-0} in
+        0 | 1) ;;
+        *) die "FD_DEBUG=$FD_DEBUG: set it to 1 for debug logs or to 0" ;;
+    esac
+    [ "$ENGINE $DRY_RUN" = "kvstore no" ] || return 0
+    if [ "${MOONCAKE_PROTOCOL-}" = rdma ] && [ -z "$(ls /sys/class/infiniband 2>/dev/null)" ]; then
+        die "MOONCAKE_PROTOCOL=rdma: this machine has no RDMA device (/sys/class/infiniband); use tcp, or leave it unset"
+    fi
+    if [ "${DEVICE-}" = cuda ] && ! ls /dev/nvidia[0-9]* /dev/dxg >/dev/null 2>&1; then
+        die "DEVICE=cuda: this machine has no NVIDIA device (/dev/nvidia*); use cpu, or leave it unset"
     fi
 }
 
@@ -148,6 +165,10 @@ sys.exit(not e(group="fastdeploy.tool_parser_plugins", name="kvstore"))'
 choose_model() {
     if [[ -n ${MAX_MODEL_LEN-} && ! $MAX_MODEL_LEN =~ ^[1-9][0-9]*$ ]]; then
         die "MAX_MODEL_LEN=$MAX_MODEL_LEN is no number of tokens, such as 8192"
+    fi
+    if [ "${MAX_MODEL_LEN:-$LONGEST_PROMPT}" -lt "$LONGEST_PROMPT" ]; then
+        die "MAX_MODEL_LEN=$MAX_MODEL_LEN is too short for the prompts of this script; set at least $LONGEST_PROMPT," \
+            "or leave it unset"
     fi
     if [ "$ENGINE" = fastdeploy ]; then
         : "${MODEL_NAME:=PaddlePaddle/ERNIE-4.5-0.3B-Paddle}"

@@ -290,7 +290,7 @@ def _make_client(url: str) -> Redis:
         from redis.asyncio import Redis
     except ImportError:
         raise SettingsError(
-            "server.shared-state needs redis-py: pip install 'fastdeploy-kvstore[shared-state]'"
+            "server.shared-state needs redis-py: pip install '/path/to/this/repository[shared-state]'"
         ) from None
     try:
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)

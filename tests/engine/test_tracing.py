@@ -194,7 +194,7 @@ def test_without_the_packages_one_sentence_says_what_to_install(
 ) -> None:
     hide_opentelemetry(monkeypatch)
     assert open_tracer("http://c:4318") is None
-    assert "pip install 'fastdeploy-kvstore[tracing]'" in caplog.text
+    assert "pip install '/path/to/this/repository[tracing]'" in caplog.text
 
 
 def test_a_receiver_that_takes_nothing_is_told_of_once(

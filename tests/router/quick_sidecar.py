@@ -7,5 +7,5 @@ import sys
 from router import register
 
 if __name__ == "__main__":
-    register.HEARTBEAT_SECONDS = 0.05
+    register.HEARTBEAT_SECONDS = register.FIRST_RETRY_SECONDS = 0.05
     sys.exit(register.main())

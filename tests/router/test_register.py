@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ import pytest
 
 from router.fleet import EngineKind, KvConnector, Role
 from router.register import ENGINES, KV_CONNECTORS, ROLES
+from tests.examples.readme import README
+from tests.examples.script import ROOT
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.certificates import make_certificate
@@ -272,3 +276,30 @@ def test_a_mistyped_flag_is_told_before_those_that_are_missing() -> None:
 def test_the_version_is_one_line() -> None:
     run = subprocess.run([sys.executable, "-m", "router.register", "--version"], capture_output=True, text=True)
     assert (run.returncode, run.stdout.split()[0], run.stderr) == (0, "kvrouter", "")
+
+
+def test_the_commands_of_the_readme_put_a_router_before_a_server(
+    stand_in: Callable[..., StandIn], tmp_path: Path
+) -> None:
+    """The section "Your own servers", on free ports; the installed names are in the environment of these tests."""
+    section = README.read_text().partition("## Your own servers\n")[2].partition("\n## ")[0]
+    [block] = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    server, port = stand_in(), free_port()
+    install, start, register, ask = (
+        line.replace("9000", str(port)).replace("8000", str(server.port)) for line in block.splitlines()
+    )
+    assert install == "pip install ."
+    programs = {
+        "kvrouter": [sys.executable, "-c", "from router.console import main; raise SystemExit(main())"],
+        "python": [sys.executable],
+    }
+    router_command, register_command = (
+        [*programs[name], *rest] for name, *rest in (shlex.split(line) for line in (start, register))
+    )
+    with child(router_command, tmp_path / "router.log"), child(register_command, tmp_path / "register.log"):
+
+        def answers() -> bool:
+            asked = subprocess.run([*shlex.split(ask), "-sf"], cwd=ROOT, capture_output=True, timeout=60, check=False)
+            return asked.returncode == 0 and b"choices" in asked.stdout
+
+        wait_until(answers, "an answer to the readme's curl")

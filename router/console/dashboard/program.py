@@ -23,10 +23,7 @@ __all__ = ["main", "make_parser"]
 DEFAULT_PORT = 52790
 DEFAULT_INTERVAL = 2.0
 LOOPBACK = "127.0.0.1"
-MISSING = (
-    "the dashboard needs NiceGUI, which is not installed: pip install 'fastdeploy-kvstore[dashboard]' "
-    "(in a clone of the repository: pip install '.[dashboard]')"
-)
+MISSING = "the dashboard needs NiceGUI, which is not installed: pip install '/path/to/this/repository[dashboard]'"
 _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 

@@ -124,7 +124,8 @@ class HeldSteps:
 async def test_a_client_that_leaves_while_a_chunk_is_computed_leaves_no_block_held(
     tiny_checkpoint: Path, word_tokenizer: Any, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = {"vllm": lambda _, port: VllmDialect(HOST, port), "sglang": SglangDialect}.get(dialect, lambda *_: None)
+    makers: dict[str, Any] = {"vllm": lambda _, port: VllmDialect(HOST, port), "sglang": SglangDialect}
+    make = makers.get(dialect, lambda *_: None)
     async with dialect_pair(tiny_checkpoint, word_tokenizer, make, expiry_seconds=0.2) as pair:
         runner = pair.prefill.side.engine.runner
         steps = HeldSteps(runner)

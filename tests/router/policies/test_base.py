@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,7 +36,10 @@ def test_every_policy_spreads_equal_candidates(name: str) -> None:
     policy = POLICIES[name]()
     candidates = [InstanceLoad("a"), InstanceLoad("b"), InstanceLoad("c")]
     chosen = Counter(policy.choose_instance(REQUEST, candidates).key for _ in range(300))
-    assert all(chosen[key] > 50 for key in "abc")
+    assert all(chosen[key] > 50 for key in "abc"), (
+        f"{name} chose {dict(chosen)} among equal instances: a policy must spread requests over equal instances, "
+        "for example by Turns of router/policies/base.py"
+    )
 
 
 # cache_aware asks for the loads by a method, because those of remote_cache_aware are others.
@@ -41,7 +48,11 @@ def test_a_choice_takes_few_calls_however_many_candidates_there_are(name: str) -
     policy = POLICIES[name]()
     candidates = [InstanceLoad(str(number)) for number in range(8)]
     request = RequestFeatures(100)
-    assert len(calls_in_router(lambda: policy.choose_instance(request, candidates))) <= 2 + name.endswith("cache_aware")
+    calls = calls_in_router(lambda: policy.choose_instance(request, candidates))
+    assert len(calls) <= 2 + name.endswith("cache_aware"), (
+        f"{name} makes {len(calls)} Python calls for one choice ({', '.join(map(str, calls))}): a choice may make two, "
+        "however many candidates there are. Use map and operator.attrgetter instead of generators and lambdas"
+    )
 
 
 def test_equals_take_turns_and_the_least_always_wins() -> None:
@@ -71,3 +82,20 @@ def test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own(name: str) -> 
     assert type(sibling) is type(policy)
     policy.choose_instance(REQUEST, [InstanceLoad("a")])
     assert sibling.choose_instance(REQUEST, [InstanceLoad("b")]).key == "b"
+
+
+def test_a_policy_written_by_the_contributors_guide_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's class, with the imports of a policy in this project, as its reader would add it."""
+    guide = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    [written] = re.findall(r"^   ```python\n(.*?)^   ```$", guide, re.MULTILINE | re.DOTALL)
+    module: dict[str, Any] = {}
+    imports = (
+        "from collections.abc import Sequence\n"
+        "from operator import attrgetter\n"
+        "from router.policies.base import Decision, InstanceLoad, PolicyBase, RequestFeatures\n"
+    )
+    exec(imports + textwrap.dedent(written), module)
+    monkeypatch.setitem(POLICIES, "least_queued", module["LeastQueued"])
+    test_every_policy_spreads_equal_candidates("least_queued")
+    test_a_choice_takes_few_calls_however_many_candidates_there_are("least_queued")
+    test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own("least_queued")

@@ -279,7 +279,7 @@ def test_without_the_packages_one_sentence_says_what_to_install(
     assert open_tracer("http://c:4318") is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert "http://c:4318" in said
-    assert "pip install 'fastdeploy-kvstore[tracing]'" in said
+    assert "pip install '/path/to/this/repository[tracing]'" in said
 
 
 def test_beginning_a_trace_needs_no_more_than_its_headers(receiver: OtlpReceiver) -> None:

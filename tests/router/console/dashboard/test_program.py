@@ -36,7 +36,9 @@ def test_without_nicegui_one_sentence_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert main([]) == 1
-    assert "NiceGUI, which is not installed: pip install 'fastdeploy-kvstore[dashboard]'" in capsys.readouterr().err
+    assert (
+        "NiceGUI, which is not installed: pip install '/path/to/this/repository[dashboard]'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nicegui") is None, reason="NiceGUI is not installed")
