@@ -79,6 +79,7 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
+        self._is_closed = False
         self._outgoing = Parts(hashes_first=True)
         self._incoming = Parts(hashes_first=False)
 
@@ -149,6 +150,11 @@ class CheckedBackend(Wrapper):
         self._roomy.pop(address, None)
         self._store.unregister(address, nbytes)
 
+    def close(self) -> None:
+        self._is_closed = True
+        self._drop_scratch()
+        self._store.close()
+
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
         """The values with room for a header at the beginning of each one's first span; valid in the block."""
@@ -179,6 +185,8 @@ class CheckedBackend(Wrapper):
             yield addresses()
         finally:
             self._scratch.extend(taken)
+            if self._is_closed:
+                self._drop_scratch()
 
     def _take_scratch(self, nbytes: int) -> NDArray[np.uint8]:
         try:
@@ -192,6 +200,13 @@ class CheckedBackend(Wrapper):
         scratch = np.zeros(max(2 * nbytes, _SCRATCH_BYTES), dtype=np.uint8)
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
+
+    def _drop_scratch(self) -> None:
+        """Unregister the memory for headers that is not in use."""
+        with contextlib.suppress(IndexError):
+            while True:
+                scratch = self._scratch.pop()
+                self._store.unregister(scratch.ctypes.data, scratch.nbytes)
 
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:

@@ -19,7 +19,11 @@ from typing import Any
 
 import pytest
 
+from kvstore_backend import pool
 from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.stores import holdings, mooncake
+from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.wrapper import Wrapper
 
 __all__ = ["Announcing", "Registered", "StrictClient", "StrictStore", "use_strict_stores"]
@@ -243,9 +247,6 @@ def use_strict_stores(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
 
         return open_strict
 
-    from kvstore_backend import pool
-    from kvstore_backend.stores import holdings, mooncake
-
     join = mooncake.join_cluster
 
     def join_strictly(settings: Any) -> StrictClient:
@@ -253,7 +254,7 @@ def use_strict_stores(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
         return StrictClient(join(settings), opened[-1])
 
     for module in (pool, holdings):
-        monkeypatch.setattr(module, "FileStore", strict(module.FileStore))
-    monkeypatch.setattr(pool, "MemoryStore", strict(pool.MemoryStore))
+        monkeypatch.setattr(module, "FileStore", strict(FileStore))
+    monkeypatch.setattr(pool, "MemoryStore", strict(MemoryStore))
     monkeypatch.setattr(mooncake, "join_cluster", join_strictly)
     return opened
