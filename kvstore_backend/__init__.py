@@ -14,6 +14,7 @@ namespace.py   Namespace: everything that makes blocks interchangeable; a key is
 manifest.py    the manifest of a namespace: a small JSON object in the pool, the meaning of its digest
 manifest_keeper.py  writes it, on a thread of its own, and again where the pool lost it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
+threads.py     threads that the end of the process does not wait for; what a fork leaves
 transfers.py   loads and saves on their way, for engines that do not wait for the pool
 staging/       by way of host memory, for KV in a device's memory; needs torch, and is imported by those who do
 cuts/          blocks of the same model under another tensor-parallel size or block size: found, and gathered

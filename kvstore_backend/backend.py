@@ -67,9 +67,9 @@ class Status(enum.Enum):
     OK = "ok"
     """Stored, read in full, present, or removed."""
     ABSENT = "absent"
-    """The pool answered, and it does not have this key."""
+    """The pool answered, and it does not have this value: not the key, or, of a read, another size under it."""
     FAILED = "failed"
-    """Nothing may be concluded: an error, a time-out, a value of another size, no room."""
+    """Nothing may be concluded: an error, a time-out, no room."""
 
     def __bool__(self) -> bool:
         return self is Status.OK
@@ -120,7 +120,7 @@ class StorageBackend(abc.ABC):
     - All calls are batches, answered by one ``Status`` per key in the order asked. An empty batch answers ``[]``.
     - A value is immutable: a put of a key that is present answers ``OK`` and changes nothing.
     - ``get`` fills *all* of the target's bytes or does not answer ``OK``. A stored value of any other size than the
-      target's is ``FAILED``. After an answer other than ``OK`` the target's contents are unspecified.
+      target's is ``ABSENT``. After an answer other than ``OK`` the target's contents are unspecified.
     - Memory is the caller's: spans are read (put) or written (get) only while the call runs. (A ``Stack`` that gives
       calls up is the exception, and says when they have ended.)
     - ``register`` announces memory that spans will point into; stores that need no registration ignore it.

@@ -21,18 +21,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.pool import BlockPool
+from kvstore_backend.threads import DaemonThreads
+from kvstore_backend.wrappers.late_calls import call_after_late_calls
 
 __all__ = ["DirectMemory", "Event", "Outcome", "ReadBlocks", "ReadLeading", "TransferMemory", "Transfers", "Window"]
 
 logger = logging.getLogger(__name__)
 
-_WARN_AFTER_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
 _LOAD_FAILED = "Loading %d blocks failed; they will be computed"
 _SAVE_FAILED = "Saving %d blocks failed"
@@ -222,8 +223,9 @@ class Transfers:
         self._pool = pool
         self._memory = memory
         self._post = post
-        self._loads = ThreadPoolExecutor(1, "pool-load", start_thread)
-        self._saves = ThreadPoolExecutor(1, "pool-save", start_thread)
+        self._is_closed = False
+        self._loads = DaemonThreads(1, "pool-load", start_thread)
+        self._saves = DaemonThreads(1, "pool-save", start_thread)
 
     def load(
         self,
@@ -245,10 +247,7 @@ class Transfers:
                 returns that function's answer, or 0 where nothing is to be read. Default: all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release, self._memory.record_event())
-        self._submit_work(
-            self._loads,
-            lambda: self._run_transfer(transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED),
-        )
+        self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
 
     def save(
         self,
@@ -270,9 +269,7 @@ class Transfers:
                 return self._pool.keep_by_deadline(hashes, sources, keep_seconds)
             return self._pool.save_by_deadline(hashes, sources)
 
-        self._submit_work(
-            self._saves, lambda: self._run_transfer(transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
-        )
+        self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
         """Begin to remove blocks from the pool, after all saves that have begun; nobody learns of a failure."""
@@ -297,22 +294,30 @@ class Transfers:
 
     def close(self, flush_seconds: float = 2.0) -> None:
         """Give running saves ``flush_seconds``, drop the rest, and leave the pool."""
-        flushed = threading.Event()
-        self._submit_work(self._saves, flushed.set)
-        flushed.wait(flush_seconds)
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        self._saves.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
+        try:
+            wait([self._saves.submit(lambda: None)], flush_seconds)
+        except RuntimeError as exc:
+            logger.debug("Saves are not waited for: %s", exc)
+        self._loads.close()
+        self._saves.close()
         # A native client takes its time to leave; leaving is not worth more than a moment.
         leaving = threading.Thread(target=self._pool.close, name="pool-close", daemon=True)
         leaving.start()
         leaving.join(flush_seconds)
 
-    @staticmethod
-    def _submit_work(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    def _submit_transfer(
+        self, thread: DaemonThreads, transfer: _Transfer, move: Callable[[], int], message: str
+    ) -> None:
+        """Have a thread run the transfer; where there is none, it ends here, and nothing was moved."""
         try:
-            thread.submit(work)
-        except RuntimeError:
-            logger.debug("The pool was left; a transfer was dropped")
+            thread.submit(lambda: self._run_transfer(transfer, move, message))
+        except RuntimeError as exc:
+            if self._is_closed:
+                logger.debug("The pool was left; a transfer was dropped")
+                return
+            logger.warning("A transfer of %d blocks was not made: %s", len(transfer.blocks), exc)
+            self._post(lambda: _release_and_end(transfer, Outcome(0, 0.0, True)))
 
     def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
         """Move the blocks and tell the owner, by way of its ``post``; ``message`` is logged where that raises."""
@@ -323,10 +328,13 @@ class Transfers:
         except Exception:
             logger.exception(message, len(transfer.blocks))
         outcome = Outcome(count, time.monotonic() - begun, transfer.is_released)
-        if transfer.is_released:
-            self._post(lambda: _release_and_end(transfer, outcome))
-        else:
-            self._post(lambda: transfer.on_end(outcome))
+        try:
+            if transfer.is_released:
+                self._post(lambda: _release_and_end(transfer, outcome))
+            else:
+                self._post(lambda: transfer.on_end(outcome))
+        except Exception:
+            logger.exception("The end of a transfer of %d blocks could not be reported", len(transfer.blocks))
         if transfer.set_aside is not None:
             self._await_late_calls(transfer, transfer.set_aside)
 
@@ -353,8 +361,10 @@ class Transfers:
                 try:
                     count = read(loaded, window.values)
                 finally:
-                    window.deliver(count)
-                    self._end_call(transfer, window, is_whole=count == size)
+                    try:
+                        window.deliver(count)
+                    finally:
+                        self._end_call(transfer, window, is_whole=count == size)
                 loaded += count
                 if count < size:
                     break
@@ -406,14 +416,14 @@ class Transfers:
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
         """Take the window back, and release the blocks if it is theirs, once no late call touches it."""
 
-        def wait() -> None:
-            while not self._pool.wait_for_late_calls(_WARN_AFTER_SECONDS):
-                logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
-            window.take_back()
-            if not transfer.is_released:
-                self._post(transfer.on_release)
+        def take_back() -> None:
+            try:
+                window.take_back()
+            finally:
+                if not transfer.is_released:
+                    self._post(transfer.on_release)
 
-        threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
+        call_after_late_calls(self._pool.stack, take_back)
 
 
 def _release_and_end(transfer: _Transfer, outcome: Outcome) -> None:

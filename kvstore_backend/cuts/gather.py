@@ -9,7 +9,6 @@ may write for as long as it runs: the memory that it was given is set aside unti
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Sequence
 
@@ -19,15 +18,13 @@ from numpy.typing import NDArray
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, Value, memory_views
 from kvstore_backend.cuts.family import Extent, Family
 from kvstore_backend.namespace import Namespace
+from kvstore_backend.wrappers.late_calls import call_after_late_calls
 from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Gatherer", "Unit"]
 
-logger = logging.getLogger(__name__)
-
 Bytes = NDArray[np.uint8]
 
-_WARN_AFTER_SECONDS = 60.0
 # One read: enough that the time of a call does not count, and little enough to stay in a processor's cache.
 _BUFFER_BYTES = 16 << 20
 
@@ -192,14 +189,8 @@ class _Buffers:
             with self._lock:
                 self._free.append(buffer)
 
-        def wait() -> None:
-            while not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
-                logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
-            put_back()
-
         if maybe_late and not self._stack.wait_for_late_calls(0):
-            # The thread keeps the memory from being freed, too, where nobody else has need of it any more.
-            threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
+            call_after_late_calls(self._stack, put_back)
         else:
             put_back()
 

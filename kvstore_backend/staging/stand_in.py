@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from kvstore_backend.staging.device import Step, Stream
+from kvstore_backend.threads import DaemonThreads
 from kvstore_backend.transfers import Event
 
 __all__ = ["StandInDevice"]
@@ -44,7 +45,7 @@ class _ThreadStream:
     """A thread that runs queued steps; it ends when nobody has the stream any more."""
 
     def __init__(self, start_thread: Callable[[], None] | None, before_step: Callable[[], None]) -> None:
-        self._thread = ThreadPoolExecutor(1, "staging", start_thread)
+        self._thread = DaemonThreads(1, "staging", start_thread)
         self._before_step = before_step
 
     def queue(self, steps: Sequence[Step], after: Event | None) -> Event:

@@ -6,9 +6,11 @@ lists them over HTTP, a folder has them as files. Values are bytes here, as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
@@ -45,17 +47,22 @@ class _Values:
 
     def read_values(self, keys: Sequence[str], sizes: Sequence[int]) -> list[StoredBytes | None]:
         """The values, whose sizes are known; None where one is not there any more."""
-        values = [np.empty(size, dtype=np.uint8) for size in sizes]
-        statuses = self._store.get(keys, [_as_spans(value) for value in values])
+        memory = np.empty(sum(sizes), dtype=np.uint8)
+        ends = list(accumulate(sizes))
+        values = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        with self._register([memory]):
+            statuses = self._store.get(keys, [_as_spans(value) for value in values])
         return [value if status else None for value, status in zip(values, statuses, strict=True)]
 
     def write_values(self, keys: Sequence[str], values: Sequence[StoredBytes]) -> list[Status]:
         """Store values under keys that are absent; the others stay as they are."""
-        return self._store.put(keys, [_as_spans(value) for value in values])
+        with self._register(values):
+            return self._store.put(keys, [_as_spans(value) for value in values])
 
     def keep_values(self, keys: Sequence[str], values: Sequence[StoredBytes], seconds: float) -> list[Status]:
         """Spare values, which are stored so already, from eviction for ``seconds``; with 0 no longer."""
-        return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
+        with self._register(values):
+            return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
 
     def remove_keys(self, keys: Sequence[str]) -> list[Status]:
         """Remove keys, also those that somebody may be reading now."""
@@ -66,6 +73,15 @@ class _Values:
         if self._joined is not None:
             self._joined.close()
             self._joined = None
+
+    @contextlib.contextmanager
+    def _register(self, values: Sequence[StoredBytes]) -> Iterator[None]:
+        """Have the store know the memory of ``values`` in the block: RDMA moves no other bytes."""
+        with contextlib.ExitStack() as registered:
+            for span in {span for value in values for span in _as_spans(value) if span.nbytes}:
+                self._store.register(*span)
+                registered.callback(self._store.unregister, *span)
+            yield
 
     @property
     def _store(self) -> StorageBackend:

@@ -91,9 +91,9 @@ class MemoryStore(StorageBackend):
             stored = self._values.get(key)
             if stored is None:
                 return Status.ABSENT
+            if len(stored) != sum(nbytes for _, nbytes in target):
+                return Status.ABSENT
             self._values.move_to_end(key)
-        if len(stored) != sum(nbytes for _, nbytes in target):
-            return Status.FAILED
         source, start = memoryview(stored), 0
         for view in memory_views(target):
             view[:] = source[start : start + len(view)]

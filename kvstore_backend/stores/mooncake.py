@@ -61,6 +61,8 @@ INSTALL = (
 """The remedy where Mooncake is missing."""
 
 _NOT_FOUND, _UNREACHABLE, _NO_OFFLOADING = -704, -800, -1300
+# Of a read: an argument makes no sense. Ours are checked, so the target is smaller than the value.
+_TOO_SMALL = -600
 # The codes that mean something; every other is a failure.
 _STORED: dict[int | None, Status] = {0: Status.OK}
 _EXISTS: dict[int | None, Status] = {1: Status.OK, 0: Status.ABSENT}
@@ -156,7 +158,11 @@ class MooncakeStore(StorageBackend):
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         addresses, sizes = _addresses_and_sizes(targets)
         codes = self._call_native(keys, self._native.batch_get_into_multi_buffers, addresses, sizes)
-        return [_status_of_read(code, sum(nbytes)) for code, nbytes in zip(codes, sizes, strict=True)]
+        wanted = [sum(nbytes) for nbytes in sizes]
+        statuses = [_status_of_read(code, nbytes) for code, nbytes in zip(codes, wanted, strict=True)]
+        if _UNREACHABLE in codes:
+            self._find_larger_targets(keys, wanted, codes, statuses)
+        return statuses
 
     def _exists(self, keys: Sequence[str]) -> list[Status]:
         codes = self._call_native(keys, self._native.batch_is_exist)
@@ -252,6 +258,19 @@ class MooncakeStore(StorageBackend):
             again = self._put_once([keys[i] for i in lost], [addresses[i] for i in lost], [sizes[i] for i in lost])
             for i, code in zip(lost, again, strict=True):
                 codes[i] = code
+
+    def _find_larger_targets(
+        self, keys: Sequence[str], wanted: list[int], codes: list[int | None], statuses: list[Status]
+    ) -> None:
+        """Correct the answers for values smaller than the target: a dead owner gives the same code.
+
+        Asks for their sizes one by one, and no further where one is as it should be: then the owner is dead.
+        """
+        for i in (i for i, code in enumerate(codes) if code == _UNREACHABLE):
+            size = self._call_native([keys[i]], lambda asked: [self._native.get_size(asked[0])])[0]
+            if size is None or size == wanted[i] or (size < 0 and size != _NOT_FOUND):
+                return
+            statuses[i] = Status.ABSENT
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
@@ -514,8 +533,11 @@ def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
 
 
 def _status_of_read(code: int | None, nbytes: int) -> Status:
-    """The meaning of a get's code for a target of ``nbytes``."""
-    return Status.OK if code == nbytes else Status.ABSENT if code == _NOT_FOUND else Status.FAILED
+    """The meaning of a get's code for a target of ``nbytes``, whose value may be larger, smaller or missing."""
+    if code == nbytes:
+        return Status.OK
+    is_other = code is not None and (code > 0 or code in (_NOT_FOUND, _TOO_SMALL))
+    return Status.ABSENT if is_other else Status.FAILED
 
 
 def _addresses_and_sizes(values: Sequence[Value]) -> tuple[list[list[int]], list[list[int]]]:

@@ -26,6 +26,7 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -61,8 +62,12 @@ class CheckedBackend(Wrapper):
     A header lies in the value's headroom where its memory has that (``register``), else in memory of this wrapper's
     own, which makes two pieces of the value.
 
-    A block that does not verify is answered ``ABSENT``: the pool does not have it, but something else in its place.
-    A stored value of another size than ``header || target`` cannot be told from a failure of the pool: ``FAILED``.
+    A block that does not verify, or has another size than ``header || target``, is answered ``ABSENT``: the pool does
+    not have it, but something else in its place. It is read once more, and then removed, so that it can be put again.
+
+    Others may be reading what is removed. Those who verify a checksum lose nothing by that, so the removal does not
+    wait for them. Those who cannot might take another block's bytes for it: a block without a checksum is removed only
+    while nobody reads it, and who read one asks afterwards whether it is still there.
 
     Args:
         store: any backend.
@@ -79,6 +84,7 @@ class CheckedBackend(Wrapper):
         self._roomy: dict[int, int] = {}  # address -> end of memory with headroom
         self._lock = threading.Lock()
         self._scratch: deque[NDArray[np.uint8]] = deque()  # registered memory for headers, not in use now
+        self._is_closed = False
         self._outgoing = Parts(hashes_first=True)
         self._incoming = Parts(hashes_first=False)
 
@@ -90,7 +96,7 @@ class CheckedBackend(Wrapper):
 
     def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         statuses = [Status.FAILED] * len(keys)
-        rejected: list[str] = []
+        rejected: set[int] = set()
         with self._lay_out(targets) as whole:
 
             def fetch(part: slice) -> None:
@@ -98,14 +104,61 @@ class CheckedBackend(Wrapper):
 
             def verify(part: slice) -> None:
                 for i in range(part.start, part.stop):
-                    if statuses[i] is Status.OK and not self._verify_block(keys[i], targets[i], whole[i]):
+                    if statuses[i] is Status.OK and (fault := self._find_fault(keys[i], targets[i], whole[i])):
                         statuses[i] = Status.ABSENT
-                        rejected.append(keys[i])
+                        rejected.add(i)
+                        self._reject_block(keys[i], fault.reason)
 
             self._incoming.move(targets, statuses, verify, fetch)
-        if rejected:
-            self._store._remove(rejected, force=True)
+            if Status.ABSENT in statuses:
+                self._look_again(keys, targets, whole, statuses, rejected)
+        if not self._is_summed:
+            self._confirm_presence(keys, statuses)
         return statuses
+
+    def _look_again(
+        self,
+        keys: Sequence[str],
+        targets: Sequence[Value],
+        whole: Sequence[Value],
+        statuses: list[Status],
+        rejected: set[int],
+    ) -> None:
+        """Read blocks once more that are there and of no use, and remove those that remain so.
+
+        One bad read may be this reader's own fault, and others may be reading the block. What was ``ABSENT`` and exists
+        has another size, or was put just now.
+        """
+        absent = [i for i, status in enumerate(statuses) if status is Status.ABSENT and i not in rejected]
+        exist = self._store._exists([keys[i] for i in absent]) if absent else []
+        suspects = [*rejected, *(i for i, status in zip(absent, exist, strict=True) if status is Status.OK)]
+        if not suspects:
+            return
+        again = self._store._get([keys[i] for i in suspects], [whole[i] for i in suspects])
+        useless: dict[bool, list[str]] = {True: [], False: []}  # whether they may be removed under a reader
+        for i, status in zip(suspects, again, strict=True):
+            fault = self._find_fault(keys[i], targets[i], whole[i]) if status is Status.OK else None
+            if status is Status.OK and fault is None:
+                statuses[i] = Status.OK
+            elif fault is not None:
+                useless[self._is_summed and not fault.is_unsummed].append(keys[i])
+            elif status is Status.ABSENT and i not in rejected:
+                self._reject_block(keys[i], "size")
+                useless[self._is_summed].append(keys[i])
+        for is_forced, bad in useless.items():
+            if bad:
+                self._store._remove(bad, force=is_forced)
+
+    def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
+        """Correct the answers for blocks without a checksum that are not there any more, now that they were read.
+
+        Who removes a value under a reader gives its memory to others: then what was read is the right header before
+        another block's bytes, perhaps.
+        """
+        read = [i for i, status in enumerate(statuses) if status is Status.OK]
+        if read:
+            for i, status in zip(read, self._store._exists([keys[i] for i in read]), strict=True):
+                statuses[i] = status
 
     def _store_values(
         self,
@@ -128,17 +181,16 @@ class CheckedBackend(Wrapper):
             self._outgoing.move(values, statuses, seal, send)
         return statuses
 
-    def _verify_block(self, key: str, target: Value, place: Value) -> bool:
-        """Whether the bytes that were read are this block's.
+    def _find_fault(self, key: str, target: Value, place: Value) -> _Fault | None:
+        """What is wrong with the bytes that were read; None: they are this block's.
 
         Bytes that lay in this memory before do no harm: a header that verifies is true, however it came there.
         """
         header = _HeaderMemory.from_address(place[0].address).raw
         wanted = _build_header(key, target, is_summed=self._is_summed)
         if header == wanted:
-            return True
-        self._reject_block(key, _find_wrong_field(header, wanted))
-        return False
+            return None
+        return _Fault(_find_wrong_field(header, wanted), _FIELDS.unpack(header)[2] == _UNSUMMED)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         if headroom:
@@ -148,6 +200,11 @@ class CheckedBackend(Wrapper):
     def unregister(self, address: int, nbytes: int) -> None:
         self._roomy.pop(address, None)
         self._store.unregister(address, nbytes)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._drop_scratch()
+        self._store.close()
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
@@ -179,6 +236,8 @@ class CheckedBackend(Wrapper):
             yield addresses()
         finally:
             self._scratch.extend(taken)
+            if self._is_closed:
+                self._drop_scratch()
 
     def _take_scratch(self, nbytes: int) -> NDArray[np.uint8]:
         try:
@@ -193,10 +252,24 @@ class CheckedBackend(Wrapper):
         self._store.register(scratch.ctypes.data, scratch.nbytes)
         return scratch
 
+    def _drop_scratch(self) -> None:
+        """Unregister the memory for headers that is not in use."""
+        with contextlib.suppress(IndexError):
+            while True:
+                scratch = self._scratch.pop()
+                self._store.unregister(scratch.ctypes.data, scratch.nbytes)
+
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
         logger.warning("A block read from the pool is not what it should be (%s): %s", reason, key)
+
+
+class _Fault(NamedTuple):
+    """The member of a header that is wrong, and whether it is the header of a block without a checksum."""
+
+    reason: str
+    is_unsummed: bool
 
 
 def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:

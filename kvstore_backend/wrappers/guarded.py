@@ -19,8 +19,15 @@ A store that answers slowly, as everything does on a busy machine, is not one th
 part of a deadline, or answer after one, waits longer for it during the next minute, up to ``_MAX_STRETCH`` times as
 long. So a store that hangs costs the deadline where it was quick before, and that many deadlines at most.
 
-While the breaker is not closed a call costs a few microseconds. A keeper thread, which lives only then, opens the
-store or probes it, so the pool heals without waiting for traffic.
+While the breaker is not closed a call costs a few microseconds. A keeper thread opens the store or probes it, so the
+pool heals without waiting for traffic.
+
+Registering memory is a call like any other, with a deadline. What the store could not be told, because the breaker was
+open, or the call raised or came late, the keeper tells it before it closes the breaker: no transfer begins with memory
+that the store does not know.
+
+A process that is forked from one with a pool has none of these threads, and no connection of its own: there the
+breaker is open for good.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ from kvstore_backend.backend import (
     StoreStats,
     Value,
 )
+from kvstore_backend.threads import after_fork
 from kvstore_backend.wrappers.wrapper import Stack
 
 __all__ = ["Deadlines", "GuardedBackend"]
@@ -66,17 +74,24 @@ _LEAVE_SECONDS = 5.0
 class Deadlines:
     """How long a caller waits: ``lookup_seconds`` for exists, remove and stats; for put and get
     ``transfer_seconds`` and beyond it the time the bytes take at ``bytes_per_second``; for clear, which goes through
-    all keys (a folder of 200,000 takes 3 s), ``clear_seconds``."""
+    all keys (a folder of 200,000 takes 3 s), ``clear_seconds``; for memory to be registered, whose pages RDMA has to
+    find one by one, ``register_seconds`` and the time at ``register_bytes_per_second``."""
 
     lookup_seconds: float = 0.5
     transfer_seconds: float = 1.0
     bytes_per_second: float = 100e6
     clear_seconds: float = 20.0
+    register_seconds: float = 5.0
+    register_bytes_per_second: float = 1e9
 
     def seconds_for(self, values: Sequence[Value]) -> float:
         """Seconds for moving ``values``."""
         nbytes = sum([nbytes for value in values for _, nbytes in value])
         return self.transfer_seconds + nbytes / self.bytes_per_second
+
+    def seconds_to_register(self, nbytes: int) -> float:
+        """Seconds for registering so much memory, or for the opposite."""
+        return self.register_seconds + nbytes / self.register_bytes_per_second
 
 
 class _Pace:
@@ -114,6 +129,16 @@ class _Call:
         self.ended.acquire()
 
 
+class _Region:
+    """Memory that a caller registered once; registered again it is another one, as its pages may be others."""
+
+    __slots__ = ("headroom", "nbytes")
+
+    def __init__(self, nbytes: int, headroom: bool) -> None:
+        self.nbytes = nbytes
+        self.headroom = headroom
+
+
 class GuardedBackend(Stack):
     """Guards the store that ``open_store`` opens.
 
@@ -131,10 +156,11 @@ class GuardedBackend(Stack):
         self.late_calls = 0
         self.times_opened = 0
         self._open_store = open_store
-        self._memory = threading.Lock()  # guards the next two, and their agreement with the store's own knowledge
-        self._store: StorageBackend | None = None
-        self._registered: dict[int, tuple[int, bool]] = {}
         self._changed = threading.Condition()  # guards everything below; told when late calls end, and of every state
+        self._store: StorageBackend | None = None
+        self._wanted: dict[int, _Region] = {}  # by address, what callers have registered
+        self._known: dict[int, _Region] = {}  # and what the store was told
+        self._being_told: set[int] = set()  # addresses that it is being told of
         self._is_closed = False
         self._trouble: str | None = "the store is being opened"  # why the breaker is open; None: it is closed
         self._since = time.monotonic()
@@ -143,10 +169,15 @@ class GuardedBackend(Stack):
         self._last_stats = StoreStats("unopened")
         self._pace = _Pace()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        for number in range(_WORKERS):
-            # Daemons: a call that never returns must not keep the process.
-            threading.Thread(target=self._run_calls, name=f"pool-call-{number}", daemon=True).start()
-        self._start_keeper()
+        after_fork(self)
+        try:
+            for number in range(_WORKERS):
+                # Daemons: a call that never returns must not keep the process.
+                threading.Thread(target=self._run_calls, name=f"pool-call-{number}", daemon=True).start()
+            threading.Thread(target=self._run_keeper, name="pool-keeper", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         state = "closed for good" if self._is_closed else f"open: {self._trouble}" if self._trouble else "closed"
@@ -194,22 +225,21 @@ class GuardedBackend(Stack):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Takes as long as the store takes; before the store is opened, no time at all."""
-        with self._memory:
-            self._registered[address] = (nbytes, headroom)
-            if self._store is not None:
-                self._store.register(address, nbytes, headroom=headroom)
+        """Waits for the store, up to a deadline; while the breaker is open, no time at all."""
+        with self._changed:
+            self._wanted[address] = _Region(nbytes, headroom)
+        self._tell_of_memory(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        with self._memory:
-            self._registered.pop(address, None)
-            if self._store is not None:
-                self._store.unregister(address, nbytes)
+        """As ``register``."""
+        with self._changed:
+            self._wanted.pop(address, None)
+        self._tell_of_memory(address, nbytes)
 
     def health(self) -> Health:
         """The breaker's own knowledge; asks nobody, so it costs nothing and cannot hang."""
         if self._is_closed:
-            return Health(False, "closed")
+            return Health(False, self._trouble or "closed")
         if (trouble := self._trouble) is not None:
             return Health(False, f"set aside {time.monotonic() - self._since:.1f} s ago: {trouble}")
         return Health(True, f"answering: {self._store!r}")
@@ -233,7 +263,7 @@ class GuardedBackend(Stack):
             is_late = self._num_late > 0
         store = self._store
         if store is not None and not is_late:
-            leaving = threading.Thread(target=store.close, name="pool-close", daemon=True)
+            leaving = threading.Thread(target=_close_store, args=(store,), name="pool-close", daemon=True)
             leaving.start()
             leaving.join(_LEAVE_SECONDS)
             is_late = leaving.is_alive()
@@ -241,6 +271,14 @@ class GuardedBackend(Stack):
             logger.warning("The pool hangs, and was not closed: %r", store)
         for _ in range(_WORKERS):
             self._calls.put(None)
+
+    def on_fork(self) -> None:
+        """Be closed in a child process: it has no worker and no keeper, and no connection of its own."""
+        self._changed = threading.Condition()
+        self._calls = queue.SimpleQueue()
+        self._num_late = 0  # what a late call touches is its parent's memory
+        self._is_closed = True
+        self._trouble = "this process was forked from the one that opened the pool: open the pool after the fork"
 
     def _ask_statuses(
         self, keys: Sequence[str], seconds: float, operation: str, ask: Callable[[StorageBackend], list[Status]]
@@ -321,17 +359,24 @@ class GuardedBackend(Stack):
             self._trouble, self._since = trouble, time.monotonic()
             self.times_opened += 1
             logger.warning("The pool is not used for now: %s", trouble)
-            self._start_keeper()
-
-    def _start_keeper(self) -> None:
-        threading.Thread(target=self._run_keeper, name="pool-keeper", daemon=True).start()
+            self._changed.notify_all()
 
     def _run_keeper(self) -> None:
+        while self._wait_for_trouble():
+            self._heal()
+
+    def _wait_for_trouble(self) -> bool:
+        """Wait until the breaker is open; False where the guard is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._trouble is not None or self._is_closed)
+            return not self._is_closed
+
+    def _heal(self) -> None:
         """Until the breaker is closed: let late calls end, then open the store or probe it, with pauses."""
         pause = _FIRST_PAUSE_SECONDS
         said = None
         while self._may_try():
-            trouble, least_pause = self._try_open() if self._store is None else (self._probe_store(), 0.0)
+            trouble, least_pause = self._try_store()
             if self._close_breaker_unless(trouble):
                 logger.info("The pool is used after %.1f s without it: %r", time.monotonic() - self._since, self._store)
                 return
@@ -352,27 +397,77 @@ class GuardedBackend(Stack):
         """Close the breaker if there is no ``trouble``; else remember it."""
         with self._changed:
             if not self._is_closed:
-                self._trouble = trouble or ("a call has not come back yet" if self._num_late else None)
+                if not trouble and self._num_late:
+                    trouble = "a call has not come back yet"
+                if not trouble and self._list_untold():
+                    trouble = "the store does not know all memory yet"
+                self._trouble = trouble
                 self._failures = 0
                 self._changed.notify_all()
             return self._trouble is None
 
-    def _try_open(self) -> tuple[str | None, float]:
-        """Open the store; None, or the trouble, and for how many seconds it is not to be tried again."""
+    def _try_store(self) -> tuple[str | None, float]:
+        """Open or probe the store, and tell it of memory; None, or the trouble, and the pause that this asks for."""
         try:
-            store = self._open_store()
+            if self._store is None:
+                self._adopt_store(self._open_store())
+            elif trouble := self._probe_store():
+                return trouble, 0.0
+            with self._changed:
+                store, untold = self._store, self._list_untold()
+            for address in untold if store is not None else ():
+                self._tell_store(store, address)
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
         except Exception as exc:  # a fault of a library, which another try may not meet
             logger.debug("Opening the store raised", exc_info=True)
             return f"{type(exc).__name__}: {exc}", 0.0
-        with self._memory:
-            for address, (nbytes, headroom) in self._registered.items():
-                store.register(address, nbytes, headroom=headroom)
-            self._store = store
-        if self._is_closed:  # it came too late for close() to see it
-            store.close()
         return None, 0.0
+
+    def _adopt_store(self, store: StorageBackend) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._store = store
+                return
+        _close_store(store)  # it came too late for close() to see it
+
+    def _tell_of_memory(self, address: int, nbytes: int) -> None:
+        """Tell the store of memory that is wanted or no longer wanted; where that fails, the keeper does it later."""
+        seconds = self.deadlines.seconds_to_register(nbytes)
+        what = f"registering {nbytes} bytes"
+        self._ask_store(seconds, what, lambda store: self._tell_store(store, address))
+        with self._changed:
+            if not self._is_closed and self._wanted.get(address) is not self._known.get(address):
+                self._open_breaker(f"{what} did not succeed")
+
+    def _tell_store(self, store: StorageBackend, address: int) -> None:
+        """Make what ``store`` knows of the memory at ``address`` what callers want."""
+        with self._changed:
+            self._changed.wait_for(lambda: address not in self._being_told)
+            wanted, known = self._wanted.get(address), self._known.get(address)
+            if wanted is known:
+                return
+            self._being_told.add(address)
+        try:
+            if known is not None:
+                store.unregister(address, known.nbytes)
+                known = None
+            if wanted is not None:
+                store.register(address, wanted.nbytes, headroom=wanted.headroom)
+                known = wanted
+        finally:
+            with self._changed:
+                self._being_told.discard(address)
+                if known is None:
+                    self._known.pop(address, None)
+                else:
+                    self._known[address] = known
+                self._changed.notify_all()
+
+    def _list_untold(self) -> list[int]:
+        """The addresses of memory of which the store knows something else than callers want; under the lock."""
+        addresses = self._wanted.keys() | self._known.keys()
+        return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
     def _probe_store(self) -> str | None:
         """Ask the store something; None, or the trouble."""
@@ -382,6 +477,13 @@ class GuardedBackend(Stack):
         if not self._wait_for_call(call, "a probe"):
             return f"a probe took more than {seconds:g} s"
         return None if call.answer in ([Status.OK], [Status.ABSENT]) else "a probe failed"
+
+
+def _close_store(store: StorageBackend) -> None:
+    try:
+        store.close()
+    except Exception:
+        logger.exception("The store was not closed cleanly: %r", store)
 
 
 def _says_something(answer: Any) -> bool:

@@ -13,11 +13,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import accumulate, pairwise
 
 from kvstore_backend.backend import Status, Value
+from kvstore_backend.threads import DaemonThreads
 
 __all__ = ["Parts", "Step", "count_bytes"]
 
@@ -43,7 +44,7 @@ class Parts:
 
     def __init__(self, *, hashes_first: bool) -> None:
         self._hashes_first = hashes_first
-        self._helpers = ThreadPoolExecutor(_THREADS, "pool-part")
+        self._helpers = DaemonThreads(_THREADS, "pool-part")  # a part's call may never return
         self._is_quick = False
 
     def move(self, values: Sequence[Value], statuses: list[Status], hash_part: Step, move_part: Step) -> None:
@@ -86,8 +87,10 @@ class Parts:
                 if not work(part):
                     left.clear()
 
-        helpers = [self._helpers.submit(work_on) for _ in range(min(_THREADS, len(left)) - 1)]
+        helpers: list[Future[None]] = []
         try:
+            for _ in range(min(_THREADS, len(left)) - 1):
+                helpers.append(self._helpers.submit(work_on))
             work_on()
         finally:
             # Those that have begun use the caller's memory until they end.

@@ -218,7 +218,7 @@ class WriteBehindBackend(StackWrapper):
             if block is None:
                 return None
             if sum([nbytes for _, nbytes in target]) != block.nbytes:
-                return Status.FAILED
+                return Status.ABSENT
             position = self._base + block.start
             for address, size in target:
                 ctypes.memmove(address, position, size)

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
@@ -39,6 +39,7 @@ from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.refill import Refill
+from kvstore_backend.threads import DaemonThreads
 from kvstore_backend.wrappers.wrapper import as_stack
 
 __all__ = ["Blocks", "Request", "SchedulerHalf"]
@@ -179,7 +180,7 @@ class SchedulerHalf:
         self._blocks: Blocks | None = None
         self._adapters: dict[int, bytes | None] = {}
         self._epoch = b""
-        self._threads = ThreadPoolExecutor(_LOOKUPS, "pool-lookup")
+        self._threads = DaemonThreads(_LOOKUPS, "pool-lookup")
         self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
         self._ready_at = -math.inf
@@ -334,7 +335,7 @@ class SchedulerHalf:
         """Leave the pool; it takes its time, and that is not waited for longer than a moment."""
         if self._refill is not None:
             self._refill.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
         leaving.start()
         leaving.join(2.0)
@@ -402,7 +403,7 @@ class SchedulerHalf:
 
     def _begin_lookup(self, wanted: Sequence[bytes], found_before: int | None = None) -> Future[_Found]:
         self.num_lookups += 1
-        return self._threads.submit(self._look_up, wanted, found_before)
+        return self._threads.submit(lambda: self._look_up(wanted, found_before))
 
     def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
         """How many leading blocks every rank finds; of a look-up made again only new blocks are counted."""

@@ -154,7 +154,8 @@ class FileStore(StorageBackend):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if (stored := os.fstat(file).st_size) != _count_bytes(target):
-                raise OSError(errno.EINVAL, f"{stored} bytes are stored, {_count_bytes(target)} were asked for")
+                text = f"{stored} bytes are stored, {_count_bytes(target)} were asked for"
+                raise FileNotFoundError(errno.ENOENT, text)
             _move_bytes(os.preadv, file, target)
             _mark_used(file)
         finally:

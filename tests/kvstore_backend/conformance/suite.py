@@ -111,16 +111,16 @@ class StorageBackendContract:
             backend.keep([there], [memory.value], -1)
 
     @pytest.mark.parametrize("wanted", [1, 99, 101, 4096])
-    def test_a_value_of_another_size_than_the_target_fails(self, backend: StorageBackend, wanted: int) -> None:
+    def test_a_value_of_another_size_than_the_target_is_absent(self, backend: StorageBackend, wanted: int) -> None:
         key = new_key()
         put(backend, (key, bytes(100)))
-        assert got(backend, key, wanted) is FAILED
+        assert got(backend, key, wanted) is ABSENT
 
-    def test_a_target_in_pieces_of_another_size_altogether_fails(self, backend: StorageBackend) -> None:
+    def test_a_target_in_pieces_of_another_size_altogether_is_absent(self, backend: StorageBackend) -> None:
         key = new_key()
         put(backend, (key, bytes(100)))
         target = Memory(200)
-        assert backend.get([key, key], [target.spans(50, 49), target.spans(50, 51)]) == [FAILED, FAILED]
+        assert backend.get([key, key], [target.spans(50, 49), target.spans(50, 51)]) == [ABSENT, ABSENT]
 
     def test_a_get_leaves_memory_around_its_target_alone(self, backend: StorageBackend) -> None:
         key, target = new_key(), Memory(300)
@@ -316,8 +316,18 @@ class StackContract(StorageBackendContract):
         key = new_key()
         put(backend, (key, b"one"))
         assert got(backend, key, 3) == b"one"
-        assert got(backend, key, 4) is FAILED
+        assert got(backend, key, 4) is ABSENT
         assert backend.wait_for_late_calls(0)
+
+    def test_a_value_of_another_size_is_put_anew_by_who_could_not_read_it(self, backend: Stack) -> None:
+        for theirs, ours in ((b"theirs", b"our"), (b"their", b"our own")):
+            key = new_key()
+            assert put(backend, (key, theirs)) == [OK]
+            assert backend.flush_writes(60)
+            assert [got(backend, key, len(ours)) for _ in range(4)] == [ABSENT] * 4
+            assert backend.is_ready, "that is no failure of the pool"
+            assert put(backend, (key, ours)) == [OK]
+            assert got(backend, key, len(ours)) == ours
 
     def test_a_call_that_was_given_up_is_late_until_it_has_ended(self, held: tuple[Stack, list[Held]]) -> None:
         stack, stores = held

@@ -17,6 +17,7 @@ from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Stack, as_stack
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.kvstore_backend.conformance.suite import PATIENT, StorageBackendContract
+from tests.support.strict_registration import Announcing, StrictStore
 
 
 def guarded(store: StorageBackend) -> GuardedBackend:
@@ -71,6 +72,22 @@ class TestTieredBack(WrapperContract):
 class TestAllTogether(WrapperContract):
     def wrap(self, store: StorageBackend) -> StorageBackend:
         return WriteBehindBackend(MeteredBackend(guarded(CheckedBackend(store)), CollectorRegistry()))
+
+
+class TestRegistration(WrapperContract):
+    """All together over a store that moves registered memory alone, as RDMA does: wrappers register their own."""
+
+    @pytest.fixture(params=[False, True], ids=["at once", "in parts"])
+    def backend(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorageBackend]:
+        if request.param:
+            monkeypatch.setattr("kvstore_backend.wrappers.parts._PART_BYTES", 1)
+            monkeypatch.setattr("kvstore_backend.wrappers.parts._QUICK", 0.0)
+        stores = [StrictStore(MemoryStore(64 << 20)), StrictStore(MemoryStore(1 << 20))]
+        large, fast = (guarded(CheckedBackend(store)) for store in stores)
+        backend = Announcing(MeteredBackend(TieredBackend(fast, large, "back"), CollectorRegistry()))
+        yield backend
+        backend.close()
+        assert [store.registered.complaints for store in stores] == [[], []]
 
 
 @pytest.mark.parametrize("wrap", [as_stack, guarded])

@@ -312,6 +312,9 @@ class TestCodes:
         def get_hostname(self) -> str:
             return "127.0.0.1:12345"
 
+        def get_size(self, key: str) -> int:
+            return -900
+
         batch_put_from_multi_buffers = batch_get_into_multi_buffers = batch_is_exist = batch_remove = _reply
         register_buffer = unregister_buffer = _reply
 
@@ -334,7 +337,8 @@ class TestCodes:
     def test_no_negative_code_is_ok_or_absent(self, answering: Any, code: int) -> None:
         store, memory = answering([code]), Memory(8)
         assert store.put(["k"], [memory.value]) == [FAILED]
-        assert store.get(["k"], [memory.value]) == [FAILED]
+        # It says -600 of a read whose target is smaller than the value.
+        assert store.get(["k"], [memory.value]) == [ABSENT if code == -600 else FAILED]
         assert store.exists(["k"]) == store.remove(["k"]) == [FAILED]
 
     def test_not_found_is_absent_where_it_says_so_of_the_key(self, answering: Any) -> None:
@@ -342,10 +346,29 @@ class TestCodes:
         assert store.get(["k"], [memory.value]) == store.remove(["k"]) == [ABSENT]
         assert store.put(["k"], [memory.value]) == store.exists(["k"]) == [FAILED]
 
-    @pytest.mark.parametrize("code", [0, 1, 7, 9, 2**40])
-    def test_a_get_of_another_size_than_the_target_fails(self, answering: Any, code: int) -> None:
+    @pytest.mark.parametrize("code", [1, 7, 9, 2**40])
+    def test_a_get_of_another_size_than_the_target_is_absent(self, answering: Any, code: int) -> None:
         memory = Memory(8)
-        assert answering([code]).get(["k"], [memory.value]) == [FAILED]
+        assert answering([code]).get(["k"], [memory.value]) == [ABSENT]
+        assert answering([0]).get(["k"], [memory.value]) == [FAILED]
+
+    def test_a_value_smaller_than_the_target_is_told_from_a_dead_owner_by_its_size(self, answering: Any) -> None:
+        memory, sizes = Memory(8), {"smaller": 7, "gone": -704, "away": 8, "not asked": 7}
+        native = self.Native([-800] * 4)
+        native.get_size = sizes.__getitem__  # type: ignore[attr-defined]
+        statuses = answering(native).get(list(sizes), [memory.value] * 4)
+        assert statuses == [ABSENT, ABSENT, FAILED, FAILED], "one whose size is right says that its owner is dead"
+
+    @pytest.mark.parametrize("answer", [-900, -1, RuntimeError("a broken library")])
+    def test_a_size_that_the_master_does_not_say_concludes_nothing(self, answering: Any, answer: Any) -> None:
+        def get_size(key: str) -> int:
+            if isinstance(answer, Exception):
+                raise answer
+            return int(answer)
+
+        memory, native = Memory(8), self.Native([-800])
+        native.get_size = get_size  # type: ignore[attr-defined]
+        assert answering(native).get(["k"], [memory.value]) == [FAILED]
 
     @pytest.mark.parametrize("code", [2, 8, 100])
     def test_exists_is_ok_for_one_only(self, answering: Any, code: int) -> None:

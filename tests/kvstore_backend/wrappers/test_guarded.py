@@ -13,6 +13,7 @@ from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers import guarded as module
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
+from tests.support.forking import in_forked_child
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
@@ -327,6 +328,132 @@ class TestOpening:
         guard.register(4096, 10)
         guard.unregister(4096, 10)
         assert not known
+        guard.close()
+
+
+class Knowing(MemoryStore):
+    """Knows the memory that it was told of; the next calls of ``register`` raise, or wait."""
+
+    def __init__(self, raises: int = 0) -> None:
+        super().__init__(1 << 20)
+        self.known: dict[int, tuple[int, bool]] = {}
+        self.raises = raises
+        self.is_closed = threading.Event()
+        self.telling = threading.Event()
+        self.go = threading.Event()
+        self.go.set()
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        self.telling.set()
+        self.go.wait(60)
+        if self.raises:
+            self.raises -= 1
+            raise RuntimeError("cannot pin this memory")
+        assert address not in self.known
+        self.known[address] = (nbytes, headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        assert self.known.pop(address)[0] == nbytes
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+class TestMemory:
+    def test_the_keeper_survives_memory_that_cannot_be_registered_and_tries_again(self) -> None:
+        store, opened, go = Knowing(raises=3), [], threading.Event()
+
+        def open_store() -> StorageBackend:
+            go.wait()
+            opened.append(store)
+            return store
+
+        guard = GuardedBackend(open_store, DEADLINES)
+        guard.register(4096, 10)
+        go.set()
+        assert guard.wait_ready(30)
+        assert store.known == {4096: (10, False)}
+        assert len(opened) == 1, "it was not opened again, and the first one lost"
+        guard.close()
+        assert store.is_closed.is_set()
+
+    def test_the_reason_is_told_while_memory_cannot_be_registered_and_the_store_is_closed_in_the_end(self) -> None:
+        store = Knowing(raises=10**9)
+        guard = GuardedBackend(lambda: store, DEADLINES)
+        guard.register(4096, 10)
+        wait_until(lambda: "cannot pin this memory" in guard.health().detail, "the reason")
+        assert guard.exists(["a"]) == [FAILED]
+        guard.close()
+        assert store.is_closed.is_set()
+
+    def test_a_registration_that_hangs_is_given_up_and_holds_up_no_other_thread(self) -> None:
+        store = Knowing()
+        guard = GuardedBackend(lambda: store, Deadlines(register_seconds=0.2))
+        assert guard.wait_ready(30)
+        store.go.clear()
+        guard.register(4096, 10)
+        assert not guard.is_ready
+        assert "registering 10 bytes took more than 0.2 s" in guard.health().detail
+        guard.register(8192, 20, headroom=True)
+        guard.unregister(4096, 10)
+        guard.register(4096, 30)
+        store.go.set()
+        assert guard.wait_ready(30)
+        assert store.known == {4096: (30, False), 8192: (20, True)}
+        guard.close()
+
+    def test_engine_threads_do_not_wait_while_all_memory_is_registered_with_a_new_store(self) -> None:
+        store = Knowing()
+        store.go.clear()
+        may_open = threading.Event()
+        guard = GuardedBackend(lambda: (may_open.wait(), store)[1], Deadlines(register_seconds=60))
+        guard.register(4096, 10)
+        may_open.set()
+        assert store.telling.wait(30)
+        guard.register(8192, 20)
+        guard.unregister(4096, 10)
+        assert not guard.is_ready
+        store.go.set()
+        assert guard.wait_ready(30)
+        assert store.known == {8192: (20, False)}
+        guard.close()
+
+    def test_memory_registered_again_at_the_same_address_is_other_memory(self) -> None:
+        store = Knowing()
+        guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.2, register_seconds=0.2))
+        assert guard.wait_ready(30)
+        guard.register(4096, 10)
+        store.go.clear()
+        guard.register(8192, 10)  # hangs, so that the store cannot be told for now
+        told: list[str] = []
+        store.unregister = lambda address, nbytes: told.append(f"unregister {address}")  # type: ignore[method-assign]
+        store.known.clear()
+        guard.unregister(4096, 10)
+        guard.register(4096, 10)
+        store.go.set()
+        assert guard.wait_ready(30)
+        assert told == ["unregister 4096"]
+        assert store.known.keys() == {4096, 8192}
+        guard.close()
+
+    def test_time_to_register_grows_with_the_memory(self) -> None:
+        assert Deadlines(register_seconds=2, register_bytes_per_second=100).seconds_to_register(300) == 5
+
+
+class TestFork:
+    def test_in_a_forked_child_every_call_fails_at_once_and_the_reason_is_told(self) -> None:
+        guard = GuardedBackend(lambda: MemoryStore(1 << 20), Deadlines(lookup_seconds=60))
+        assert guard.wait_ready(30)
+        with guard._changed:  # as another thread may hold it at the moment of the fork
+
+            def say() -> str:
+                guard.register(4096, 10)
+                guard.close()
+                return f"{guard.exists(['a'])} {guard.wait_for_late_calls(0)} {guard.health().detail}"
+
+            told = in_forked_child(say)
+        assert told.startswith("[<Status.FAILED: 'failed'>] True this process was forked from the one that opened")
+        assert guard.exists(["a"]) == [ABSENT]
         guard.close()
 
 

@@ -153,7 +153,7 @@ def test_a_call_goes_on_where_others_have_all_helpers(checked: CheckedBackend, s
     assert all(checked.put(KEYS, cut(memory)))
     busy = threading.Event()
     for _ in range(8):
-        checked._incoming._helpers.submit(busy.wait, 30)
+        checked._incoming._helpers.submit(lambda: busy.wait(30))
     try:
         assert all(checked.get(KEYS, cut(memory)))
     finally:

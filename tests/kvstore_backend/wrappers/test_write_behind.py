@@ -96,7 +96,7 @@ class TestWriting:
         put(behind, "a")
         assert behind.exists(["a", "first", "b"]) == [OK, OK, ABSENT]
         assert read(behind, "a") == content_of("a")
-        assert read(behind, "a", 5) is FAILED
+        assert read(behind, "a", 5) is ABSENT
 
     def test_blocks_go_out_in_batches_by_bytes(self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes: list[int] = []

@@ -9,6 +9,16 @@ import pytest
 
 from kvstore_backend.cli import main
 from tests.kvstore_backend.cli.operator.pools import Commands, Ended
+from tests.support.strict_registration import use_strict_stores
+
+
+@pytest.fixture(autouse=True)
+def _registered_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every store that a test or its commands open moves registered memory alone, as Mooncake does over RDMA."""
+    opened = use_strict_stores(monkeypatch)
+    yield
+    assert [each.complaints for each in opened if each.complaints] == []
+    assert [each.regions for each in opened if each.regions] == [], "memory that stayed registered"
 
 
 @pytest.fixture

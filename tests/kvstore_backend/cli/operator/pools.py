@@ -15,6 +15,7 @@ from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import name_tenant, open_store
 from kvstore_backend.wrappers.checked import CheckedBackend
 from tests.support.memory import Memory
+from tests.support.strict_registration import Announcing
 
 __all__ = ["BLOCK", "Commands", "Ended", "chain", "fill_pool", "folder_url", "space", "stored_keys"]
 
@@ -38,7 +39,7 @@ def fill_pool(config: PoolConfig, namespace: Namespace, tokens: list[int], *, ma
     store = open_store(config)
     keys = [namespace.key(each) for each in chain(tokens)]
     memories = [Memory(f"block of {key}".encode().ljust(1000)) for key in keys]
-    checked = CheckedBackend(store)
+    checked = Announcing(CheckedBackend(store))
     assert all(checked.put(keys, [memory.value for memory in memories]))
     if manifest:
         assert write_manifest(store, Manifest(namespace.fields, {"name": namespace.model, "block_hashes": "kvstore"}))

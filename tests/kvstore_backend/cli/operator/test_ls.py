@@ -8,6 +8,7 @@ from kvstore_backend.config import load_config
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
 from tests.support.memory import Memory
+from tests.support.strict_registration import Announcing
 
 FIRST, SECOND = space("first"), space("second")
 
@@ -45,7 +46,7 @@ def test_a_prefix_is_looked_for_block_by_block(tmp_path: Path, kvstore: Commands
 
 def test_keys_of_other_software_are_counted_only(tmp_path: Path, kvstore: Commands) -> None:
     url = folder_url(tmp_path / "pool")
-    store = open_store(load_config(url))
+    store = Announcing(open_store(load_config(url)))
     memory = Memory(b"theirs")
     assert all(store.put(["somebody/else's"], [memory.value]))
     store.close()

@@ -17,6 +17,7 @@ from tests.kvstore_backend.cli.test_doctor import url
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
+from tests.support.strict_registration import Announcing
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
@@ -106,7 +107,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster
 
 
 def test_a_flood_of_one_tenant_evicts_only_its_own_blocks(tenants: MooncakeMaster, kvstore: Commands) -> None:
-    quiet, loud = (open_store(tenants.config(tenant_id=name)) for name in ("quiet", "loud"))
+    quiet, loud = (Announcing(open_store(tenants.config(tenant_id=name))) for name in ("quiet", "loud"))
     memory = Memory(MIB)
     hot = [f"hot-{i}" for i in range(16)]
     assert all(quiet.put(hot, [memory.value] * len(hot)))

@@ -13,6 +13,7 @@ from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space, stored_keys
 from tests.support.json_http import JsonServer
 from tests.support.memory import Memory
+from tests.support.strict_registration import Announcing
 
 SPACE = space("first")
 NAMED = ["--namespace", SPACE.digest]
@@ -94,7 +95,7 @@ def test_a_dead_pool_and_one_that_is_no_pool(tmp_path: Path, kvstore: Commands, 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "import"])
 def test_a_pool_of_other_software_keeps_its_keys(tmp_path: Path, kvstore: Commands, name: str) -> None:
     url = folder_url(tmp_path / "theirs")
-    store, memory = open_store(load_config(url)), Memory(b"theirs")
+    store, memory = Announcing(open_store(load_config(url))), Memory(b"theirs")
     assert all(store.put(["lmcache@key", "kv1-short", "kvstore-manifest/none"], [memory.value] * 3))
     store.close()
     before = stored_keys(tmp_path / "theirs")

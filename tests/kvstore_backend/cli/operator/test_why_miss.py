@@ -17,6 +17,7 @@ from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder
 from tests.support.json_http import Asked, JsonServer
 from tests.support.memory import Memory
 from tests.support.ports import free_port
+from tests.support.strict_registration import Announcing
 
 FIRST, SECOND = space("first"), space("second")
 TOKENS = list(range(12))
@@ -125,7 +126,7 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
     prompt, folder = write(tmp_path / "prompt", TOKENS), tmp_path / "pool"
     arguments = ("why-miss", folder_url(folder), "--prompt-file", prompt)
     assert "no process has opened this pool yet" in kvstore(*arguments).sentence
-    store = open_store(load_config(folder_url(folder)))
+    store = Announcing(open_store(load_config(folder_url(folder))))
     assert "the pool holds no namespace" in kvstore(*arguments).sentence
     lie = Memory(b"?" * MANIFEST_BYTES)
     assert all(store.put(["theirs", manifest_key(FIRST.digest)], [lie.value] * 2))

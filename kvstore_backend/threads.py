@@ -1,0 +1,168 @@
+"""Threads for calls that may never return: the end of the process does not wait for them; and what a fork leaves.
+
+``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter ends, whether or not they are daemons.
+A native call that hangs would keep such a process for ever.
+
+A forked child has the memory of its parent and none of its threads, and a lock that a thread held is held for good.
+``after_fork`` has an object make itself of no use, or new, in the child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["DaemonThreads", "Forked", "after_fork"]
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class DaemonThreads:
+    """Runs work on up to ``count`` daemon threads, which start when they are needed.
+
+    They end when nobody has this object any more, or after ``close``.
+
+    Args:
+        count: how many.
+        name: the beginning of the threads' names.
+        start_thread: called first on each thread; what it raises is logged.
+    """
+
+    def __init__(self, count: int, name: str, start_thread: Callable[[], None] | None = None) -> None:
+        self._count = count
+        self._name = name
+        self._start_thread = start_thread
+        self._lock = threading.Lock()  # guards the next two, and that no work is queued after ``close``
+        self._is_closed = False
+        self._started = 0
+        self._idle = threading.Semaphore(0)
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
+        after_fork(self)
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Have ``work`` run; the future has what it returns or raises.
+
+        Raises:
+            RuntimeError: after ``close``, or no thread can be started.
+        """
+        future: Future[_Result] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"the threads {self._name} were closed")
+            if self._started < self._count and not self._idle.acquire(blocking=False):
+                run = _Runner(self._work, self._idle, self._start_thread)
+                try:
+                    threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()
+                except RuntimeError:
+                    if not self._started:
+                        raise  # else one of those that run comes to it
+                else:
+                    self._started += 1
+            self._work.put(_Work(future, work))
+        return future
+
+    def close(self) -> None:
+        """Take no more work, and drop what has not begun. What runs is not waited for."""
+        with self._lock:
+            self._is_closed = True
+        try:
+            while True:
+                if (dropped := self._work.get_nowait()) is not None:
+                    dropped.future.cancel()
+        except queue.Empty:
+            self._work.put(None)
+
+    def on_fork(self) -> None:
+        """Begin without threads in a child, whose parent's work is not its own."""
+        self._lock = threading.Lock()
+        self._started = 0
+        self._idle = threading.Semaphore(0)
+        self._work = queue.SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
+
+
+class _Work:
+    """Work that waits for a thread."""
+
+    __slots__ = ("future", "run")
+
+    def __init__(self, future: Future[Any], run: Callable[[], Any]) -> None:
+        self.future = future
+        self.run = run
+
+    def do(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.run()
+        except BaseException as exc:
+            self.future.set_exception(exc)
+        else:
+            self.future.set_result(result)
+
+
+class _Runner:
+    """A thread's life; it knows the queue and not whom that belongs to, so that its owner can be forgotten."""
+
+    def __init__(
+        self,
+        work: queue.SimpleQueue[_Work | None],
+        idle: threading.Semaphore,
+        start_thread: Callable[[], None] | None,
+    ) -> None:
+        self._work = work
+        self._idle = idle
+        self._start_thread = start_thread
+
+    def __call__(self) -> None:
+        if self._start_thread is not None:
+            try:
+                self._start_thread()
+            except Exception:
+                logger.exception("A thread runs without the setting it was to begin with")
+        while (work := self._next()) is not None:
+            work.do()
+            del work  # what it refers to is not kept while there is nothing to do
+        self._work.put(None)  # the next thread's end
+
+    def _next(self) -> _Work | None:
+        try:
+            return self._work.get_nowait()
+        except queue.Empty:
+            self._idle.release()
+            return self._work.get()
+
+
+class Forked(Protocol):
+    """Something that is not the same in a forked child."""
+
+    def on_fork(self) -> None:
+        """Become of no use, or new, in a child: no other thread is there, and locks may be held for good."""
+
+
+_FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def after_fork(forked: Forked) -> None:
+    """Have ``forked.on_fork`` called in every child that is forked, for as long as somebody has ``forked``."""
+    _FORKED.add(forked)
+
+
+def _call_forked() -> None:
+    for forked in list(_FORKED):
+        try:
+            forked.on_fork()
+        except Exception:
+            logger.exception("%s may not be used in this forked process", type(forked).__name__)
+
+
+os.register_at_fork(after_in_child=_call_forked)

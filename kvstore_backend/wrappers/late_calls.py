@@ -1,0 +1,38 @@
+"""What is done once no call that was given up touches callers' memory any more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvstore_backend.wrappers.wrapper import Stack
+
+__all__ = ["call_after_late_calls"]
+
+logger = logging.getLogger(__name__)
+
+_WARN_AFTER_SECONDS = 60.0
+# What could not be given a thread to wait on: it refers to memory that a call may still touch, so it is never freed.
+_KEPT_FOR_GOOD: list[Callable[[], None]] = []
+
+
+def call_after_late_calls(stack: Stack, take_back: Callable[[], None]) -> None:
+    """Call ``take_back`` when ``stack`` has no late call, on a thread of its own; that may be never.
+
+    Until then ``take_back`` is referred to, and with it the memory that it gives back.
+    """
+
+    def wait() -> None:
+        while not stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
+            logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
+        try:
+            take_back()
+        except Exception:
+            logger.exception("Memory that a late call had could not be taken back")
+
+    try:
+        threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
+    except RuntimeError as exc:
+        _KEPT_FOR_GOOD.append(take_back)
+        logger.error("Memory that a late call may touch stays out of use for good: %s", exc)

@@ -1,0 +1,179 @@
+"""A process that ends although one kind of call to its store never returns: ``python -m tests.faults.hanging CALL``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore_backend.backend import Span, Status, Value
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.transfers import DirectMemory, Transfers
+from kvstore_backend.wrappers import parts
+from kvstore_backend.wrappers.checked import CheckedBackend
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.write_behind import WriteBehindBackend
+from tests.faults.blocks import NAMESPACE, conversation
+from tests.support.memory import Memory
+
+__all__ = ["CALLS"]
+
+COUNT, SIZE = 16, 1000
+HASHES = conversation(0, COUNT)
+KEYS = [NAMESPACE.key(each) for each in HASHES]
+BRIEF = Deadlines(0.2, 0.2, clear_seconds=0.2, register_seconds=0.2)
+
+
+class HangingStore(MemoryStore):
+    """Calls of one name never return."""
+
+    def __init__(self, hangs: str) -> None:
+        super().__init__(1 << 24)
+        self.hangs = hangs
+
+    def _hang_in(self, name: str) -> None:
+        if self.hangs == name:
+            threading.Event().wait()
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self._hang_in("put")
+        return super()._put(keys, values)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        self._hang_in("get")
+        return super()._get(keys, targets)
+
+    def _exists(self, keys: Sequence[str]) -> list[Status]:
+        self._hang_in("exists")
+        return super()._exists(keys)
+
+    def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
+        self._hang_in("remove")
+        return super()._remove(keys, force=force)
+
+    def _clear(self, prefix: str) -> Status:
+        self._hang_in("clear")
+        return super()._clear(prefix)
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Hang, or do nothing."""
+        self._hang_in("register")
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Hang, or do nothing."""
+        self._hang_in("unregister")
+
+    def stats(self) -> Any:
+        """Hang, or tell."""
+        self._hang_in("stats")
+        return super().stats()
+
+    def close(self) -> None:
+        """Hang, or close."""
+        self._hang_in("close")
+        super().close()
+
+
+def values(memory: Memory) -> list[Value]:
+    """The memory of all blocks."""
+    return [(Span(memory.address + i * SIZE, SIZE),) for i in range(COUNT)]
+
+
+def open_guard(hangs: str) -> GuardedBackend:
+    """A stack over a store that hangs in one kind of call; headers are registered already."""
+    store = HangingStore("")
+    checked = CheckedBackend(store)
+    memory = Memory(COUNT * SIZE)
+    assert all(checked.put(KEYS, values(memory)))
+    store.hangs = hangs
+    guard = GuardedBackend(lambda: checked, BRIEF)
+    assert guard.wait_ready(30)
+    return guard
+
+
+def in_parts(call: str) -> None:
+    """A batch in parts, each of which hangs on a thread of its own."""
+    parts._PART_BYTES, parts._THREADS, parts._PARTS, parts._QUICK, parts._SLOW = SIZE, 4, 8, 0.0, 0.0
+    guard, memory = open_guard(""), Memory(COUNT * SIZE)
+    checked = guard._store
+    assert isinstance(checked, CheckedBackend)
+    store = checked._store
+    assert isinstance(store, HangingStore)
+    assert all(guard.get(KEYS, values(memory)))  # it is quick from now on
+    assert all(guard.put([f"{key}+" for key in KEYS], values(memory)))
+    store.hangs = call
+    answer = (
+        guard.get(KEYS, values(memory)) if call == "get" else guard.put([f"{key}-" for key in KEYS], values(memory))
+    )
+    assert answer == [Status.FAILED] * COUNT
+
+
+def at_once(call: str) -> None:
+    """One call of the guard, and its end."""
+    guard, memory = open_guard(call), Memory(COUNT * SIZE)
+    ask: dict[str, Callable[[], object]] = {
+        "put": lambda: guard.put(["a"], [memory.value]),
+        "get": lambda: guard.get(KEYS, values(memory)),
+        "exists": lambda: guard.exists(KEYS),
+        "remove": lambda: guard.remove(KEYS),
+        "clear": lambda: guard.clear("kv1-"),
+        "register": lambda: guard.register(memory.address, memory.nbytes),
+        "unregister": lambda: (guard.register(memory.address, 8), guard.unregister(memory.address, 8)),
+        "stats": guard.stats,
+        "close": lambda: None,
+    }
+    ask[call]()
+    if call != "close":
+        assert not guard.is_ready
+    guard.close()
+
+
+def opening() -> None:
+    """A store that cannot be opened, as opening it hangs."""
+    guard = GuardedBackend(lambda: threading.Event().wait() and HangingStore(""), BRIEF)  # type: ignore[arg-type,return-value]
+    assert guard.exists(["a"]) == [Status.FAILED]
+    guard.close()
+
+
+def writing_behind() -> None:
+    """A writer in the background."""
+    behind, memory = WriteBehindBackend(open_guard("put"), arena_bytes=1 << 16, flush_seconds=0.1), Memory(100)
+    assert behind.put(["a"], [memory.value]) == [Status.OK]
+    assert not behind.flush_writes(1.0)
+    behind.close()
+
+
+def transferring(kind: str) -> None:
+    """A load or a save of an engine, whose pool has no deadline: it never ends."""
+    memory = Memory(COUNT * SIZE)
+    store = HangingStore(kind)
+    begun = threading.Event()
+    store._hang_in = lambda name: (begun.set(), threading.Event().wait()) if name == kind else None  # type: ignore[method-assign,assignment]
+    direct = DirectMemory(lambda blocks: [values(memory)[block] for block in blocks], lambda blocks: None)
+    transfers = Transfers(BlockPool(store, NAMESPACE), direct, lambda callback: callback())
+    begin = transfers.load if kind == "get" else transfers.save
+    begin(HASHES, range(COUNT), lambda outcome: None, lambda: None)
+    assert begun.wait(30)
+    transfers.close(0.1)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    **{
+        call: lambda call=call: at_once(call)  # type: ignore[misc]
+        for call in ("put", "get", "exists", "remove", "clear", "register", "unregister", "stats", "close")
+    },
+    "put in parts": lambda: in_parts("put"),
+    "get in parts": lambda: in_parts("get"),
+    "open": opening,
+    "write behind": writing_behind,
+    "load": lambda: transferring("get"),
+    "save": lambda: transferring("put"),
+}
+"""What hangs in the process, by the argument that asks for it."""
+
+
+if __name__ == "__main__":
+    CALLS[sys.argv[1]]()
+    print("to the end", flush=True)
