@@ -806,25 +806,24 @@ def test_a_client_that_takes_nothing_for_a_while_is_cut_off(
 def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = 0
+    looked = threading.Event()
     look = RouterProtocol._check_sending
 
-    def count_look(connection: RouterProtocol) -> None:
-        nonlocal looks
+    def note_look(connection: RouterProtocol) -> None:
         look(connection)
-        looks += 1
+        looked.set()
 
     monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.05)
-    monkeypatch.setattr(RouterProtocol, "_check_sending", count_look)
+    monkeypatch.setattr(RouterProtocol, "_check_sending", note_look)
     body = b"x" * 8_000_000
     router = make_router(stand_in("mixed", answers(200, body)))
     with small_client(router) as client:
         client.send(request(b"{}", b"connection: close"))
         for _ in range(5):
-            looks = 0
+            looked.clear()
             for _ in range(4):
                 assert client._receive()
-            wait_until(lambda: looks > 0, "the router to look")
+            assert looked.wait(20)
         assert client.rest().endswith(b"\r\n\r\n" + body)
 
 
