@@ -3,7 +3,8 @@
 A request that cannot be served at once waits in one line of bounded length, in which higher priorities come first and
 clients of one priority take turns: a client with a thousand requests waiting delays another's only request by one turn,
 not by a thousand. When the line is full, a newcomer takes the place of a lower priority's last request, or of the last
-one of the client that has most requests in it, if the newcomer's has fewer.
+one of the client that has most requests in it, if the newcomer's has fewer. The bodies of those that wait in one
+process have a bounded size, too.
 
 A request that was let in (``try_enter`` returned True, or ``enter`` returned) leaves again with ``leave``. All that
 these are told is plain data, so that another process may be asked: by ``SharedAdmission``.
@@ -30,6 +31,9 @@ __all__ = ["Admission", "Limits", "SharedAdmission"]
 
 # A waiter's future is given None when it is its turn, and otherwise the refusal.
 _Turn = asyncio.Future["Refused | None"]
+
+# The bodies of requests in line, in one process, have so many bytes together at most; or it is one alone.
+MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
@@ -61,6 +65,8 @@ class Admission:
         self._running_of: dict[str, int] = {}
         self._running_elsewhere: dict[str, Mapping[str, int]] = {}
         self._num_elsewhere = 0
+        self.waiting_bytes = 0
+        """Bytes of the bodies of the requests in the line, as far as they are in this process."""
         self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
@@ -99,18 +105,28 @@ class Admission:
         self._running_of[client] = self._running_of.get(client, 0) + 1
         return True
 
-    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
+    async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
         """Let a request of ``client`` in as soon as it is its turn; cancelling this leaves the line.
 
         Args:
             priority: higher comes first.
             tokens: those of its prompt, estimated.
+            body_bytes: the size of its body, if that is in this process.
 
         Raises:
             Refused: 429: the line is full, or it was not its turn in time; or the client has used its tokens.
         """
         if self.try_enter(client, tokens):
             return
+        if trouble := _explain_bytes(self.waiting, self.waiting_bytes, body_bytes):
+            raise self._count_refusal("queue_full", trouble, self._guess_wait())
+        self.waiting_bytes += body_bytes
+        try:
+            await self._enter_by_line(client, priority, tokens)
+        finally:
+            self.waiting_bytes -= body_bytes
+
+    async def _enter_by_line(self, client: str, priority: int, tokens: int) -> None:
         if self._rates is not None:
             self._take_tokens(self._rates, client, tokens)
         try:
@@ -250,6 +266,8 @@ class SharedAdmission:
         """This process's requests that were let in and are not gone yet."""
         self.refused: Counter[str] = Counter(queue_full=0, queue_timeout=0)
         """This process's requests that were rejected, by the code of their error."""
+        self.waiting_bytes = 0
+        """Bytes of their bodies."""
         self.waiting_by_priority: Counter[int] = Counter()
         """This process's requests in the line."""
         self._wait_for_entry = wait_for_entry
@@ -267,16 +285,21 @@ class SharedAdmission:
         """See ``Admission.try_enter``; only the other process knows whether there is room."""
         return False
 
-    async def enter(self, client: str, priority: int = 0, tokens: int = 0) -> None:
+    async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
         """See ``Admission.enter``.
 
         Raises:
             Refused: as there.
         """
+        if trouble := _explain_bytes(self.waiting, self.waiting_bytes, body_bytes):
+            self.refused["queue_full"] += 1
+            raise Refused(ApiError(429, trouble, "queue_full"), 1)
         self.waiting_by_priority[priority] += 1
+        self.waiting_bytes += body_bytes
         try:
             refusal = await self._wait_for_entry(client, priority, tokens)
         finally:
+            self.waiting_bytes -= body_bytes
             self.waiting_by_priority[priority] -= 1
             self.waiting_by_priority += Counter()  # drops priorities of which nobody waits any more
         if refusal is not None:
@@ -292,3 +315,13 @@ class SharedAdmission:
 
 
 Limits = Admission | SharedAdmission
+
+
+def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
+    """Why a request may not wait, for the size of the bodies that do; "" if it may."""
+    if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
+        return ""
+    return (
+        f"{waiting} requests wait, with bodies of {waiting_bytes} bytes, and this one has {coming}; "
+        f"{MAX_WAITING_BYTES} may wait"
+    )

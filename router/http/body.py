@@ -30,11 +30,13 @@ _TOKEN = re.compile(rb'"[^"]*"|\[[^"{}\[\]]*\]|[{}\[\],]')
 # Everything to a space, but the ends of lines, which keep the numbers of those that follow.
 _BLANK = bytes(each if each in b"\r\n" else 0x20 for each in range(256))
 _COMMA = 0x2C
-# The model in a body of JSON, or of a form, and where in a large one it is looked for.
-_FIELD = rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
-_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")|' + _FIELD)
-_MODEL_OF_FORM = re.compile(b"()" + _FIELD)  # whose file may hold anything
+# The model in a body of JSON, how the head of its part in a form ends a line, and where in a large body it is looked
+# for. Each byte there is looked at a few times, whatever a client sends.
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+_MODEL_FIELDS = (b' name="model"', b';name="model"', b" name=model", b";name=model")
 _MODEL_BYTES = 16_384
+# With its two dashes (RFC 2046, 5.1.1).
+_LONGEST_BOUNDARY = 72
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
@@ -116,11 +118,12 @@ def find_model(data: bytes) -> str:
         except orjson.JSONDecodeError:
             return ""
         return name if isinstance(name, str) else ""
-    found = _search_model(data)
-    if found is None:
+    place = _search_model(data)
+    if place is None:
         return ""
+    name = data[place]
     try:
-        return str(orjson.loads(found[1])) if found[1] else found[2].decode()
+        return name.decode() if data.startswith(b"--") else str(orjson.loads(name))
     except ValueError:
         return ""
 
@@ -130,16 +133,38 @@ def rename_model(data: bytes, model: str) -> bytes:
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         body = InferenceBody(data, orjson.loads(data), None, 0, 1)
         return splice(body, {"model": encode_member("model", model)})
-    found = _search_model(data)
-    assert found is not None
-    start, end = found.span(1 if found[1] else 2)
-    return data[:start] + (orjson.dumps(model) if found[1] else model.encode()) + data[end:]
+    place = _search_model(data)
+    assert place is not None
+    name = model.encode() if data.startswith(b"--") else orjson.dumps(model)
+    return data[: place.start] + name + data[place.stop :]
 
 
-def _search_model(data: bytes) -> re.Match[bytes] | None:
+def _search_model(data: bytes) -> slice | None:
     """Where a large body, or a form, names its model: near its beginning, or near its end."""
-    model = _MODEL_OF_FORM if data.startswith(b"--") else _MODEL
-    return model.search(data, 0, _MODEL_BYTES) or model.search(data, max(0, len(data) - _MODEL_BYTES))
+    search = _search_form if data.startswith(b"--") else _search_object
+    first = search(data, 0, _MODEL_BYTES)
+    return first if first is not None else search(data, max(0, len(data) - _MODEL_BYTES), len(data))
+
+
+def _search_object(data: bytes, start: int, end: int) -> slice | None:
+    found = _MODEL.search(data, start, end)
+    return None if found is None else slice(*found.span(1))
+
+
+def _search_form(data: bytes, start: int, end: int) -> slice | None:
+    """The value of the part that is named so, if all of it lies there."""
+    boundary, line_end, _ = data[: _LONGEST_BOUNDARY + 2].partition(b"\r\n")
+    if not line_end:
+        return None
+    boundary += line_end
+    for part in data[start:end].split(boundary):
+        head, blank_line, rest = part.partition(b"\r\n\r\n")
+        value, line_end, _ = rest.partition(b"\r\n")
+        if line_end and any(line.endswith(_MODEL_FIELDS) for line in head.split(b"\r\n")):
+            first = start + len(head) + len(blank_line)
+            return slice(first, first + len(value))
+        start += len(part) + len(boundary)
+    return None
 
 
 def whole_number(value: Any) -> int | None:

@@ -9,12 +9,18 @@ request from 174 to 103 microseconds (``benchmarks/router_overhead.py``).
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import termios
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.api_error import ApiError, Refused
@@ -29,6 +35,8 @@ __all__ = ["ClientRequest", "DataPlane", "RouterProtocol", "is_normal_path", "pa
 HEAD_BYTES = 64 * 1024
 LONGEST_URL = 0xFFFF  # of httptools, which takes a longer one for no HTTP
 MAX_PIPELINED = 4
+# So much of what was received is read at once, as it may be many small requests or chunks; then others have their turn.
+PIECE_BYTES = 16 * 1024
 # A client that is refused while it still sends may finish for so long: closing at once would let its system throw the
 # answer away unread.
 LINGER_SECONDS = 2.0
@@ -36,6 +44,8 @@ LINGER_SECONDS = 2.0
 GOODBYE_SECONDS = 1.0
 # Of a request that has begun, and of a new connection, something must come within so long; as in nginx.
 READ_SECONDS = 60.0
+# Of an answer, a client must take something within so long; as in nginx.
+SEND_SECONDS = 60.0
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
@@ -65,6 +75,16 @@ class _NobodyWaits:
 
     def set(self) -> None:
         pass
+
+
+class _Flow(FlowControl):
+    """uvicorn's control of a connection's flow: nothing more is received while something received is still unread."""
+
+    has_unread = False
+
+    def resume_reading(self) -> None:
+        if not self.has_unread:
+            super().resume_reading()
 
 
 class ClientRequest:
@@ -269,31 +289,110 @@ class RouterProtocol(HttpToolsProtocol):
         # When something of a request came last, or the last answer ended.
         self._active_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
+        self._unread = b""
+        # How many bytes the client had not taken at the last look, and when the next one is.
+        self._untaken = 0
+        self._send_watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; it must send something."""
         super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
         self._active_at = self.loop.time()
         self._watch_for(READ_SECONDS)
 
-    def data_received(self, data: bytes) -> None:
-        """Read the bytes that the client sends."""
-        self._undigested += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            if data.startswith(_TLS_HANDSHAKE):
-                self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
-            elif len(self.url) > LONGEST_URL:
-                self._refuse_request(self._head_too_large())
-            else:
-                self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
-        else:
+    def data_received(self, data: bytes, is_piece: bool = False) -> None:
+        """Read the bytes that the client sends.
+
+        Args:
+            is_piece: they are to be read at once.
+        """
+        if not is_piece and (len(data) > PIECE_BYTES or self._unread):
+            self._unread += data
+            if not self.flow.has_unread:
+                self._read_piece()
+            return
+        while data:
+            self._undigested += len(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._decline_upgrade(data[upgrade.args[0] :])
+                continue
+            except httptools.HttpParserError:
+                self._refuse_unreadable(data)
+                return
             if self._undigested > HEAD_BYTES:
                 self._refuse_request(self._head_too_large())
             self._active_at = self.loop.time()
+            return
+
+    def _read_piece(self) -> None:
+        """Read a piece of what was received; the next one after others had their turn, and once there is room for it.
+
+        A body whose length is known is read at once, as it cannot be many requests or chunks.
+        """
+        if self.transport.is_closing():
+            self._unread = b""
+            return
+        size = PIECE_BYTES
+        request: Any = self.cycle
+        if self._content_length and request is not None and request.more_body:
+            size = max(size, int(self._content_length) - self._body_bytes)
+        piece, self._unread = self._unread[:size], self._unread[size:]
+        self.data_received(piece, is_piece=True)
+        self.flow.has_unread = bool(self._unread)
+        if not self._unread:
+            if len(self.pipeline) < MAX_PIPELINED:
+                self.flow.resume_reading()
+            return
+        self.flow.pause_reading()
+        if len(self.pipeline) < MAX_PIPELINED:
+            self.loop.call_soon(self._read_piece)
+
+    def _refuse_unreadable(self, data: bytes) -> None:
+        """Refuse what is no HTTP."""
+        if data.startswith(_TLS_HANDSHAKE):
+            self._refuse_request(ApiError(400, "this port speaks plain HTTP, not HTTPS", "tls_at_plain_port"))
+        elif len(self.url) > LONGEST_URL:
+            self._refuse_request(self._head_too_large())
+        else:
+            self._refuse_request(ApiError(400, "this is no HTTP/1.1 request", "invalid_http"))
+
+    def pause_writing(self) -> None:
+        """The client takes its answer more slowly than it comes."""
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        """The client has taken the most of what was sent."""
+        super().resume_writing()
+        self._untaken = sys.maxsize
+
+    def _watch_sending(self) -> None:
+        """Give up a client that takes nothing of what was sent for a while."""
+        if self._send_watch is None:
+            self._untaken = self._count_untaken()
+            self._send_watch = self.loop.call_later(SEND_SECONDS, self._check_sending)
+
+    def _check_sending(self) -> None:
+        self._send_watch = None
+        if not self.flow.write_paused and not self.transport.is_closing():
+            return
+        if self._count_untaken() >= self._untaken:
+            self.transport.abort()
+        else:
+            self._watch_sending()
+
+    def _count_untaken(self) -> int:
+        """The bytes that were sent and that the client's system has not acknowledged."""
+        sock: socket.socket = self.transport.get_extra_info("socket")
+        in_kernel = bytearray(4)
+        try:
+            fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, in_kernel)
+        except OSError:
+            return self.transport.get_write_buffer_size()  # the connection has ended
+        return self.transport.get_write_buffer_size() + int(struct.unpack("i", in_kernel)[0])
 
     @property
     def _is_reading(self) -> bool:
@@ -320,6 +419,9 @@ class RouterProtocol(HttpToolsProtocol):
 
         One timer is enough for a connection: a request neither sets nor cancels any.
         """
+        if self.transport.is_closing():
+            self._watch_sending()
+            return
         is_reading = self._is_reading
         patience = READ_SECONDS if is_reading else self.timeout_keep_alive
         left = self._active_at + patience - self.loop.time()
@@ -330,6 +432,8 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_request(ApiError(408, message, "request_incomplete"))
         else:
             self.transport.close()
+        if self.transport.is_closing():
+            self._watch_sending()  # as it closes only once the client has taken all
 
     def _watch_for(self, seconds: float) -> None:
         """Look again after so long, or as soon as anything that begins now could have taken too long."""
@@ -437,9 +541,18 @@ class RouterProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._active_at = self.loop.time()
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
+            self.loop.call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        """Serve the request that was next in the pipeline; not at once, as an answer may need no task and no wait."""
+        if self.pipeline and not self.transport.is_closing():
+            was_full = len(self.pipeline) >= MAX_PIPELINED
             self._start_asgi_task(*self.pipeline.pop())
+            if was_full and self._unread and len(self.pipeline) < MAX_PIPELINED:
+                self._read_piece()
 
     def hang_up(self, request: ClientRequest) -> None:
         """Close the connection after ``request``, once its client has sent all of it, or has had time for it."""
@@ -466,8 +579,10 @@ class RouterProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         # They hold us, and only the collector could free both.
         self.cycle = self._served = None  # type: ignore[assignment]
-        if self._watch is not None:
-            self._watch.cancel()
+        self._unread = b""
+        for watch in (self._watch, self._send_watch):
+            if watch is not None:
+                watch.cancel()
         for request in requests:
             if isinstance(request, ClientRequest):
                 request.on_client_gone()
@@ -493,19 +608,20 @@ class RouterProtocol(HttpToolsProtocol):
         path = path_of(target)
         return path if is_normal_path(path) else ""
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Take a request as if it had not asked for another protocol (Java's client does, for HTTP/2).
+    def _decline_upgrade(self, rest: bytes) -> bytes:
+        """What is to be read of a request that asks for another protocol, as if it had not, and of what follows it.
 
-        The parser reads no body after such a head; so it is given the head again, without the question.
+        Java's client asks for HTTP/2. The parser reads no body after such a head; so it is given the head again,
+        without the question.
         """
         if self.parser.get_method() == b"CONNECT":
             self._refuse_request(ApiError(405, "this router opens no tunnels", "method_not_allowed"))
-            return
+            return b""
         start = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = [*self.headers, (b"content-length", self._content_length)] if self._content_length else self.headers
         head = [b"%s: %s\r\n" % header for header in headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"".join([start, *head, b"\r\n", rest]))
+        return b"".join([start, *head, b"\r\n", rest])
 
     def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
         """Answer with a refusal when it is the request's turn; keep nothing of its body."""

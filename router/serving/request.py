@@ -259,7 +259,7 @@ class ServingRequest:
             self._queueing = asyncio.current_task()
             since = time.perf_counter()
             try:
-                await services.admission.enter(client, priority, tokens)
+                await services.admission.enter(client, priority, tokens, len(self._request.body))
             finally:
                 self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None

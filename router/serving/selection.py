@@ -1,8 +1,9 @@
 """Selection: which instance, or which pair, serves a request.
 
 Who may be chosen changes seldom, requests come often: the choice that a request has is prepared when something
-changed (``_Choice``), and a request only applies the policies to it. It is narrowed for a single request where that
-excludes instances, or while one that came back is given its share little by little.
+changed (``_Choice``), and a request only applies the policies to it. For a single request some instances are left out:
+those that the request excludes, and by chance those that get less than their share. That takes time by their number,
+not by that of all instances.
 
 In a fleet of several models each model has choices of its own, and policies that learn for themselves; a fleet of one
 serves requests for any.
@@ -38,6 +39,10 @@ __all__ = ["NoInstance", "Selection", "Selector", "explain_unknown_model"]
 _PAIR = (Role.PREFILL, Role.DECODE)
 # Clients may send, and instances list, more and longer names than it makes sense to compare.
 MAX_NAME_CHARACTERS, MAX_NAMES_COMPARED = 200, 200
+# Of the instances of a role that cannot take a request, so many are named.
+MAX_LISTED = 10
+# While some instances get less than their share, or none can be chosen, the choice is prepared again after so long.
+RENEWAL_SECONDS = 1.0
 
 
 class NoInstance(Exception):
@@ -90,11 +95,15 @@ class Selector:
         """The policy of each role that the router's mode takes."""
         for policy in self.policies.values():
             registry.subscribe_to_lost_caches(policy.forget_instance)
-        self._choice = _Choice((), registry.splitwise)
+        self._choice = _Choice((), (), registry.splitwise)
         self._models: ServedModels | None = None
         """The fleet's models, if they are told apart; then each has a choice, made when it is first asked for."""
         self._choices: dict[str, _Choice] = {}
+        self._lone_choices: dict[str, _Choice] = {}
+        """By model, of the instances that serve alone what is not generated."""
         self._siblings: dict[str, Mapping[Role, Policy]] = {}
+        self._obstacles: dict[str, ApiError] = {}
+        """By model, why no request can be served."""
         self._generation = -1
         self._good_until = -math.inf
 
@@ -111,15 +120,17 @@ class Selector:
         if self._models is not None:
             model = self._find_model(self._models, features.model, now)
             choice, policies = self._find_choice(model, now), self.policies_of(model)
-        if excluded:
-            choice = self._gather_choice(now, excluded, model)
+        if excluded or choice.weighted:
+            choice = self._narrow_choice(choice, now, excluded) or self._gather_choice(now, excluded, model)
         if choice.empty:
             raise NoInstance(self._explain_none(excluded, model))
         if not self._registry.splitwise:
             mixed, decision = self._apply_policy(policies[Role.MIXED], features, choice.first, now)
             return Selection(mixed, None, (decision,), model)
         prefill, first = self._apply_policy(policies[Role.PREFILL], features, choice.first, now)
-        decode, second = self._apply_policy(policies[Role.DECODE], features, choice.partners[prefill.key], now)
+        decode, second = self._apply_policy(
+            policies[Role.DECODE], features, choice.groups[choice.kinds[prefill.key]], now
+        )
         return Selection(decode, prefill, (first, second), model)
 
     def choose_any(self, features: RequestFeatures, excluded: Collection[str] = ()) -> Selection:
@@ -129,16 +140,19 @@ class Selector:
             NoInstance: none is left.
         """
         now = self._clock()
-        if self._generation != self._registry.generation:
+        if self._generation != self._registry.generation or now >= self._good_until:
             self._prepare_choice(now)
         model = "" if self._models is None else self._find_model(self._models, features.model, now)
         role = Role.DECODE if self._registry.splitwise else Role.MIXED  # prefill may answer with one token
-        for instances in self._rank_instances(now, excluded, model):
-            group = _Group([i for i in instances if i.role is role])
-            if group.candidates:
-                instance, decision = self._apply_policy(self.policies_of(model)[role], features, group, now)
-                return Selection(instance, None, (decision,), model)
-        raise NoInstance(self._explain_missing([role], model))
+        choice = self._lone_choices.get(model)
+        if choice is None:
+            choice = self._lone_choices[model] = self._gather_choice(now, (), model, role)
+        if excluded or choice.weighted:
+            choice = self._narrow_choice(choice, now, excluded) or self._gather_choice(now, excluded, model, role)
+        if choice.empty:
+            raise NoInstance(self._explain_missing([role], model))
+        instance, decision = self._apply_policy(self.policies_of(model)[role], features, choice.first, now)
+        return Selection(instance, None, (decision,), model)
 
     def choose_keeper(self, features: RequestFeatures, key: str) -> Selection:
         """The instance that keeps the response a request goes on from, even if it gets no new requests.
@@ -226,41 +240,67 @@ class Selector:
             self._models = models if models.are_told_apart else None
             for gone in self._siblings.keys() - models.names - {UNLISTED}:
                 del self._siblings[gone]
-        self._choices.clear()
-        self._choice = self._gather_choice(now, ())
+        for prepared in (self._choices, self._lone_choices, self._obstacles):
+            prepared.clear()
+        self._choice = choice = self._gather_choice(now, ())
         self._generation = self._registry.generation
         available = self._list_available(())
-        if any(instance.weight(now) < 1.0 for instance in available):
-            self._good_until = now
-        else:
-            retries = [i.breaker.retry_at for i in available if not i.breaker.admits(now)]
-            self._good_until = min(retries, default=math.inf)
+        retries = [i.breaker.retry_at for i in available if not i.breaker.admits(now)]
+        is_passing = choice.empty or any(i.weight(now) < 1.0 for i in available)
+        self._good_until = min(retries, default=math.inf)
+        if is_passing:
+            self._good_until = min(self._good_until, now + RENEWAL_SECONDS)
 
-    def _gather_choice(self, now: float, excluded: Collection[str], model: str = "") -> _Choice:
-        """The choice among the instances that are preferred most, of those that leave any."""
-        choice = _Choice((), self._registry.splitwise)
-        for instances in self._rank_instances(now, excluded, model):
-            choice = _Choice(instances, self._registry.splitwise)
+    def _gather_choice(
+        self, now: float, excluded: Collection[str], model: str = "", alone: Role | None = None
+    ) -> _Choice:
+        """The choice among the instances that are preferred most, of those that leave any.
+
+        Args:
+            alone: the role of the instances that serve alone, if they are to.
+        """
+        splitwise = self._registry.splitwise and alone is None
+        for instances, weighted in self._rank_instances(now, excluded, model, alone):
+            choice = _Choice(instances, weighted, splitwise)
             if not choice.empty:
                 break
         return choice
 
-    def _rank_instances(self, now: float, excluded: Collection[str], model: str) -> Iterator[list[Instance]]:
-        """The instances that may be chosen; then the same with those that had better not be, as a last resort."""
-        available = self._list_available(excluded, model)
-        admitted = [i for i in available if i.breaker.admits(now)]
-        yield self._apply_weights(admitted, now)
-        yield admitted
-        yield available
+    def _rank_instances(
+        self, now: float, excluded: Collection[str], model: str, alone: Role | None
+    ) -> Iterator[tuple[list[Instance], list[Instance]]]:
+        """The instances that may be chosen; then the same with those that had better not be, as a last resort.
 
-    def _apply_weights(self, instances: Sequence[Instance], now: float) -> list[Instance]:
-        """Each with the probability that is its weight; of a role that leaves none, those with any weight, or all."""
-        chosen = []
-        for role in self._registry.roles:
-            of_role = [(instance, instance.weight(now)) for instance in instances if instance.role is role]
-            drawn = [instance for instance, weight in of_role if weight >= 1.0 or self._chance() < weight]
-            chosen += drawn or [i for i, weight in of_role if weight > 0.0] or [i for i, _ in of_role]
-        return chosen
+        Each with those of them that get less than their share.
+        """
+        roles = self._registry.roles if alone is None else (alone,)
+        available = [i for i in self._list_available(excluded, model) if i.role in roles]
+        admitted = [i for i in available if i.breaker.admits(now)]
+        preferred = []
+        for role in roles:
+            of_role = [i for i in admitted if i.role is role]
+            preferred += [i for i in of_role if i.weight(now) > 0.0] or of_role
+        yield preferred, [i for i in preferred if 0.0 < i.weight(now) < 1.0]
+        yield admitted, []
+        yield available, []
+
+    def _narrow_choice(self, choice: _Choice, now: float, excluded: Collection[str]) -> _Choice | None:
+        """The choice without those ``excluded``, and without those that this request leaves out by chance.
+
+        An instance takes part with the probability that is its weight; those of a role all do where none would.
+
+        Returns:
+            None if nothing is left.
+        """
+        left_out = set(excluded)
+        for of_role, count in choice.weighted:
+            unlucky = [i.key for i in of_role if self._chance() >= i.weight(now)]
+            if len(unlucky) < count:
+                left_out.update(unlucky)
+        narrowed = choice.leave_out(left_out)
+        if narrowed.empty and len(left_out) > len(excluded):
+            narrowed = choice.leave_out(excluded)
+        return None if narrowed.empty else narrowed
 
     def _list_available(self, excluded: Collection[str], model: str = "") -> list[Instance]:
         return [i for i in self._registry if i.is_available and i.key not in excluded and i.serves(model)]
@@ -270,11 +310,19 @@ class Selector:
     ) -> tuple[Instance, Decision]:
         decision = policy.choose_instance(features, group.candidates)
         chosen = group.by_key[decision.key]
-        if chosen.breaker.state != "closed":
+        if chosen.breaker.state != "closed" and chosen.breaker.admits(now):
             chosen.begin_half_open_trial(now)
         return chosen, decision
 
     def _explain_none(self, excluded: Collection[str], model: str) -> ApiError:
+        """Why nothing can serve a request; prepared like choices, where it excludes no instance."""
+        if excluded:
+            return self._explain_emptiness(excluded, model)
+        if model not in self._obstacles:
+            self._obstacles[model] = self._explain_emptiness((), model)
+        return self._obstacles[model]
+
+    def _explain_emptiness(self, excluded: Collection[str], model: str) -> ApiError:
         available = self._list_available(excluded, model)
         present = {instance.role for instance in available}
         missing = [role for role in self._registry.roles if role not in present]
@@ -286,7 +334,11 @@ class Selector:
     def _explain_missing_role(self, role: Role, model: str) -> str:
         known = [i for i in self._registry if i.role is role and i.serves(model)]
         if known:
-            states = "; ".join(f"{i.key} is {i.state}{': ' + i.trouble if i.trouble else ''}" for i in known)
+            states = "; ".join(
+                f"{i.key} is {i.state}{': ' + i.trouble if i.trouble else ''}" for i in known[:MAX_LISTED]
+            )
+            if len(known) > MAX_LISTED:
+                states += f"; and {len(known) - MAX_LISTED} others"
             return f"no {role.value} instance can take the request ({states})"
         flag = "" if role is Role.MIXED else f" --splitwise-role {role.value}"
         whose = "" if model in ("", UNLISTED) else f" that serves {model!r}"
@@ -299,43 +351,82 @@ class Selector:
 class _Group:
     """Instances that a policy chooses from."""
 
-    __slots__ = ("by_key", "candidates")
+    __slots__ = ("by_key", "candidates", "places")
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.candidates: list[InstanceLoad] = [instance.load for instance in instances]
         self.by_key: dict[str, Instance] = {instance.key: instance for instance in instances}
+        """May have more than are candidates."""
+        self.places = {instance.key: place for place, instance in enumerate(instances)}
+        """Where they stand in a group that none was left out of."""
+
+    def leave_out(self, keys: Collection[str]) -> _Group:
+        """The group without the instances of these keys; of one that none was left out of before."""
+        places = sorted([self.places[key] for key in keys if key in self.places], reverse=True)
+        if not places:
+            return self
+        narrowed = _Group.__new__(_Group)
+        narrowed.by_key, narrowed.places = self.by_key, self.places
+        narrowed.candidates = self.candidates.copy()
+        for place in places:
+            del narrowed.candidates[place]
+        return narrowed
 
 
 class _Choice:
-    """A request's choice: ``first`` a mixed or prefill instance, then one of a prefill's ``partners``."""
+    """A request's choice: ``first`` one of a group; and in a pair, its partner, of the group for the first's kind."""
 
-    __slots__ = ("empty", "first", "partners")
+    __slots__ = ("empty", "first", "groups", "kinds", "weighted")
 
-    def __init__(self, instances: Sequence[Instance], splitwise: bool) -> None:
-        self.partners: dict[str, _Group] = {}
+    def __init__(self, instances: Sequence[Instance], weighted: Sequence[Instance], splitwise: bool) -> None:
+        """
+        Args:
+            weighted: those that get less than their share.
+        """
+        self.groups: list[_Group] = []
+        """Of decode instances, one for each kind of prefill instance; empty in one that is narrowed."""
+        self.kinds: dict[str, int] = {}
+        """By the key of a prefill instance, the place of its partners in ``groups``."""
         if not splitwise:
-            self.first = _Group([i for i in instances if i.role is Role.MIXED])
+            self.first = _Group(instances)
         else:
             prefills = [i for i in instances if i.role is Role.PREFILL]
-            self.partners = _group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
-            self.first = _Group([prefill for prefill in prefills if prefill.key in self.partners])
+            self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
+            self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
+        self.weighted: list[tuple[list[Instance], int]] = []
+        """Of each role that has such instances, these, and the number of all."""
+        for role in {instance.role for instance in weighted}:
+            count = sum(instance.role is role for instance in instances)
+            self.weighted.append(([i for i in weighted if i.role is role], count))
         self.empty = not self.first.candidates
 
+    def _group_partners(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
+        """Group the decode instances that each prefill instance may be paired with, if there are any."""
+        # Prefill instances that are alike to pairing share a group: mostly, that is all of them.
+        known: dict[object, int | None] = {}
+        for prefill in prefills:
+            asked = prefill.registration
+            kind = (pairing_kind(asked), asked.version, asked.tp_size, asked.connected_decodes, prefill.models)
+            if kind not in known:
+                fitting = [d for d in decodes if may_pair(asked, d.registration) and share_model(prefill, d)]
+                known[kind] = len(self.groups) if fitting else None
+                if fitting:
+                    self.groups.append(_Group(fitting))
+            place = known[kind]
+            if place is not None:
+                self.kinds[prefill.key] = place
 
-def _group_partners(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> dict[str, _Group]:
-    """The decode instances that each prefill instance may be paired with, of those that may be paired at all."""
-    partners = {}
-    # Prefill instances that are alike to pairing share a group: mostly, that is all of them.
-    groups: dict[object, _Group] = {}
-    for prefill in prefills:
-        asked = prefill.registration
-        kind = (pairing_kind(asked), asked.version, asked.tp_size, asked.connected_decodes, prefill.models)
-        if kind not in groups:
-            fitting = [d for d in decodes if may_pair(asked, d.registration) and share_model(prefill, d)]
-            groups[kind] = _Group(fitting)
-        if groups[kind].candidates:
-            partners[prefill.key] = groups[kind]
-    return partners
+    def leave_out(self, keys: Collection[str]) -> _Choice:
+        """The choice without the instances of these keys."""
+        narrowed = _Choice.__new__(_Choice)
+        narrowed.kinds, narrowed.weighted = self.kinds, self.weighted
+        narrowed.groups = [group.leave_out(keys) for group in self.groups]
+        lonely = {place for place, group in enumerate(narrowed.groups) if not group.candidates}
+        if lonely:  # seldom: else every request would look at all prefill instances
+            keys = {*keys, *(key for key, place in self.kinds.items() if place in lonely)}
+        narrowed.first = self.first.leave_out(keys)
+        narrowed.empty = not narrowed.first.candidates
+        return narrowed
 
 
 def explain_unknown_model(name: str, known: Iterable[str]) -> ApiError:

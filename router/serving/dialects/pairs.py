@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from weakref import WeakValueDictionary
 
 from router.fleet import EngineKind, Instance, KvConnector, Role
+from router.http import Address
 from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
 from router.serving.dialects.in_order import InOrderPair, ask_by_header
 from router.serving.dialects.sglang import SglangPair, ask_sglang, name_sglang_sequences
-from router.serving.dialects.vllm import MooncakePair, NixlPair
+from router.serving.dialects.vllm import BootstrapServer, MooncakePair, NixlPair
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
@@ -18,7 +21,6 @@ __all__ = ["Pairs", "ask_alone"]
 MAX_PAIRS = 10_000
 _VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
     KvConnector.NIXL: NixlPair,
-    KvConnector.MOONCAKE: MooncakePair,
     KvConnector.KVSTORE: InOrderPair,
 }
 
@@ -27,7 +29,9 @@ class Pairs:
     """The pairs that were made, by the keys of their instances."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], Pair] = {}
+        self._known: OrderedDict[tuple[str, str], Pair] = OrderedDict()
+        # By prefill instance, those that its pairs know.
+        self._bootstrap_servers: WeakValueDictionary[str, BootstrapServer] = WeakValueDictionary()
 
     def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
         """The pair of these two, which ``may_pair`` has allowed."""
@@ -40,15 +44,35 @@ class Pairs:
             if first == prefill.registration and second == decode.registration:  # a heartbeat
                 known.registrations = prefill.registration, decode.registration
                 return known
-        if len(self._known) >= MAX_PAIRS:
-            self._known.clear()
-        pair = self._known[keys] = _make_pair(prefill, decode)
+        if known is None and len(self._known) >= MAX_PAIRS:
+            self._known.popitem(last=False)
+        pair = self._known[keys] = self._make_pair(prefill, decode)
         return pair
 
     def forget_prefill(self, prefill: Instance) -> None:
         """An attempt failed: forget all facts of this instance, as it may have been started again."""
         for keys in [keys for keys in self._known if keys[0] == prefill.key]:
             del self._known[keys]
+        self._bootstrap_servers.pop(prefill.key, None)
+
+    def _make_pair(self, prefill: Instance, decode: Instance) -> Pair:
+        registration = prefill.registration
+        if registration.engine is EngineKind.FASTDEPLOY:
+            return FastDeployPair(prefill, decode)
+        if registration.engine is EngineKind.SGLANG:
+            return SglangPair(prefill, decode)
+        if registration.engine is not EngineKind.VLLM:
+            return InOrderPair(prefill, decode)
+        if registration.kv_connector is KvConnector.MOONCAKE:
+            return MooncakePair(prefill, decode, self._find_bootstrap_server(prefill))
+        return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
+
+    def _find_bootstrap_server(self, prefill: Instance) -> BootstrapServer:
+        address = Address(prefill.address.host, prefill.registration.bootstrap_port)
+        known = self._bootstrap_servers.get(prefill.key)
+        if known is None or known.address != address:
+            known = self._bootstrap_servers[prefill.key] = BootstrapServer(address)
+        return known
 
 
 def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, EngineIds | None]:
@@ -60,14 +84,3 @@ def ask_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tup
         return ask_sglang(parsed, request_id), name_sglang_sequences(parsed, request_id)
     is_of_pair = instance.role is not Role.MIXED
     return ask_by_header(parsed, request_id, is_of_pair=is_of_pair), None
-
-
-def _make_pair(prefill: Instance, decode: Instance) -> Pair:
-    registration = prefill.registration
-    if registration.engine is EngineKind.FASTDEPLOY:
-        return FastDeployPair(prefill, decode)
-    if registration.engine is EngineKind.SGLANG:
-        return SglangPair(prefill, decode)
-    if registration.engine is EngineKind.VLLM:
-        return _VLLM_PAIRS[registration.kv_connector](prefill, decode)
-    return InOrderPair(prefill, decode)

@@ -77,20 +77,21 @@ class NixlPair(Pair):
         return "prefill's answer has no kv_transfer_params (was it started with NixlConnector?)"
 
 
-class MooncakePair(Pair):
-    """Both at once: decode waits for the blocks that prefill sends under one ``transfer_id``."""
+class BootstrapServer:
+    """The server at which a prefill instance with MooncakeConnector tells its engines' ids: for all of its pairs."""
 
-    may_err_late = True
-
-    def __init__(self, prefill: Instance, decode: Instance) -> None:
-        super().__init__(prefill, decode)
-        address = prefill.address
-        self._bootstrap = Address(address.host, prefill.registration.bootstrap_port)
-        self._engines: dict[str, str] = {}  # ids of prefill's engines, by data-parallel rank
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.engines: dict[str, str] = {}
+        """Ids of prefill's engines, by data-parallel rank; none until they are learnt."""
         self._learning: asyncio.Task[str] | None = None
 
-    async def _learn_engines(self, upstream: ConnectionPool) -> None:
-        """Ask for them, once for all requests that wait for them."""
+    async def learn_engines(self, upstream: ConnectionPool) -> None:
+        """Ask for them, once for all requests that wait for them.
+
+        Raises:
+            ConnectFailed: it does not tell them.
+        """
         if self._learning is None or self._learning.done():
             self._learning = asyncio.create_task(self._query_engines(upstream))
         if trouble := await asyncio.shield(self._learning):
@@ -98,25 +99,36 @@ class MooncakePair(Pair):
 
     async def _query_engines(self, upstream: ConnectionPool) -> str:
         """Why the engines' ids are not there; '' if they are."""
+        no_server = f"{self.address} does not tell an engine's id at /query: it is no bootstrap server"
         try:
-            response = await upstream.fetch(self._bootstrap, "GET", "/query", timeout=QUERY_SECONDS)
+            response = await upstream.fetch(self.address, "GET", "/query", timeout=QUERY_SECONDS)
             told = orjson.loads(response.body)
-            self._engines = {rank: str(told[rank]["engine_id"]) for rank in told}
+            self.engines = {rank: str(told[rank]["engine_id"]) for rank in told}
         except UpstreamError as exc:
             return str(exc)
         except (ValueError, KeyError, TypeError):
-            pass
-        no_server = f"{self._bootstrap} does not tell an engine's id at /query: it is no bootstrap server"
-        return "" if self._engines else no_server
+            return no_server
+        return "" if self.engines else no_server
+
+
+class MooncakePair(Pair):
+    """Both at once: decode waits for the blocks that prefill sends under one ``transfer_id``."""
+
+    may_err_late = True
+
+    def __init__(self, prefill: Instance, decode: Instance, bootstrap: BootstrapServer) -> None:
+        super().__init__(prefill, decode)
+        self._bootstrap = bootstrap
 
     def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
             # Prefill hands nothing over whose one token ends the answer, and here it cannot be told to go on.
             raise NotAsPair("an API without ignore_eos", decode_serves_alone=True)
-        if not self._engines:
-            raise NotReady(self._learn_engines)
-        rank = random.choice(list(self._engines))
+        engines = self._bootstrap.engines
+        if not engines:
+            raise NotReady(self._bootstrap.learn_engines)
+        rank = random.choice(list(engines))
         head = name_in_header(request_id)
         transfer = {"transfer_id": f"{random.getrandbits(128):032x}"}
         sends = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
@@ -124,10 +136,10 @@ class MooncakePair(Pair):
             "do_remote_decode": False,
             "do_remote_prefill": True,
             **transfer,
-            "remote_engine_id": self._engines[rank],
-            "remote_bootstrap_addr": self._bootstrap.url,
+            "remote_engine_id": engines[rank],
+            "remote_bootstrap_addr": self._bootstrap.address.url,
         }
-        prefill_head = head if len(self._engines) == 1 else head + b"x-data-parallel-rank: %s\r\n" % rank.encode()
+        prefill_head = head if len(engines) == 1 else head + b"x-data-parallel-rank: %s\r\n" % rank.encode()
         prefill = cut_to_one_token(parsed, prefill_head)
         members = {**prefill.members, "ignore_eos": b'"ignore_eos":true', **_encode_params(sends)}
         dropped = [*prefill.dropped, "stop_token_ids"]

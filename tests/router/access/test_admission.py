@@ -381,3 +381,41 @@ def test_requests_in_line_are_counted_by_priority_for_as_long_as_they_wait() -> 
         assert (admission.waiting, admission.running) == (0, 2)
 
     asyncio.run(work())
+
+
+def make_shared(gate: Admission) -> SharedAdmission:
+    """A process that asks ``gate``, which is in another one."""
+
+    async def ask(client: str, priority: int, tokens: int) -> None:
+        await gate.enter(client, priority, tokens)
+
+    return SharedAdmission(ask, lambda client, tokens: gate.leave(client, tokens))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_bodies_of_waiting_requests_have_a_bounded_size(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.access.admission.MAX_WAITING_BYTES", 100)
+    own = admission(max_concurrent_requests=1)
+    gate = make_shared(own) if is_shared else own
+    with Guests(own) as guests:
+        guests.ask("a")
+        tasks = [guests.loop.create_task(gate.enter("b", body_bytes=size)) for size in (101, 1, 0)]
+        guests.settle()
+        with pytest.raises(Refused) as refused:
+            guests.run(tasks[1])  # type: ignore[arg-type]
+        assert refused.value.error.status == 429
+        assert refused.value.error.code == "queue_full"
+        assert refused.value.error.message == (
+            "1 requests wait, with bodies of 101 bytes, and this one has 1; 100 may wait"
+        )
+        assert refused.value.retry_after >= 1
+        assert gate.refused["queue_full"] == 1
+        assert (gate.waiting, gate.waiting_bytes) == (2, 101)
+        tasks[0].cancel()
+        guests.settle()
+        assert (gate.waiting, gate.waiting_bytes) == (1, 0)
+        fitting = guests.loop.create_task(gate.enter("b", body_bytes=100))
+        guests.leave("a")
+        guests.leave("b")
+        guests.run(fitting)  # type: ignore[arg-type]
+        assert (gate.waiting, gate.waiting_bytes) == (0, 0)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +16,11 @@ import httpx
 import pytest
 
 from router.http.api_error import ApiError
-from router.http.server import HEAD_BYTES
+from router.http.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, RouterProtocol
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
 from tests.support import plain_http
+from tests.support.certificates import make_certificate
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -98,6 +101,21 @@ def connect() -> Iterator[Callable[[RouterUnderTest], Client]]:
 
 
 Connect = Callable[[RouterUnderTest], Client]
+
+
+@contextlib.contextmanager
+def small_client(router: RouterUnderTest) -> Iterator[Client]:
+    """A client whose system takes little of an answer before the client reads it."""
+    with contextlib.ExitStack() as held:
+        sock = held.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(20)
+        sock.connect(("127.0.0.1", router.port))
+        if router.url.startswith("https"):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            sock = held.enter_context(context.wrap_socket(sock))
+        yield Client(sock)
 
 
 @pytest.fixture
@@ -700,3 +718,122 @@ def test_a_body_that_comes_in_pieces_is_not_kept_for_who_has_no_key(
     client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than is read at once
     status, answered, _ = client.answer()
     assert (status, answered["www-authenticate"]) == (401, "Bearer")
+
+
+def test_a_thousand_requests_that_ask_for_an_upgrade_may_come_at_once(
+    router: RouterUnderTest, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(router)
+    ask = request(b"", b"connection: upgrade", b"upgrade: h2c", method="GET", path="/health")
+    client.send(ask * 1000)
+    assert {client.status() for _ in range(1000)} == {200}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_thousand_requests_that_are_answered_at_once_may_wait_behind_one_that_is_not(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(make_router(stand_in("mixed", echoes), cors_allowed_origins=("*",)))
+    asks = (b"origin: https://chat.example.com", b"access-control-request-method: POST")
+    preflight = b"\r\n".join([b"OPTIONS /v1/x HTTP/1.1", *asks, b"", b""])
+    client.send(request(b'{"number": 1}') + preflight * 1000)
+    assert client.status() == 200
+    assert {client.status() for _ in range(1000)} == {204}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_requests_that_wait_for_others_of_their_connection_are_not_read_without_end(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+) -> None:
+    go_on = threading.Event()
+
+    async def waits(request: Received, respond: Responder) -> None:
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        await respond.answer(200, b"")
+
+    router = make_router(stand_in("mixed", waits))
+    client = connect(router)
+    short = b"GET /v1/x HTTP/1.1\r\n\r\n"
+    client.send(request(b"{}") + short * 10_000)
+    (connection,) = router._server.server_state.connections
+    wait_until(lambda: len(connection.pipeline) >= MAX_PIPELINED, "the next requests")
+    assert len(connection.pipeline) <= MAX_PIPELINED + PIECE_BYTES // len(short)
+    go_on.set()
+    assert {client.status() for _ in range(10_001)} == {200}
+
+
+@pytest.mark.parametrize("body", [b'{"number": 4}', b'{"number": 4%s}' % (b" " * 50_000)])
+def test_what_follows_a_body_that_comes_in_many_chunks_is_read(
+    router: RouterUnderTest, connect: Connect, body: bytes
+) -> None:
+    client = connect(router)
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body)
+    client.send(head(b"transfer-encoding: chunked") + chunks + b"0\r\n\r\n" + request(b'{"number": 5}'))
+    assert [client.answer()[2] for _ in range(2)] == [b"4", b"5"]
+
+
+async def sends_much(request: Received, respond: Responder) -> None:
+    """Answer with a stream that the systems between here and a client that reads nothing cannot hold."""
+    await respond.start_stream()
+    for _ in range(1000):
+        await respond.event("x" * 60_000)
+        if respond.peer_left.is_set():
+            respond.keep_alive = False
+            return
+    await respond.end_stream()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_client_that_takes_nothing_for_a_while_is_cut_off(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.2)
+    instance = stand_in("mixed", sends_much)
+    settings: dict[str, str] = {}
+    if scheme == "https":
+        certificate, key = make_certificate(tmp_path)
+        settings = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    router = make_router(instance, **settings)
+    with small_client(router) as client:
+        client.send(request(b'{"stream": true}'))
+        wait_until(lambda: instance.running == 1, "the request")
+        wait_until(lambda: not router._server.server_state.connections, "the connection to be closed")
+        wait_until(lambda: instance.running == 0, "the leg to end")
+        wait_until(lambda: router.app.admission.running == 0, "the request to end")
+
+
+def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+    look = RouterProtocol._check_sending
+
+    def note_look(connection: RouterProtocol) -> None:
+        look(connection)
+        looked.set()
+
+    monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.05)
+    monkeypatch.setattr(RouterProtocol, "_check_sending", note_look)
+    body = b"x" * 8_000_000
+    router = make_router(stand_in("mixed", answers(200, body)))
+    with small_client(router) as client:
+        client.send(request(b"{}", b"connection: close"))
+        for _ in range(5):
+            looked.clear()
+            for _ in range(4):
+                assert client._receive()
+            assert looked.wait(20)
+        assert client.rest().endswith(b"\r\n\r\n" + body)
+
+
+def test_a_client_that_reads_no_answer_is_cut_off_once_the_connection_is_to_close(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.2)
+    router = make_router(stand_in("mixed", answers(200, b"x" * 3_000_000)))
+    router._server.config.timeout_keep_alive = 0.1  # type: ignore[assignment]  # uvicorn's type is int
+    with small_client(router) as client:
+        client.send(request(b"{}"))
+        wait_until(lambda: router._server.server_state.connections, "the connection")
+        wait_until(lambda: not router._server.server_state.connections, "the connection to be closed")

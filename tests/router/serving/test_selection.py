@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,8 +12,9 @@ from router.fleet.breaker import FAILURES, OPEN_SECONDS
 from router.fleet.instance import SLOW_START_SECONDS
 from router.policies import RequestFeatures
 from router.policies.round_robin import RoundRobin
-from router.serving.selection import NoInstance, Selection, Selector
+from router.serving.selection import RENEWAL_SECONDS, NoInstance, Selection, Selector
 from router.settings import RouterSettings
+from tests.router.instructions import count_instructions
 
 REQUEST = RequestFeatures(100)
 PREFILL, DECODE = ("prefill", "10.0.0.1:1"), ("decode", "10.0.0.2:1")
@@ -250,6 +251,115 @@ def test_other_requests_go_to_decode_and_never_to_prefill_which_may_answer_with_
         fleet.selector.choose_any(REQUEST)
     fleet.add("decode", "d:1", version="a")
     assert fleet.selector.choose_any(REQUEST).answering.key == "d:1"
+
+
+def test_an_instance_that_came_back_is_left_out_with_its_pairs_and_never_leaves_a_role_empty() -> None:
+    fleet = Fleet()
+    fleet.chance = 0.99
+    fleet.add("prefill", "p.a:1", version="a")
+    fleet.come_back(fleet.add("decode", "d.a:1", version="a"))
+    assert set(fleet.chosen()) == {"p.a:1>d.a:1"}
+    fleet.add("prefill", "p.b:1", version="b")
+    fleet.add("decode", "d.b:1", version="b")
+    assert set(fleet.chosen()) == {"p.b:1>d.b:1"}
+    assert set(fleet.chosen(excluded=("d.b:1",))) == {"p.a:1>d.a:1"}
+    fleet.chance = 0.05
+    assert set(fleet.chosen()) == {"p.a:1>d.a:1", "p.b:1>d.b:1"}
+
+
+def test_an_instance_whose_share_is_none_takes_only_what_no_other_can() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1").set_share(0.0)
+    assert fleet.chosen() == {"a:1": 24}
+    fleet.add("mixed", "b:1")
+    fleet.chance = 0.0
+    assert fleet.chosen() == {"b:1": 24}
+    assert fleet.chosen(excluded=("b:1",)) == {"a:1": 24}
+    fleet.come_back(fleet.add("mixed", "c:1"))
+    fleet.chance = 0.99
+    assert fleet.chosen(excluded=("b:1",)) == {"c:1": 24}
+
+
+def test_an_instance_is_in_the_choice_again_once_its_share_is_whole() -> None:
+    fleet = Fleet(splitwise=False)
+    fleet.add("mixed", "a:1")
+    fleet.come_back(fleet.add("mixed", "b:1"))
+    fleet.chance = 0.99
+    assert fleet.chosen() == {"a:1": 24}
+    fleet.now += SLOW_START_SECONDS
+    assert fleet.chosen() == {"a:1": 12, "b:1": 12}
+
+
+def test_where_every_circuit_is_broken_the_choice_is_not_prepared_for_each_request() -> None:
+    fleet = Fleet(splitwise=False)
+    for key in ("a:1", "b:1"):
+        break_circuit(fleet.add("mixed", key), fleet.now)
+    fleet.chosen(1)
+    generation = fleet.registry.generation
+    fleet.chosen()
+    assert fleet.registry.generation == generation
+
+
+def test_of_many_instances_that_cannot_take_a_request_some_are_named() -> None:
+    fleet = Fleet(splitwise=False)
+    for number in range(1000):
+        fleet.add("mixed", f"a{number}:1").set_draining(True)
+    message = fleet.refusal().error.message
+    assert message.startswith("no mixed instance can take the request (a0:1 is draining; ")
+    assert message.endswith("; a9:1 is draining; and 990 others)")
+
+
+class ManyOrFew(NamedTuple):
+    """A way in which a request's choice could take time by the number of instances."""
+
+    splitwise: bool
+    num_returned: int = 0
+    num_excluded: int = 0
+    is_generated: bool = True
+
+    def count(self, size: int) -> int:
+        """The instructions of a choice in a fleet of this size."""
+        fleet = Fleet(self.splitwise)
+        for number in range(size):
+            for role in ("prefill", "decode") if self.splitwise else ("mixed",):
+                instance = fleet.add(role, f"{role}{number}:1")
+                if number < self.num_returned:
+                    fleet.come_back(instance)
+        excluded = [
+            f"{role}{number}:1" for number in range(self.num_excluded) for role in ("mixed", "prefill", "decode")
+        ]
+        choose = fleet.selector.choose if self.is_generated else fleet.selector.choose_any
+        fleet.chance = 0.99
+        choose(REQUEST)
+        fleet.now += RENEWAL_SECONDS / 2
+        return count_instructions(lambda: choose(REQUEST, excluded))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ManyOrFew(splitwise, returned, excluded, generated)
+        for splitwise in (False, True)
+        for returned in (0, 1, 3)
+        for excluded in (0, 2)
+        for generated in (True, False)
+    ],
+    ids=str,
+)
+def test_a_choice_among_many_instances_takes_no_longer_than_among_few(case: ManyOrFew) -> None:
+    assert case.count(300) <= case.count(10)
+
+
+@pytest.mark.parametrize("splitwise", [False, True])
+def test_that_no_instance_is_there_is_said_without_looking_at_all_for_each_request(splitwise: bool) -> None:
+    def count(size: int) -> int:
+        fleet = Fleet(splitwise)
+        for number in range(size):
+            fleet.add("prefill" if splitwise else "mixed", f"a{number}:1").set_draining(True)
+        fleet.refusal()
+        return count_instructions(fleet.selector.find_obstacle)
+
+    assert count(300) <= count(20)
 
 
 class TestForgettingCaches:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from router.fleet import Instance, Registration, Registry
 from router.serving.dialects import Pairs
 from tests.router.serving.dialects.pair_fleet import (
     DIALECTS,
@@ -190,3 +191,47 @@ def hang(sound: Behaviour) -> Behaviour:
             respond.keep_alive = False
 
     return behave
+
+
+def register(registry: Registry, role: str, number: int, **fields: object) -> Instance:
+    """An instance of vLLM with MooncakeConnector."""
+    made = {"role": role, "host_ip": "127.0.0.1", "port": number, "engine": "vllm", "kv_connector": "mooncake"}
+    return registry.register(Registration.from_fields({**made, "bootstrap_port": 9000, **fields}), 0.0)
+
+
+def test_of_too_many_pairs_those_made_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.serving.dialects.pairs.MAX_PAIRS", 3)
+    registry, pairs = Registry(splitwise=True), Pairs()
+    prefill = register(registry, "prefill", 1)
+    decodes = [register(registry, "decode", number) for number in range(2, 6)]
+    made = [pairs.find_pair(prefill, decode) for decode in decodes]
+    assert [pairs.find_pair(prefill, decode) for decode in decodes[1:]] == made[1:]
+    assert pairs.find_pair(prefill, decodes[0]) is not made[0]
+
+
+def test_a_changed_registration_makes_another_pair_in_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.serving.dialects.pairs.MAX_PAIRS", 2)
+    registry, pairs = Registry(splitwise=True), Pairs()
+    prefill, first, second = (
+        register(registry, role, port) for role, port in (("prefill", 1), ("decode", 2), ("decode", 3))
+    )
+    kept, changed = pairs.find_pair(prefill, first), pairs.find_pair(prefill, second)
+    register(registry, "decode", 3)
+    assert pairs.find_pair(prefill, second) is changed
+    register(registry, "decode", 3, version="2")
+    assert pairs.find_pair(prefill, second) is not changed
+    assert pairs.find_pair(prefill, first) is kept
+
+
+def test_pairs_of_one_prefill_learn_the_ids_of_its_engines_once() -> None:
+    registry, pairs = Registry(splitwise=True), Pairs()
+    prefill = register(registry, "prefill", 1)
+    decodes = [register(registry, "decode", number) for number in (2, 3)]
+    first, second = (pairs.find_pair(prefill, decode)._bootstrap for decode in decodes)  # type: ignore[attr-defined]
+    assert first is second
+    register(registry, "prefill", 1, bootstrap_port=9001)
+    moved = pairs.find_pair(prefill, decodes[0])._bootstrap  # type: ignore[attr-defined]
+    assert (moved.address.port, first.address.port) == (9001, 9000)
+    kept = pairs.find_pair(prefill, decodes[1])
+    pairs.forget_prefill(prefill)
+    assert pairs.find_pair(prefill, decodes[1])._bootstrap is not kept._bootstrap  # type: ignore[attr-defined]
