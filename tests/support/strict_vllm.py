@@ -7,7 +7,8 @@ A ``StrictVllm`` is a set of instances with one connector; what breaks a rule is
   unchanged, once each, with prefill's own ``X-Request-Id``, before the lease ends and while that prefill lives.
 - MooncakeConnector: both legs have the same ``transfer_id``, never used before, and may run at once; decode names
   prefill's engine id and its bootstrap server, and waits for a prefill leg that does not come.
-- ``kvstore``, our own: no parameters; decode after prefill's answer finds the blocks in the pool.
+- ``kvstore``, our own: prefill is marked with ``do_remote_decode``, without which it answers before its blocks are in
+  the pool; decode has no parameters, and after prefill's answer finds the blocks in the pool.
 
 Beside a connector's own parameters, or alone, ``kv_transfer_params`` may have ``prompt_token_ids``, which all APIs but
 completions take in place of what they would make of the messages (``renderers/online_renderer.py``): they are checked
@@ -63,6 +64,7 @@ class StrictVllm:
     """Instances of vLLM around one connector.
 
     Attributes:
+        is_marked: with ``kvstore``, whether prefill is marked: not where the router does not know the engine for vLLM.
         lease_s: how long prefill keeps what decode does not fetch.
         tells_prefill_cache: whether decode reports what prefill had cached, as 0.32 does, or what it was given.
         asked: what clients asked, by the member ``number`` of their bodies; both legs must have all of it.
@@ -75,6 +77,7 @@ class StrictVllm:
     """
 
     connector: Connector = "nixl"
+    is_marked: bool = True
     lease_s: float = 30.0
     tells_prefill_cache: bool = True
     token_s: float = 0.0
@@ -250,7 +253,8 @@ class StrictVllm:
         elif not request_id:
             broken = "no X-Request-Id"
         elif self.connector == "kvstore":
-            broken = "kv_transfer_params, but our connector has none" if params is not None else ""
+            mark = {"do_remote_decode": True} if self.is_marked else None
+            broken = "" if params == mark else f"kv_transfer_params are {params}, not {mark}"
         elif _is_several(asked):
             broken = "several prompts or samples: only the first one's kv_transfer_params are told"
         elif not isinstance(params, dict):

@@ -11,6 +11,7 @@ route.py      the route of blocks to the pool: by way of host buffers, or direct
 clock.py      how long steps take, on the host and on a GPU
 cached.py     vLLM's cached blocks that the pool was given, for putting them again where it has lost them
 names.py      the hashes of a request's blocks
+adapters.py   LoRA adapters: which bytes vLLM computes with
 counts.py     counters of a half, by name, which add up over workers
 """
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import vllm
 from prometheus_client import Counter
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -38,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import MemorySettings, MooncakeSettings, PoolConfig, read_config
@@ -63,6 +64,8 @@ logger = logging.getLogger("vllm.kvstore")  # below vLLM's, whose handlers and l
 
 _OPTIONS = ("memory", "pool", "prefill_wait_s", "weights_version")
 _HASHES = ("sha256", "sha256_cbor")
+# KV of a token in these depends on no later one. Nothing is known of classes derived from them: they are refused.
+_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 # Mooncake cannot do with less; a client that only looks up needs none.
 _LOOKUP_BUFFER = 16 << 20
 
@@ -247,9 +250,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_pins
 
     def reset_cache(self) -> bool | None:
-        if self._scheduler is not None:
-            self._scheduler.forget_blocks()
-        return True
+        return self._scheduler.forget_blocks() if self._scheduler is not None else True
 
     # In a worker
 
@@ -267,6 +268,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         pool = open_pool(self._config, namespace, facts=_collect_facts(self._vllm_config), is_summed=is_summed)
         clock = DeviceClock(memory.make_mark) if memory.is_on_device else HostClock()
         self._worker = WorkerHalf(pool, memory, family, route=open_route(route, memory, pool), clock=clock)
+        if self._vllm_config.lora_config is not None:
+            from vllm.lora.worker_manager import WorkerLoRAManager  # loads vLLM's layers
+
+            self._worker.adapters.watch(WorkerLoRAManager)
 
     def get_handshake_metadata(self) -> _Rank | None:
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
@@ -374,9 +379,35 @@ def _check_support(vllm_config: Any, kv_cache_config: Any) -> None:
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance scales of its own; blocks cannot be shared")
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in _SPECS:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise ConfigError(f"this model keeps its KV as {kinds}; KVStoreConnector needs full attention in all layers")
+    _require_causal(vllm_config, groups[0].kv_cache_spec)
+
+
+def _require_causal(vllm_config: Any, spec: Any) -> None:
+    """Refuse models that compute a token's KV from later ones, too: prompts with one beginning differ in its KV."""
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    flags = (
+        spec.non_causal,
+        getattr(spec, "non_causal_multi_token_decode", False),
+        attention.use_non_causal,
+        model.is_diffusion,
+        not model.is_prefix_caching_supported,
+    )
+    if any(flags):
+        raise ConfigError(
+            "the KV of this model's tokens depends on later tokens, or vLLM supports no prefix caching for it; "
+            "KVStoreConnector shares blocks of prompts that begin alike: leave --kv-transfer-config out"
+        )
+    # The one who starts vLLM may have switched prefix caching off, which does no harm. Where vLLM does so, a prompt
+    # cannot go on from KV that is there: then it computes prompts in one piece, too, or promises the same bits always.
+    in_pieces = vllm_config.scheduler_config.enable_chunked_prefill
+    if not vllm_config.cache_config.enable_prefix_caching and (envs.VLLM_BATCH_INVARIANT or not in_pieces):
+        raise ConfigError(
+            "prefix caching is off, and so is chunked prefill or VLLM_BATCH_INVARIANT is set: vLLM does not continue "
+            "prompts from KV that is there; switch --enable-prefix-caching on, or leave --kv-transfer-config out"
+        )
 
 
 def _require_recompute(transfer: Any) -> None:

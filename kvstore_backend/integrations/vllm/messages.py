@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore_backend.cuts import Run
+from kvstore_backend.integrations.vllm.adapters import Adapter
 
 __all__ = ["Plan", "Report", "Transfer"]
 
@@ -28,6 +29,7 @@ class Transfer:
         names: the pool's names of the blocks, 32 bytes each.
         blocks: vLLM's ids of the same blocks.
         run: of a load, where some of the blocks are to come from another cut of the model.
+        adapter: the LoRA adapter that the blocks belong to; none: the model's alone.
     """
 
     number: int
@@ -35,6 +37,7 @@ class Transfer:
     names: Sequence[bytes]
     blocks: Sequence[int]
     run: Run | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,19 @@ class Report:
         short: requests whose load brought fewer blocks than planned.
         loads: blocks that a load brought, and the seconds it took.
         steps: tokens of a step with parts of prompts, and the seconds it took.
+        adapters: digests of LoRA adapters, one of each rank that has read them; None: it has changed.
     """
 
     ended: Counter[int] = field(default_factory=Counter)
     short: set[str] = field(default_factory=set)
     loads: list[tuple[int, float]] = field(default_factory=list)
     steps: list[tuple[int, float]] = field(default_factory=list)
+    adapters: dict[Adapter, list[bytes | None]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.ended or self.short or self.loads or self.steps)
+        return not (self.ended or self.short or self.loads or self.steps or self.adapters)
 
     def add_report(self, other: Report) -> None:
         """Take in another rank's report."""
@@ -81,3 +86,5 @@ class Report:
         self.short |= other.short
         self.loads += other.loads
         self.steps += other.steps
+        for adapter, digests in other.adapters.items():
+            self.adapters.setdefault(adapter, []).extend(digests)

@@ -2,19 +2,17 @@
 
 vLLM chains a SHA-256 over tokens, ``cache_salt``, multimodal inputs (a digest of the content, or the uuid that
 a client gave it) and a LoRA adapter's name and path. It leaves out which bytes
-lie at that path, as that only matters between instances. They are added here.
+lie at that path, as that only matters between instances. Their digest is added here (``adapters.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
-__all__ = ["digest_adapter", "name_blocks"]
+__all__ = ["name_blocks"]
 
 _TAG = b"kvstore.vllm.v1\0"
-_CHUNK = 1 << 20
 
 
 def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"") -> list[bytes]:
@@ -22,7 +20,7 @@ def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: byte
 
     Args:
         block_hashes: vLLM's own, of 32 bytes.
-        adapter: ``digest_adapter`` of the request's LoRA adapter; empty: it has none.
+        adapter: digest of the request's LoRA adapter; empty: it has none.
         epoch: random bytes that set this instance's blocks apart since its weights were changed in place; empty: they
             were not.
     """
@@ -30,20 +28,6 @@ def name_blocks(block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: byte
         return list(block_hashes)
     root = hashlib.sha256(_TAG + len(adapter).to_bytes(1, "little") + adapter + epoch)
     return [_extend_hash(root, block_hash) for block_hash in block_hashes]
-
-
-def digest_adapter(path: str) -> bytes | None:
-    """Digest of all files of a LoRA adapter, names and bytes; ``None``: no such folder here."""
-    digest = hashlib.sha256()
-    try:
-        for path_of_file in sorted(file for file in Path(path).iterdir() if file.is_file()):
-            digest.update(f"{path_of_file.name}\0{path_of_file.stat().st_size}\0".encode())
-            with path_of_file.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-    except OSError:
-        return None
-    return digest.digest()
 
 
 def _extend_hash(root: hashlib._Hash, block_hash: bytes) -> bytes:

@@ -5,10 +5,13 @@ for again in the next step. (A step may wait 2 ms in all, as most look-ups take 
 be 50 ms away.) Ownership of blocks: ``messages.py``.
 
 Where prefill and decode are instances of their own, prefill is asked for one token, then decode for the answer. A
-request for one token is one for its KV: it is answered when its blocks are in the pool (``Plan.awaited``), so that
-decode finds them. Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them
-up again and again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that
-are not there then it computes itself.
+request for one token is one for its KV where a router has marked it as prefill's part (``do_remote_decode`` in
+``kv_transfer_params``) or the instance only saves: it is answered when its blocks are in the pool (``Plan.awaited``),
+so that decode finds them. No other request waits for saves, as the wait holds up all requests of the instance.
+
+Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them up again and again,
+until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that are not there then
+it computes itself.
 
 Where loading the blocks that the pool has takes longer than computing them (``load_or_compute.py``), they are computed;
 not where they were computed by a prefill instance for this one, which has been decided before.
@@ -26,15 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol
 
 from kvstore_backend.backend import Status, StorageBackend
 from kvstore_backend.cuts import Family, Run, Siblings
+from kvstore_backend.integrations.vllm.adapters import KnownAdapters, name_adapter
 from kvstore_backend.integrations.vllm.cached import CachedBlocks
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.messages import Plan, Report, Transfer
-from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
+from kvstore_backend.integrations.vllm.names import name_blocks
 from kvstore_backend.load_or_compute import Decision, LoadOrCompute
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.pool import BlockPool
@@ -84,6 +89,9 @@ class Request(Protocol):
     @property
     def lora_request(self) -> Any: ...
 
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
 
 class Blocks(Protocol):
     """The part of vLLM's ``BlockPool`` that is used."""
@@ -95,6 +103,8 @@ class Blocks(Protocol):
 
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
 
+    def reset_prefix_cache(self) -> bool: ...
+
 
 @dataclass
 class _Tracked:
@@ -102,12 +112,15 @@ class _Tracked:
 
     Attributes:
         num_noted: leading blocks that are known to be cached and saved.
+        is_stale: its blocks are not what their names say (they are of before a reset, or some are missing), so it
+            saves nothing more.
     """
 
     request: Request
     num_saved: int = 0
     num_noted: int = 0
     is_loading: bool = False
+    is_stale: bool = False
 
 
 @dataclass
@@ -178,8 +191,10 @@ class SchedulerHalf:
         self._siblings: Siblings | None = None
         self._counts: Counts | None = None
         self._blocks: Blocks | None = None
-        self._adapters: dict[int, bytes | None] = {}
+        self._adapters = KnownAdapters()
         self._epoch = b""
+        self._is_empty = False  # vLLM's own cache: it was reset, and no request got blocks since
+        self._is_stale = False  # vLLM's own cache may have blocks of before the last reset
         self._threads = DaemonThreads(_LOOKUPS, "pool-lookup")
         self._load_or_compute = LoadOrCompute(block_size)
         self._patience = _PATIENCE_SECONDS
@@ -212,8 +227,14 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
-        """Take vLLM's block pool, whose reference counts keep blocks in place."""
+        """Take vLLM's block pool, whose reference counts keep blocks in place.
+
+        vLLM resets its cache only where no block is referenced, and a save holds references for as long as a slow pool
+        takes. So the pool's ``reset_prefix_cache`` is called without those references, which are back when it ends.
+        """
         self._blocks = blocks
+        if (reset := getattr(blocks, "reset_prefix_cache", None)) is not None:
+            setattr(blocks, "reset_prefix_cache", partial(self._reset_cache, reset))  # noqa: B010
         self._watch_for_losses()
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
@@ -223,6 +244,8 @@ class SchedulerHalf:
         """
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
         if not self._loads or end <= first or request.request_id in self._barred or not self._is_ready:
+            return 0
+        if self._is_stale:
             return 0
         question = self._questions.get(request.request_id)
         if question is None or question.first != first:
@@ -242,6 +265,7 @@ class SchedulerHalf:
 
     def on_allocation(self, request: Request, blocks: Callable[[], Sequence[int]], num_external: int) -> None:
         """Hear that a request has its ``blocks``, the ``num_external`` tokens that were matched among them."""
+        self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         question = self._questions.pop(request.request_id, None)
         if not num_external or question is None:
@@ -250,7 +274,7 @@ class SchedulerHalf:
         tracked.is_loading = True
         tracked.num_saved = question.first + len(found)
         wanted = blocks()[question.first : tracked.num_saved]
-        load = self._pin_blocks(request.request_id, found, wanted, is_load=True)
+        load = self._pin_blocks(request, found, wanted, is_load=True)
         self._planned_loads.append(replace(load, run=question.run))
         if question.run is not None:  # the own cut has not all of them, which is no loss
             tracked.num_noted = tracked.num_saved
@@ -267,7 +291,7 @@ class SchedulerHalf:
                 computed = request.num_computed_tokens + count
                 computes_prompt |= request.num_computed_tokens < request.num_prompt_tokens
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
-                if request.max_tokens == 1 and computed >= request.num_tokens:
+                if self._is_prefill(request) and computed >= request.num_tokens:
                     prefilled.add(request_id)
         loads, self._planned_loads = self._planned_loads, []
         saves, self._planned_saves = self._planned_saves, []
@@ -287,6 +311,8 @@ class SchedulerHalf:
         # The last token was sampled, not computed.
         computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block_size)
         self._plan_save(tracked, computed, lambda: blocks)
+        if self._find_adapter(request) is None:
+            return  # not cached, so nothing was dropped
         if (missing := self._num_full(tracked, computed) - tracked.num_saved) > 0 and self._counts is not None:
             self._counts.add_operation("save", dropped=missing)
 
@@ -297,6 +323,7 @@ class SchedulerHalf:
         for num_tokens, seconds in report.steps:
             self._load_or_compute.record_step(num_tokens, seconds)
         self._barred |= report.short & self._requests.keys()
+        self._adapters.take_news(report.adapters)
         for number, ranks in report.ended.items():
             pin = self._pins[number]
             pin.ranks -= ranks
@@ -304,18 +331,27 @@ class SchedulerHalf:
                 del self._pins[number]
                 self._free_pin(pin)
 
-    def forget_blocks(self) -> None:
+    def forget_blocks(self) -> bool:
         """From now on nothing saved before is found: this instance may compute other bytes (its weights changed).
 
-        Other instances may not have changed, so its blocks are shared with nobody until it is started again.
+        Other instances may not have changed, so its blocks are shared with nobody until it is started again. Requests
+        that have blocks by now save none of them. Where vLLM's own cache could not be reset, it goes on to hand out
+        blocks of before: then nothing is loaded or saved until a reset of both succeeds.
+
+        Returns:
+            Whether vLLM's own cache has no block of before.
         """
         self._epoch = os.urandom(16)
         self._questions.clear()
         for tracked in self._requests.values():
-            tracked.num_saved = tracked.num_noted = 0
+            tracked.is_stale = True
         if self._cached is not None:
             self._cached.forget_all()
+        self._is_stale = not self._is_empty
         logger.warning("The cache was reset: blocks are no longer shared with other instances until the next start")
+        if self._is_stale:
+            logger.warning("vLLM's own cache was not: nothing is loaded or saved until a reset of both succeeds")
+        return not self._is_stale
 
     @property
     def has_pins(self) -> bool:
@@ -339,6 +375,24 @@ class SchedulerHalf:
         leaving = threading.Thread(target=self._backend.close, name="pool-close", daemon=True)
         leaving.start()
         leaving.join(2.0)
+
+    def _reset_cache(self, reset: Callable[[], bool]) -> bool:
+        """Reset vLLM's own cache, which blocks that only transfers hold do not prevent; they stay held."""
+        assert self._blocks is not None
+        held = [[self._blocks.blocks[block] for block in pin.blocks] for pin in self._pins.values()]
+        for blocks in held:
+            self._blocks.free_blocks(blocks)
+        try:
+            self._is_empty = reset()
+        finally:
+            for blocks in held:
+                self._blocks.touch(blocks)
+        return self._is_empty
+
+    def _is_prefill(self, request: Request) -> bool:
+        """Whether a request is answered for its KV alone, which a decode instance is going to look for."""
+        is_marked = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+        return request.max_tokens == 1 and (is_marked or not self._loads)
 
     @property
     def _is_ready(self) -> bool:
@@ -435,20 +489,12 @@ class SchedulerHalf:
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
         """The pool's names of blocks ``first`` to ``end``; none where the request's blocks cannot be named."""
-        adapter = b"" if request.lora_request is None else self._digest_adapter(request.lora_request)
+        adapter = self._find_adapter(request)
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
-    def _digest_adapter(self, lora: Any) -> bytes | None:
-        """The digest of an adapter's files as they were when it came: vLLM computes with the weights it loaded then.
-
-        None where they cannot be read, or where vLLM reads them again under the same number (``load_inplace``).
-        """
-        if lora.lora_int_id not in self._adapters:
-            digest = None if getattr(lora, "load_inplace", False) else digest_adapter(lora.lora_path)
-            if digest is None:
-                logger.warning("Adapter %s is no folder here, or loaded in place: not cached", lora.lora_path)
-            self._adapters[lora.lora_int_id] = digest
-        return self._adapters[lora.lora_int_id]
+    def _find_adapter(self, request: Request) -> bytes | None:
+        """What tells a request's LoRA adapter from others; empty: it has none; None: its blocks cannot be named."""
+        return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
         """How many blocks are full and have a name once ``computed`` tokens are."""
@@ -456,28 +502,34 @@ class SchedulerHalf:
 
     def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Sequence[int]]) -> None:
         full = self._num_full(tracked, computed)
-        if not self._saves or full <= tracked.num_saved or not self._may_save:
+        if not self._saves or full <= tracked.num_saved or not self._may_save or tracked.is_stale or self._is_stale:
             return
         assert self._blocks is not None
         held = sum(len(pin.blocks) for pin in self._pins.values() if not pin.is_load)
         end = min(full, tracked.num_saved + int(_SAVE_SHARE * len(self._blocks.blocks)) - held)
-        if end <= tracked.num_saved:
+        if end <= tracked.num_saved or not (named := self._name_blocks(tracked.request, tracked.num_saved, end)):
+            return  # blocks that cannot be named may be later: the digest of an adapter is being made
+        (first, tracked.num_saved), table = (tracked.num_saved, end), blocks()
+        if any(self._blocks.blocks[block].is_null for block in table[first:end]):
+            tracked.is_stale = True  # vLLM gave blocks up that it still names; the null block's bytes are anybody's
             return
-        first, tracked.num_saved = tracked.num_saved, end
-        if named := self._name_blocks(tracked.request, first, end):
-            request_id = tracked.request.request_id
-            self._planned_saves.append(self._pin_blocks(request_id, named, blocks()[first:end], is_load=False))
-            if self._cached is not None:  # with those that were loaded, which have arrived by now
-                noted, tracked.num_noted = tracked.num_noted, end
-                self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), blocks()[noted:end])
+        self._planned_saves.append(self._pin_blocks(tracked.request, named, table[first:end], is_load=False))
+        # With those that were loaded, which have arrived by now. Blocks of an adapter a worker may refuse to save.
+        if self._cached is not None and tracked.request.lora_request is None:
+            noted, tracked.num_noted = tracked.num_noted, end
+            self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), table[noted:end])
 
-    def _pin_blocks(self, request_id: str, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool) -> Transfer:
-        """A transfer of ``blocks``, which stay in place until it has ended."""
+    def _pin_blocks(
+        self, request: Request | None, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
+    ) -> Transfer:
+        """A transfer of ``blocks``, of ``request`` or of none any more, which stay in place until it has ended."""
         assert self._blocks is not None
         self._last_number += 1
         self._blocks.touch([self._blocks.blocks[block] for block in blocks])
+        request_id = "" if request is None else request.request_id
+        adapter = None if request is None or request.lora_request is None else name_adapter(request.lora_request)
         self._pins[self._last_number] = _Pin(request_id, blocks, len(self._pools), is_load)
-        return Transfer(self._last_number, request_id, named, blocks)
+        return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
     def _watch_for_losses(self) -> None:
         """Begin to put blocks again that the pool has lost, once pools and blocks are known."""
@@ -495,7 +547,7 @@ class SchedulerHalf:
         if not blocks or not self._may_save:
             on_end()
             return
-        transfer = self._pin_blocks("", names, blocks, is_load=False)
+        transfer = self._pin_blocks(None, names, blocks, is_load=False)
         self._pins[transfer.number].on_end = on_end
         self._planned_saves.append(transfer)
 

@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstore_backend.cuts import Family, Run, Siblings
+from kvstore_backend.integrations.vllm.adapters import LoadedAdapters
 from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import KVMemory
@@ -54,6 +55,9 @@ class WorkerHalf:
         family: of the pool's namespace; none: blocks of no other cut are read.
         route: ``memory`` as transfers reach it; default: directly.
         clock: of the steps; default: the host's.
+
+    Attributes:
+        adapters: LoRA adapters that the engine has read; blocks are moved only for those whose files are unchanged.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class WorkerHalf:
     ) -> None:
         self.namespace = pool.namespace
         self.family = family
+        self.adapters = LoadedAdapters()
         self._siblings = Siblings(pool, family) if family else None
         self._memory = memory
         self._pool = pool
@@ -96,6 +101,11 @@ class WorkerHalf:
     def start_saves(self, saves: Iterable[Transfer]) -> None:
         """Begin to write blocks whose contents are complete."""
         for save in saves:
+            if save.adapter is not None and not self.adapters.is_unchanged(save.adapter):
+                self._counts.add_operation("save", dropped=len(save.blocks))
+                with self._lock:
+                    self._report.ended[save.number] += 1
+                continue
             with self._lock:
                 self._saving.add(save.number)
             self._transfers.save(
@@ -126,6 +136,7 @@ class WorkerHalf:
             loaded, self._loaded = self._loaded, Loaded()
             report, self._report = self._report, Report()
         report.steps = self._clock.take_steps()
+        report.adapters = {adapter: [digest] for adapter, digest in self.adapters.take_news().items()}
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
@@ -146,6 +157,8 @@ class WorkerHalf:
         return read_leading(len(load.blocks), self._siblings.reader_of(run, load.names, 0, load.names))
 
     def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:
+        if load.adapter is not None and not self.adapters.is_unchanged(load.adapter):
+            outcome = replace(outcome, count=0)  # the engine may read other weights for the rest of the prompt
         missing = load.blocks[outcome.count :]
         nbytes = outcome.count * self._memory.block_bytes
         self._counts.add_operation("load", outcome.seconds, nbytes, ok=outcome.count, failed=len(missing))

@@ -1,6 +1,6 @@
 """Any engine whose instances share a pool of KV: prefill generates one token, and decode finds the blocks there.
 
-Our own connector for vLLM works so: no parameters, only the order.
+No parameters, only the order. Our own connector for vLLM works so, too, with one mark (``vllm.py``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from router.serving.dialects.dialect import LegAsk, Pair
 from router.serving.dialects.fastdeploy import FastDeployPair, ask_fastdeploy
 from router.serving.dialects.in_order import InOrderPair, ask_by_header
 from router.serving.dialects.sglang import SglangPair, ask_sglang, name_sglang_sequences
-from router.serving.dialects.vllm import BootstrapServer, MooncakePair, NixlPair
+from router.serving.dialects.vllm import BootstrapServer, KvstorePair, MooncakePair, NixlPair
 from router.serving.reading.api import EngineIds
 from router.serving.reading.parsed_request import ParsedRequest
 
@@ -21,7 +21,7 @@ __all__ = ["Pairs", "ask_alone"]
 MAX_PAIRS = 10_000
 _VLLM_PAIRS: Mapping[KvConnector, Callable[[Instance, Instance], Pair]] = {
     KvConnector.NIXL: NixlPair,
-    KvConnector.KVSTORE: InOrderPair,
+    KvConnector.KVSTORE: KvstorePair,
 }
 
 

@@ -1,5 +1,8 @@
 """vLLM: ``kv_transfer_params``, of a form that the connector decides.
 
+Our own connector: prefill first, and decode finds the blocks in the pool. Prefill is told that a decode instance comes
+after it (``do_remote_decode``), so that it answers when its blocks can be read; decode is told nothing.
+
 NixlConnector: prefill's answer says where its blocks are, and decode is asked with that as it is. Prefill keeps them
 for 30 s unless decode comes. MooncakeConnector: the router makes a ``transfer_id`` for both, and asks prefill's
 bootstrap server for the id of its engine; so both may be asked at once. Read in vLLM 0.32's
@@ -28,10 +31,10 @@ from router.serving.dialects.dialect import (
     list_dropped,
     name_in_header,
 )
-from router.serving.dialects.in_order import cut_to_one_token
+from router.serving.dialects.in_order import InOrderPair, cut_to_one_token
 from router.serving.reading.parsed_request import ParsedRequest
 
-__all__ = ["MooncakePair", "NixlPair"]
+__all__ = ["KvstorePair", "MooncakePair", "NixlPair"]
 
 QUERY_SECONDS = 5.0
 
@@ -47,7 +50,17 @@ _TO_REMOTE_DECODE = encode_member(
     },
 )
 
+_BEFORE_DECODE = {"kv_transfer_params": encode_member("kv_transfer_params", {"do_remote_decode": True})}
+
 _PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
+
+
+class KvstorePair(InOrderPair):
+    """Prefill first, which answers when its blocks are in the pool; then decode."""
+
+    def ask(self, parsed: ParsedRequest, request_id: str) -> tuple[LegAsk, LegAsk, None]:
+        prefill, decode, ids = super().ask(parsed, request_id)
+        return prefill._replace(members={**prefill.members, **_BEFORE_DECODE}), decode, ids
 
 
 class NixlPair(Pair):

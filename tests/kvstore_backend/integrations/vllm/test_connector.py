@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from kvstore_backend.integrations.vllm.connector import (
     KVStoreStats,
     _collect_settings,
 )
+from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,10 +42,15 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     """The arguments that vLLM gives a connector, as far as this one looks at them."""
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
+    cache["enable_prefix_caching"] = True
+    model = {"is_diffusion": False, "is_prefix_caching_supported": True}
     vllm_config = SimpleNamespace(
         kv_transfer_config=transfer(**extra),
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
+        model_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
+        attention_config=SimpleNamespace(use_non_causal=changes.get("use_non_causal", False)),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
     )
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     return vllm_config, SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
@@ -108,6 +117,10 @@ def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dic
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
         ({}, {"calculate_kv_scales": True}, "scales of its own"),
+        ({}, {"is_diffusion": True}, "depends on later tokens"),
+        ({}, {"use_non_causal": True}, "depends on later tokens"),
+        ({}, {"is_prefix_caching_supported": False}, "vLLM supports no prefix caching for it"),
+        ({}, {"enable_prefix_caching": False, "enable_chunked_prefill": False}, "does not continue prompts"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(
@@ -127,6 +140,72 @@ def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
 def test_models_without_full_attention_are_refused() -> None:
     with pytest.raises(ConfigError, match="keeps its KV as SimpleNamespace"):
         KVStoreConnector(*_ordered(config(SimpleNamespace(), {})))
+
+
+@pytest.mark.parametrize("change", [{"enable_prefix_caching": False}, {"enable_chunked_prefill": False}])
+def test_a_user_may_switch_prefix_caching_or_chunked_prefill_off(spec: Any, tmp_path: Any, change: Any) -> None:
+    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"}, **change)))
+    connector.shutdown()
+
+
+def test_prefix_caching_that_vllm_switched_off_for_batch_invariance_is_refused(
+    spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT is set"):
+        KVStoreConnector(*_ordered(config(spec, {}, enable_prefix_caching=False)))
+
+
+def test_only_specs_that_are_known_to_be_causal_are_taken(tmp_path: Any) -> None:
+    """Of all of vLLM's: one that is derived from a known one may be anything."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    taken = []
+    for kind in _list_subclasses(interface.KVCacheSpec):
+        made: Any = object.__new__(kind)  # with defaults alone, which the type decides before
+        with contextlib.suppress(ConfigError):
+            KVStoreConnector(*_ordered(config(made, {"pool": f"file://{tmp_path}/pool"}))).shutdown()
+            taken.append(kind.__name__)
+    assert sorted(taken) == ["FullAttentionSpec", "MLAAttentionSpec"]
+
+
+@pytest.mark.parametrize("flag", ["non_causal", "non_causal_multi_token_decode"])
+def test_models_that_attend_to_later_tokens_are_refused(flag: str) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, **{flag: True})
+    with pytest.raises(ConfigError, match="depends on later tokens"):
+        KVStoreConnector(*_ordered(config(spec, {})))
+
+
+def test_vllms_cache_is_reset_while_transfers_hold_blocks_of_it() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    scheduler = SchedulerHalf(MemoryStore(1 << 20), 16)
+    scheduler.bind_blocks(pool)
+    blocks = pool.get_new_blocks(3)
+    pins = [scheduler._pin_blocks(None, [], [block.block_id for block in blocks[:n]], is_load=False) for n in (3, 2)]
+    assert not pool.reset_prefix_cache(), "requests hold blocks, too"
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    assert [block.ref_cnt for block in blocks] == [2, 2, 1]
+    assert pool.get_num_free_blocks() == 4
+    scheduler._pools = [object()]  # type: ignore[list-item]
+    for pin in pins:
+        scheduler._free_pin(scheduler._pins.pop(pin.number))
+    assert pool.get_num_free_blocks() == 7
+    assert not {block.block_id for block in pool.get_new_blocks(7)} & {0}
+    scheduler.close()
+
+
+def test_what_vllm_reads_adapters_with_is_where_it_is_watched() -> None:
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+
+    assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
+    assert LRUCacheWorkerLoRAManager._load_adapter is WorkerLoRAManager._load_adapter
+    assert "self._load_adapter(lora_request)" in inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
 
 
 def test_statistics_add_up_and_appear_in_vllms_metrics() -> None:
@@ -150,6 +229,10 @@ def test_statistics_add_up_and_appear_in_vllms_metrics() -> None:
 
 def _ordered(configs: tuple[Any, Any]) -> tuple[Any, KVConnectorRole, Any]:
     return configs[0], KVConnectorRole.SCHEDULER, configs[1]
+
+
+def _list_subclasses(kind: Any) -> list[Any]:
+    return [kind, *(each for derived in kind.__subclasses__() for each in _list_subclasses(derived))]
 
 
 def _others() -> dict[Any, Any]:

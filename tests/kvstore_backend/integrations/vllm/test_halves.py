@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvstore_backend.backend import Status, Value
 from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
-from kvstore_backend.integrations.vllm.names import digest_adapter, name_blocks
+from kvstore_backend.integrations.vllm.names import name_blocks
 from kvstore_backend.integrations.vllm.route import Route, open_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
@@ -46,6 +45,7 @@ class Block(int):
     """One of vLLM's blocks, a number here, with the hash of its contents while they are cached."""
 
     block_hash: bytes | None = None
+    is_null = False
 
 
 class Blocks:
@@ -56,6 +56,8 @@ class Blocks:
         self.freed: list[int] = []
         """Blocks in the order they came back."""
         self.held = [0] * NUM_BLOCKS
+        self.in_use = False
+        """Whether requests hold blocks, too."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -66,6 +68,13 @@ class Blocks:
             assert self.held[block] > 0
             self.held[block] -= 1
             self.freed.append(int(block))
+
+    def reset_prefix_cache(self) -> bool:
+        if self.in_use or any(self.held):
+            return False
+        for block in self.blocks:
+            block.block_hash = None
+        return True
 
     def cache(self, request: Request, table: Sequence[int]) -> None:
         """Know the contents of a request's blocks by their hashes."""
@@ -84,6 +93,7 @@ class Request:
     lora_request: Any = None
     num_output_tokens: int = 0
     max_tokens: int = 16
+    kv_transfer_params: dict[str, Any] | None = None
     block_hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,6 +155,11 @@ class Instance:
         """One step of the engine; ends when all transfers it began have been reported."""
         self.begin(scheduled, tables)
         return self.end_transfers()
+
+    def reset(self, *, with_connector: bool = True) -> bool:
+        """vLLM's ``reset_prefix_cache``: its own cache, then the connector's."""
+        is_reset: bool = self.blocks.reset_prefix_cache()
+        return (self.scheduler.forget_blocks() and is_reset) if with_connector else is_reset
 
     def begin(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Plan:
         """The step's plan, given to the workers as vLLM does: pickled."""
@@ -306,58 +321,93 @@ def test_a_block_counts_only_where_every_rank_has_it(store: StorageBackend) -> N
         assert two_ranks.match_request(make_request(name="c")) == 8
 
 
-def test_lora_adapters_are_told_apart_by_their_bytes_not_their_path(
-    two: tuple[Instance, Instance], tmp_path: Path
-) -> None:
-    first, second = two
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
-    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(name="same", lora_request=adapter)) == 20
-    assert second.match_request(make_request(name="base")) == 0
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
-    loaded_anew = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=2)
-    assert second.match_request(make_request(name="changed", lora_request=loaded_anew)) == 0
-
-
-def test_an_adapter_keeps_its_name_when_its_files_are_replaced_under_it(
-    two: tuple[Instance, Instance], tmp_path: Path
-) -> None:
-    first, second = two
-    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    first.match_request(make_request(name="it is loaded now", lora_request=adapter))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"another")
-    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0, (
-        "old weights' blocks under new weights' names"
-    )
-
-
-def test_an_adapter_that_is_loaded_in_place_is_not_cached(two: tuple[Instance, Instance], tmp_path: Path) -> None:
-    first, second = two
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    adapter = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=True)
-    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0
-
-
-def test_requests_with_an_adapter_that_cannot_be_read_are_not_cached(two: tuple[Instance, Instance]) -> None:
-    first, second = two
-    adapter = SimpleNamespace(lora_path="/nowhere/adapter", lora_int_id=1)
-    assert digest_adapter(adapter.lora_path) is None
-    first.compute(make_request(lora_request=adapter), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(name="b", lora_request=adapter)) == 0
-    assert first.blocks.held == [0] * NUM_BLOCKS
-
-
 def test_after_a_reset_nothing_older_is_found(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [0, 1, 2, 3, 4, 5])
-    second.scheduler.forget_blocks()
+    assert second.reset()
     assert second.match_request(make_request(name="b")) == 0
     second.compute(make_request(name="c"), [0, 1, 2, 3, 4, 5])
     assert second.match_request(make_request(name="d")) == 20
+
+
+def test_a_request_that_runs_at_a_reset_saves_nothing_under_the_names_of_after_it(
+    two: tuple[Instance, Instance],
+) -> None:
+    first, _ = two
+    request, table = make_request(), [0, 1, 2, 3, 4, 5]
+    first.scheduler.on_allocation(request, lambda: table, 0)
+    first.step({"a": 10}, {"a": table})
+    assert first.reset(), "vLLM has preempted it, so that its own cache is empty"
+    request.num_computed_tokens = 10
+    assert first.begin({"a": 12}, {"a": table}).saves == []
+    request.num_computed_tokens = 22
+    first.scheduler.on_request_end(request, table)
+    assert first.begin({}, {}).saves == []
+    first.compute(make_request(name="b"), [6, 7, 8, 9, 10, 11])
+    assert first.match_request(make_request(name="c")) == 20, "a request that began after it is shared"
+
+
+def test_where_vllms_own_cache_keeps_blocks_of_before_a_reset_nothing_is_loaded_or_saved_until_the_next(
+    two: tuple[Instance, Instance],
+) -> None:
+    first, _ = two
+    first.blocks.in_use = True
+    assert not first.reset(), "vLLM is told that the reset has failed"
+    first.compute(make_request(name="b"), [0, 1, 2, 3, 4, 5])
+    assert first.match_request(make_request(name="c")) == 0
+    first.blocks.in_use = False
+    assert first.reset()
+    assert first.match_request(make_request(name="d")) == 0
+    first.compute(make_request(name="e"), [0, 1, 2, 3, 4, 5])
+    assert first.match_request(make_request(name="f")) == 20
+
+
+def test_a_reset_of_vllms_own_cache_long_ago_does_not_vouch_for_it(two: tuple[Instance, Instance]) -> None:
+    first, _ = two
+    assert first.reset(with_connector=False)
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    assert not first.scheduler.forget_blocks()
+
+
+def test_saves_under_way_do_not_keep_vllm_from_resetting_its_cache(hanging: Hanging) -> None:
+    second = hanging.instance
+    hanging.store.faults = [Fault.HANGS]
+    request, table = Request("b", list(range(100, 122))), [10, 11, 12, 13, 14, 15]
+    second.scheduler.on_allocation(request, lambda: table, 0)
+    second.begin({"b": 22}, {"b": table})
+    assert second.blocks.reset_prefix_cache()
+    assert [second.blocks.held[block] for block in table] == [1, 1, 1, 1, 1, 0], "a save still reads them"
+    hanging.store.go_on()
+    second.end_transfers()
+    assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_a_reset_that_raises_leaves_blocks_of_transfers_held(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = hanging.instance
+    hanging.store.faults = [Fault.HANGS]
+    request, table = Request("b", list(range(100, 122))), [10, 11, 12, 13, 14, 15]
+
+    def fail() -> bool:
+        raise RuntimeError("no reset")
+
+    second.blocks.reset_prefix_cache = fail  # type: ignore[method-assign]
+    second.scheduler.bind_blocks(second.blocks)
+    second.scheduler.on_allocation(request, lambda: table, 0)
+    second.begin({"b": 22}, {"b": table})
+    with pytest.raises(RuntimeError, match="no reset"):
+        second.blocks.reset_prefix_cache()
+    assert sum(second.blocks.held) == 5
+    hanging.store.go_on()
+    second.end_transfers()
+    assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_the_null_block_is_never_saved(two: tuple[Instance, Instance]) -> None:
+    first, second = two
+    first.blocks.blocks[0].is_null = True
+    first.compute(make_request(), [10, 11, 0, 0, 14, 15])
+    assert second.match_request(make_request(name="b")) == 0
+    assert first.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_names_of_adapter_and_reset_differ_from_the_plain_ones() -> None:
@@ -446,6 +496,9 @@ class SlowWrites(FaultInjector):
         return super()._put(keys, values)
 
 
+BEFORE_DECODE = {"do_remote_decode": True}
+
+
 def prefill(instance: Instance, request: Request, table: list[int]) -> Plan:
     """The step that computes the rest of a request; ends when its tokens may be told."""
     if not request.num_computed_tokens:
@@ -456,14 +509,31 @@ def prefill(instance: Instance, request: Request, table: list[int]) -> Plan:
 
 def test_a_request_for_one_token_is_answered_when_its_blocks_are_in_the_pool(store: StorageBackend) -> None:
     with contextlib.closing(Instance(SlowWrites(store))) as first, contextlib.closing(Instance(store)) as second:
-        request = make_request(max_tokens=1)
+        request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
         first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
         assert first.begin({"a": 10}, {"a": [0, 1, 2, 3, 4, 5]}).awaited == []
         request.num_computed_tokens = 10
         plan = prefill(first, request, [0, 1, 2, 3, 4, 5])
         assert len(plan.awaited) == 2, "the save of its first chunk has not ended either"
         assert second.match_request(make_request(name="b")) == 20
-        assert prefill(first, make_request(name="c"), [6, 7, 8, 9, 10, 11]).awaited == []
+        longer = make_request(name="c", kv_transfer_params=BEFORE_DECODE)
+        assert prefill(first, longer, [6, 7, 8, 9, 10, 11]).awaited == []
+
+
+def test_an_instance_that_only_saves_answers_for_one_token_when_its_blocks_are_in_the_pool(
+    store: StorageBackend,
+) -> None:
+    with contextlib.closing(Instance(SlowWrites(store), loads=False)) as producer:
+        assert len(prefill(producer, make_request(max_tokens=1), [0, 1, 2, 3, 4, 5]).awaited) == 1
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}])
+def test_a_client_that_asks_for_one_token_makes_nobody_wait_for_the_pool(
+    store: StorageBackend, params: dict[str, Any] | None
+) -> None:
+    with contextlib.closing(Instance(SlowWrites(store))) as instance:
+        plan = prefill(instance, make_request(max_tokens=1, kv_transfer_params=params), [0, 1, 2, 3, 4, 5])
+        assert (len(plan.saves), plan.awaited) == (1, [])
 
 
 def test_a_look_up_that_came_too_late_keeps_no_block_from_the_pool(store: StorageBackend) -> None:
@@ -474,10 +544,11 @@ def test_a_look_up_that_came_too_late_keeps_no_block_from_the_pool(store: Storag
         first.use_scheduler(SchedulerHalf(guarded, BLOCK))
         first.compute(make_request(), [0, 1, 2, 3, 4, 5])
         injector.faults = [Fault.HANGS]
-        request = Request("b", list(range(100, 122)), max_tokens=1)
+        request = Request("b", list(range(100, 122)))
         assert first.match_request(request) == 0
         assert not guarded.is_ready
         prefill(first, request, [6, 7, 8, 9, 10, 11])
+        first.end_transfers()
         assert second.match_request(Request("c", list(range(100, 122)))) == 20
         injector.go_on()
 
@@ -486,7 +557,8 @@ def test_an_answer_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeyp
     monkeypatch.setattr("kvstore_backend.integrations.vllm.worker._SAVE_WAIT_SECONDS", 0.05)
     second = hanging.instance
     hanging.store.faults = [Fault.HANGS]
-    prefill(second, Request("b", list(range(100, 122)), max_tokens=1), [10, 11, 12, 13, 14, 15])
+    request = Request("b", list(range(100, 122)), max_tokens=1, kv_transfer_params=BEFORE_DECODE)
+    prefill(second, request, [10, 11, 12, 13, 14, 15])
     assert not second.workers[0].wait_for_saves(second.scheduler._pins)
     hanging.store.go_on()
     second.end_transfers()
@@ -782,7 +854,7 @@ def test_blocks_that_vllm_has_used_for_something_else_are_not_saved_again(refill
 
 
 def test_blocks_of_before_new_weights_are_not_saved_again(refilled: Refilled) -> None:
-    refilled.instance.scheduler.forget_blocks()
+    refilled.instance.reset()
     assert refilled.save_again() == (0, 0)
     assert not refilled.holder.list_saved_blocks(9)
 

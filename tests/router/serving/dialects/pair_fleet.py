@@ -80,7 +80,8 @@ def serve_strictly(dialect: str, instances: Sequence[StandIn], stand_in: MakeSta
         for port, instance in enumerate(instances, 9001):
             sglang.serve(instance, port)
         return sglang
-    vllm = StrictVllm("kvstore" if dialect == "openai" else dialect)  # type: ignore[arg-type]
+    connector = "kvstore" if dialect == "openai" else dialect
+    vllm = StrictVllm(connector, is_marked=dialect != "openai")  # type: ignore[arg-type]
     for instance in instances:
         has_bootstrap = dialect == "mooncake" and instance.role == "prefill"
         vllm.serve(instance, stand_in("mixed") if has_bootstrap else None)

@@ -1,0 +1,416 @@
+"""LoRA adapters: blocks are shared only where it is sure which bytes vLLM computed with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_backend import StorageBackend
+from kvstore_backend.integrations.vllm import adapters
+from kvstore_backend.integrations.vllm.adapters import Adapter, KnownAdapters, LoadedAdapters, name_adapter
+from kvstore_backend.integrations.vllm.messages import Report
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.kvstore_backend.integrations.vllm.test_halves import NUM_BLOCKS, Instance, make_request
+from tests.support.waiting import wait_until
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass
+class Lora:
+    """vLLM's ``LoRARequest``."""
+
+    lora_name: str
+    lora_path: str
+    lora_int_id: int = 1
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class Manager:
+    """vLLM's ``WorkerLoRAManager``, as far as it reads adapters."""
+
+    def _load_adapter(self, lora: Any) -> bytes:
+        return (Path(lora.lora_path) / WEIGHTS).read_bytes()
+
+
+class LoraInstance(Instance):
+    """An instance whose workers read adapters."""
+
+    def __init__(self, store: StorageBackend, **options: Any) -> None:
+        super().__init__(store, **options)
+        self.managers = [type("ManagerOfRank", (Manager,), {}) for _ in self.workers]
+        for worker, manager in zip(self.workers, self.managers, strict=True):
+            worker.adapters.watch(manager)
+
+    def read(self, lora: Lora, ranks: int | None = None) -> None:
+        """Have ranks read an adapter, without a word to the scheduler."""
+        for manager in self.managers[:ranks]:
+            manager()._load_adapter(lora)
+
+    def add(self, lora: Lora) -> None:
+        """Have it read, and wait until the scheduler knows its digest."""
+        self.read(lora)
+        wait_until(lambda: self.knows(lora), "the digest of an adapter")
+
+    def knows(self, lora: Lora) -> bool:
+        self.step({}, {})
+        return self.scheduler._adapters.find_digest(lora, len(self.workers)) is not None
+
+    def computes(self, lora: Lora, name: str = "computed") -> None:
+        """Compute a prompt with the adapter."""
+        self.compute(make_request(name=name, lora_request=lora), [0, 1, 2, 3, 4, 5])
+
+    def finds(self, lora: Lora | None, name: str = "asked") -> int:
+        """How many tokens of that prompt are found."""
+        return self.match_request(make_request(name=name, lora_request=lora))
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[LoraInstance, LoraInstance]]:
+    store = CheckedBackend(MemoryStore(1 << 20))
+    with contextlib.closing(LoraInstance(store)) as first, contextlib.closing(LoraInstance(store)) as second:
+        yield first, second
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Lora:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / WEIGHTS).write_bytes(b"one")
+    return Lora("ad", str(tmp_path))
+
+
+def replace_weights(lora: Lora, weights: bytes = b"two") -> None:
+    _write_in_place(Path(lora.lora_path) / WEIGHTS, weights)
+
+
+def test_instances_share_an_adapters_blocks_and_nobody_without_it_finds_them(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    second.add(lora)
+    first.computes(lora)
+    assert second.finds(lora) == 20
+    assert second.finds(None, "without it") == 0
+
+
+def test_another_adapter_under_the_same_name_and_path_finds_nothing(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    first.computes(lora)
+    replace_weights(lora)
+    second.add(lora)
+    assert second.finds(lora) == 0
+
+
+def test_what_was_loaded_before_the_files_changed_is_saved_under_no_name(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    replace_weights(lora)  # before the first request
+    first.computes(lora)
+    second.add(lora)
+    assert second.finds(lora) == 0
+    assert first.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_an_adapter_that_vllm_reads_again_after_a_change_is_cached_no_more(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    first.computes(lora)
+    replace_weights(lora)
+    first.read(lora)  # it had been pushed out, or is a new number of the same name and path
+    second.add(lora)
+    first.step({}, {})
+    assert first.finds(lora) == 0
+    first.computes(lora, "computed again")
+    assert second.finds(lora) == 0
+
+
+def test_an_adapter_that_is_as_it_was_when_vllm_reads_it_again_stays_cached(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, _ = two
+    first.add(lora)
+    first.computes(lora)
+    first.read(lora)
+    assert first.finds(lora) == 20
+
+
+def test_an_adapter_that_was_loaded_in_place_is_never_cached_again(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    second.add(lora)
+    first.computes(lora)
+    in_place = Lora(lora.lora_name, lora.lora_path, load_inplace=True)
+    first.read(in_place)
+    first.step({}, {})
+    assert first.finds(in_place, "in place") == 0
+    assert first.finds(lora) == 0, "requests of before still run with its number"
+    assert second.finds(lora) == 20
+
+
+def test_a_request_whose_adapter_was_loaded_in_place_is_not_cached_though_no_worker_has_said_so(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, _ = two
+    first.add(lora)
+    first.computes(lora)
+    assert first.finds(Lora(lora.lora_name, lora.lora_path, load_inplace=True), "in place") == 0
+    assert first.finds(lora) == 0
+
+
+def test_files_that_change_while_blocks_are_loaded_make_them_computed(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, second = two
+    first.add(lora)
+    second.add(lora)
+    first.computes(lora)
+    request = make_request(name="b", lora_request=lora)
+    matched = second.match_request(request)
+    replace_weights(lora)
+    second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], matched)
+    loaded = second.step({}, {})
+    assert (loaded.requests, loaded.blocks) == ({"b"}, {4, 8, 11, 10, 6})
+    assert second.finds(lora, "later") == 0
+    assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_files_that_change_while_vllm_reads_them_are_not_cached(tmp_path: Path, lora: Lora) -> None:
+    class Slow(Manager):
+        def _load_adapter(self, lora: Any) -> bytes:
+            read = super()._load_adapter(lora)
+            replace_weights(lora)
+            return read
+
+    loaded = LoadedAdapters()
+    loaded.watch(Slow)
+    Slow()._load_adapter(lora)
+    assert loaded.take_news() == {name_adapter(lora): None}
+
+
+def test_files_that_change_while_they_are_hashed_are_not_cached(lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(path: str, kind: bytes) -> bytes:
+        replace_weights(lora)
+        return b"d" * 32
+
+    monkeypatch.setattr(adapters, "_digest_files", digest)
+    assert wait_for_news(loaded_by(lora)) == {name_adapter(lora): None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: os.utime(folder / WEIGHTS, ns=(1, 1)),
+        lambda folder: (folder / "more.json").write_text("{}"),
+        lambda folder: (folder / WEIGHTS).unlink(),
+        lambda folder: os.replace(_write(folder / "new", b"two"), folder / WEIGHTS),
+        lambda folder: _write_in_place(folder / WEIGHTS, b"two", keeps_time=True),
+    ],
+    ids=["time", "file more", "file less", "replaced", "same size and time"],
+)
+def test_any_change_of_the_files_is_noticed(lora: Lora, change: Callable[[Path], object]) -> None:
+    loaded = loaded_by(lora)
+    wait_for_news(loaded)
+    assert loaded.is_unchanged(name_adapter(lora))
+    change(Path(lora.lora_path))
+    assert not loaded.is_unchanged(name_adapter(lora))
+    assert loaded.take_news() == {name_adapter(lora): None}
+    assert not loaded.is_unchanged(name_adapter(lora))
+    assert loaded.take_news() == {}, "it is said once"
+
+
+def test_a_change_that_is_undone_does_not_make_the_adapter_cached_again(lora: Lora) -> None:
+    loaded = loaded_by(lora)
+    wait_for_news(loaded)
+    os.rename(lora.lora_path, lora.lora_path + ".away")
+    assert not loaded.is_unchanged(name_adapter(lora))
+    os.rename(lora.lora_path + ".away", lora.lora_path)
+    assert not loaded.is_unchanged(name_adapter(lora))
+
+
+def test_a_digest_covers_names_and_bytes_and_the_kind_of_all_files(tmp_path: Path) -> None:
+    digests = set()
+    contents = [{WEIGHTS: b"one"}, {WEIGHTS: b"two"}, {"other": b"one"}, {WEIGHTS: b"one", "more": b""}]
+    for number, files in enumerate(contents):
+        for is_3d in (False, True):
+            folder = tmp_path / f"{number}{is_3d}"
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            (digest,) = wait_for_news(loaded_by(Lora("ad", str(folder), is_3d_lora_weight=is_3d))).values()
+            digests.add(digest)
+    assert len(digests) == 8
+    assert all(digest is not None and len(digest) == 32 for digest in digests)
+
+
+def test_equal_files_elsewhere_have_the_same_digest(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / WEIGHTS).write_bytes(bytes(3 << 20))
+        (folder / "folder").mkdir()
+    one, two = (wait_for_news(loaded_by(Lora("ad", str(folder)))) for folder in folders)
+    assert list(one.values()) == list(two.values()) != [None]
+
+
+def test_one_adapter_as_two_kinds_of_file_is_not_cached(lora: Lora) -> None:
+    loaded = loaded_by(lora)
+    wait_for_news(loaded)
+    loaded._note_read(Lora("ad", lora.lora_path, is_3d_lora_weight=True), *[adapters._look_at(lora.lora_path)] * 2)
+    assert loaded.take_news() == {name_adapter(lora): None}
+
+
+def test_an_adapter_that_is_no_folder_here_is_not_cached(lora: Lora) -> None:
+    loaded = LoadedAdapters()
+    nowhere = Lora("ad", "/nowhere/adapter")
+    loaded._note_read(nowhere, None, None)
+    assert loaded.take_news() == {name_adapter(nowhere): None}
+
+
+def test_an_adapter_that_vllm_could_not_read_may_be_read_later(lora: Lora) -> None:
+    loaded = LoadedAdapters()
+    loaded.watch(manager := type("Own", (Manager,), {}))
+    (Path(lora.lora_path) / WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError):
+        manager()._load_adapter(lora)
+    replace_weights(lora)
+    assert manager()._load_adapter(lora) == b"two"
+    assert None not in wait_for_news(loaded).values()
+
+
+def test_a_vllm_that_reads_adapters_in_another_way_has_them_not_cached(caplog: pytest.LogCaptureFixture) -> None:
+    LoadedAdapters().watch(type("Other", (), {}))
+    assert "requests with one are not cached" in caplog.text
+
+
+def test_nothing_waits_for_a_digest_and_a_request_that_began_before_it_is_saved_after_it(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    may_go_on = threading.Event()
+    digest_files = adapters._digest_files
+
+    def digest(path: str, kind: bytes) -> bytes | None:
+        may_go_on.wait(30.0)
+        return digest_files(path, kind)
+
+    monkeypatch.setattr(adapters, "_digest_files", digest)
+    first.read(lora)
+    request, table = make_request(lora_request=lora), [0, 1, 2, 3, 4, 5]
+    assert first.finds(lora) == 0
+    first.scheduler.on_allocation(request, lambda: table, 0)
+    assert first.begin({"a": 12}, {"a": table}).saves == []
+    may_go_on.set()
+    wait_until(lambda: first.knows(lora), "the digest")
+    request.num_computed_tokens = 12
+    (save,) = first.begin({"a": 10}, {"a": table}).saves
+    assert list(save.blocks) == [0, 1, 2, 3, 4]
+    first.end_transfers()
+    second.add(lora)
+    assert second.finds(lora) == 20
+
+
+def test_blocks_of_a_request_that_is_not_cached_do_not_count_as_dropped(
+    two: tuple[LoraInstance, LoraInstance], lora: Lora
+) -> None:
+    first, _ = two
+    first.computes(lora)
+    assert first.scheduler.take_counts() == {}
+
+
+def test_saves_that_a_worker_refuses_count_as_dropped(two: tuple[LoraInstance, LoraInstance], lora: Lora) -> None:
+    first, _ = two
+    first.add(lora)
+    replace_weights(lora)
+    first.computes(lora)
+    (counts,) = first.workers[0].take_counts().values()
+    assert counts == {"save dropped": 5}
+
+
+def test_all_ranks_must_have_read_the_same_bytes(lora: Lora) -> None:
+    store = CheckedBackend(MemoryStore(1 << 20))
+    with contextlib.closing(LoraInstance(store, ranks=2)) as instance:
+        instance.read(lora, ranks=1)
+        replace_weights(lora)
+        instance.managers[1]()._load_adapter(lora)
+        known: list[Report] = []
+
+        def both_said() -> bool:
+            for worker in instance.workers:
+                known.append(worker.take_outcomes()[1])
+            return sum(len(report.adapters) for report in known) >= 2
+
+        wait_until(both_said, "both digests")
+        for report in known:
+            instance.scheduler.on_report(report)
+        assert instance.finds(lora) == 0
+
+
+def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None:
+    known, adapter = KnownAdapters(), name_adapter(lora)
+    assert known.find_digest(lora, 2) is None
+    known.take_news({adapter: [b"d"]})
+    assert known.find_digest(lora, 2) is None
+    known.take_news({adapter: [b"d"]})
+    assert known.find_digest(lora, 2) == b"d"
+    assert known.find_digest(Lora("other", lora.lora_path), 2) is None
+    known.take_news({adapter: [None]})
+    assert known.find_digest(lora, 2) is None
+
+
+def test_reports_of_several_ranks_have_the_digests_of_all() -> None:
+    one, two = Report(adapters={("ad", "/ad"): [b"d"]}), Report(adapters={("ad", "/ad"): [None], ("x", "/x"): [b"x"]})
+    assert not one.is_empty
+    one.add_report(two)
+    assert one.adapters == {("ad", "/ad"): [b"d", None], ("x", "/x"): [b"x"]}
+
+
+def loaded_by(lora: Lora) -> LoadedAdapters:
+    """What a worker knows whose vLLM has just read an adapter."""
+    loaded = LoadedAdapters()
+    loaded.watch(manager := type("Own", (Manager,), {"_load_adapter": lambda self, lora: None}))
+    manager()._load_adapter(lora)
+    return loaded
+
+
+def wait_for_news(loaded: LoadedAdapters) -> dict[Adapter, bytes | None]:
+    """The next news."""
+    news: dict[Adapter, bytes | None] = {}
+    wait_until(lambda: news.update(loaded.take_news()) or bool(news), "news of an adapter")
+    return news
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def _write_in_place(path: Path, content: bytes, *, keeps_time: bool = False) -> None:
+    """Write at a time that the file system can tell from that of the last change."""
+    before = path.stat() if path.exists() else None
+
+    def write() -> bool:
+        path.write_bytes(content)
+        if before is not None and keeps_time:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return before is None or path.stat().st_ctime_ns > before.st_ctime_ns
+
+    wait_until(write, "the clock of the file system")
