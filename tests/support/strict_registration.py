@@ -1,0 +1,260 @@
+"""Stores that move bytes from and to registered memory alone, as Mooncake does over RDMA; over TCP it takes any memory.
+
+The rules are those of Mooncake's transfer engine: every piece of a value lies in one registered region, from the
+beginning of the call to its end, else the value fails (-800); memory that overlaps a registered region is not
+registered a second time; who unregisters names the address that was registered.
+
+``StrictStore`` goes around any store. ``StrictClient`` stands in for Mooncake's native client: the real one moves the
+bytes, over TCP. ``use_strict_stores`` puts one of the two into every place that opens a store. ``Announcing`` is the
+caller's side: it registers what each call moves, for tests of which the memory is not the subject.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from kvstore_backend import pool
+from kvstore_backend.backend import Span, Status, StorageBackend, Value
+from kvstore_backend.stores import holdings, mooncake
+from kvstore_backend.stores.file import FileStore
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.wrapper import Wrapper
+
+__all__ = ["Announcing", "Registered", "StrictClient", "StrictStore", "use_strict_stores"]
+
+_UNREACHABLE, _OVERLAPPED, _NOT_REGISTERED = -800, -600, -600
+
+
+class Registered:
+    """The registered regions of one client."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, int] = {}
+        """Sizes, by address."""
+        self.complaints: list[str] = []
+        """What RDMA would have refused, in the order it came: a test asserts that there is none."""
+        self._lock = threading.Lock()
+
+    def add(self, address: int, nbytes: int) -> bool:
+        """Register a region; False where it overlaps another one."""
+        with self._lock:
+            for start, size in self.regions.items():
+                if address < start + size and start < address + nbytes:
+                    self._complain(f"registered {nbytes} bytes at {address:#x}, which overlap {size} at {start:#x}")
+                    return False
+            self.regions[address] = nbytes
+            return True
+
+    def drop(self, address: int) -> bool:
+        """Unregister a region; False where none begins there."""
+        with self._lock:
+            if self.regions.pop(address, None) is None:
+                self._complain(f"unregistered {address:#x}, where no region begins")
+                return False
+            return True
+
+    def holds(self, value: Sequence[tuple[int, int]], call: str) -> bool:
+        """Whether each piece of ``value`` lies in one region; if not, ``call`` is noted as having used it."""
+        with self._lock:
+            for address, nbytes in value:
+                if nbytes and not any(
+                    start <= address and address + nbytes <= start + size for start, size in self.regions.items()
+                ):
+                    self._complain(f"{call} of {nbytes} bytes at {address:#x}, which are not registered")
+                    return False
+            return True
+
+    def _complain(self, what: str) -> None:
+        self.complaints.append(what)
+
+
+class StrictStore(Wrapper):
+    """Answers ``FAILED`` for values outside registered memory, and passes on the others."""
+
+    def __init__(self, store: StorageBackend, registered: Registered | None = None) -> None:
+        super().__init__(store)
+        self.registered = registered or Registered()
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Note the region before the store does."""
+        if self.registered.add(address, nbytes):
+            super().register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Forget the region before the store does."""
+        if self.registered.drop(address):
+            super().unregister(address, nbytes)
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        return self._move("put", keys, values, super()._put)
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        keep = super()._keep
+        return self._move("keep", keys, values, lambda keys, values: keep(keys, values, seconds))
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._move("get", keys, targets, super()._get)
+
+    def _move(
+        self,
+        name: str,
+        keys: Sequence[str],
+        values: Sequence[Value],
+        move: Callable[[Sequence[str], Sequence[Value]], list[Status]],
+    ) -> list[Status]:
+        held = [i for i, value in enumerate(values) if self.registered.holds(value, name)]
+        answers = move([keys[i] for i in held], [values[i] for i in held])
+        statuses = [Status.FAILED] * len(keys)
+        for i, status in zip(held, answers, strict=True):
+            is_still_held = self.registered.holds(values[i], f"{name}, at its end,")
+            statuses[i] = status if is_still_held else Status.FAILED
+        return statuses
+
+
+class Announcing(Wrapper):
+    """Registers the memory of each put, keep and get for as long as the call runs, unless it is registered already."""
+
+    def __init__(self, store: StorageBackend) -> None:
+        super().__init__(store)
+        self._lock = threading.Lock()  # guards the next two
+        self._callers: dict[int, int] = {}  # what the caller registered: address -> size
+        self._in_use: Counter[Span] = Counter()
+
+    def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
+        """Leave this memory to the caller from now on."""
+        with self._lock:
+            self._callers[address] = nbytes
+        super().register(address, nbytes, headroom=headroom)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Register this memory by the call again."""
+        with self._lock:
+            self._callers.pop(address, None)
+        super().unregister(address, nbytes)
+
+    def _put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        with self._announce(values):
+            return super()._put(keys, values)
+
+    def _keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
+        with self._announce(values):
+            return super()._keep(keys, values, seconds)
+
+    def _get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        with self._announce(targets):
+            return super()._get(keys, targets)
+
+    @contextlib.contextmanager
+    def _announce(self, values: Sequence[Value]) -> Iterator[None]:
+        with self._lock:
+            regions = [region for region in _join_spans(values) if not self._is_callers(region)]
+            for region in regions:
+                self._in_use[region] += 1
+                if self._in_use[region] == 1:
+                    self._store.register(*region)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for region in regions:
+                    self._in_use[region] -= 1
+                    if not self._in_use[region]:
+                        self._store.unregister(*region)
+
+    def _is_callers(self, region: Span) -> bool:
+        return any(start <= region.address < start + size for start, size in self._callers.items())
+
+
+def _join_spans(values: Sequence[Value]) -> list[Span]:
+    """The memory of ``values`` in pieces that do not touch each other."""
+    joined: list[Span] = []
+    for address, nbytes in sorted(span for value in values for span in value if span[1]):
+        if joined and address <= joined[-1].address + joined[-1].nbytes:
+            start, size = joined.pop()
+            joined.append(Span(start, max(size, address + nbytes - start)))
+        else:
+            joined.append(Span(address, nbytes))
+    return joined
+
+
+class StrictClient:
+    """Mooncake's native client, which refuses memory that it was not told of."""
+
+    def __init__(self, native: Any, registered: Registered) -> None:
+        self._native = native
+        self._registered = registered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        """0, or a negative code."""
+        if not self._registered.add(address, nbytes):
+            return _OVERLAPPED
+        return int(self._native.register_buffer(address, nbytes))
+
+    def unregister_buffer(self, address: int) -> int:
+        """0, or a negative code."""
+        return int(self._native.unregister_buffer(address)) if self._registered.drop(address) else _NOT_REGISTERED
+
+    def batch_put_from_multi_buffers(self, keys: Any, addresses: Any, sizes: Any, *config: Any) -> list[int]:
+        """The native client's codes, or -800 for each key where one value is not registered."""
+        put = self._native.batch_put_from_multi_buffers
+        return self._move("put", put, keys, addresses, sizes, *config)
+
+    def batch_get_into_multi_buffers(self, keys: Any, addresses: Any, sizes: Any) -> list[int]:
+        """The native client's codes, or -800 for each key where one target is not registered."""
+        return self._move("get", self._native.batch_get_into_multi_buffers, keys, addresses, sizes)
+
+    def batch_upsert_from(self, keys: Any, addresses: Any, sizes: Any, *config: Any) -> list[int]:
+        """The native client's codes, or -800 for each key where one value is not registered."""
+        pieces = [[address] for address in addresses], [[size] for size in sizes]
+        if self._hold("keep", *pieces):
+            return list(self._native.batch_upsert_from(keys, addresses, sizes, *config))
+        return [_UNREACHABLE] * len(keys)
+
+    def _move(
+        self, name: str, move: Callable[..., Sequence[int]], keys: Any, addresses: Any, sizes: Any, *rest: Any
+    ) -> list[int]:
+        if not self._hold(name, addresses, sizes):
+            return [_UNREACHABLE] * len(keys)
+        codes = list(move(keys, addresses, sizes, *rest))
+        return codes if self._hold(f"{name}, at its end,", addresses, sizes) else [_UNREACHABLE] * len(keys)
+
+    def _hold(self, name: str, addresses: Any, sizes: Any) -> bool:
+        values = [list(zip(*pair, strict=True)) for pair in zip(addresses, sizes, strict=True)]
+        return all(self._registered.holds(value, name) for value in values)
+
+
+def use_strict_stores(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
+    """From now on every store that this process opens insists on registered memory.
+
+    Returns:
+        The regions of each client, in the order they were opened; the list grows.
+    """
+    opened: list[Registered] = []
+
+    def strict(open_store: Callable[..., StorageBackend]) -> Callable[..., StorageBackend]:
+        def open_strict(*arguments: Any) -> StorageBackend:
+            opened.append(Registered())
+            return StrictStore(open_store(*arguments), opened[-1])
+
+        return open_strict
+
+    join = mooncake.join_cluster
+
+    def join_strictly(settings: Any) -> StrictClient:
+        opened.append(Registered())
+        return StrictClient(join(settings), opened[-1])
+
+    for module in (pool, holdings):
+        monkeypatch.setattr(module, "FileStore", strict(FileStore))
+    monkeypatch.setattr(pool, "MemoryStore", strict(MemoryStore))
+    monkeypatch.setattr(mooncake, "join_cluster", join_strictly)
+    return opened
