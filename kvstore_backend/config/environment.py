@@ -10,6 +10,7 @@ from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
 __all__ = [
     "ascend_buffer_pool",
+    "engine_variables",
     "fastdeploy_plugins",
     "is_named_port_bound",
     "library_folders",
@@ -42,6 +43,12 @@ def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
     """The plugins that ``FD_PLUGINS`` names; FastDeploy loads all that are installed where it is not set."""
     named = (os.environ if environ is None else environ).get("FD_PLUGINS", "")
     return [name.strip() for name in named.split(",") if name.strip()]
+
+
+def engine_variables(prefixes: tuple[str, ...], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that are named so at their beginning: those by which an engine is set."""
+    given = os.environ if environ is None else environ
+    return {name: text for name, text in given.items() if name.startswith(prefixes)}
 
 
 def named_model(environ: Mapping[str, str] | None = None) -> str:

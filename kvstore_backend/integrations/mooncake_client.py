@@ -10,12 +10,13 @@ the namespace.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -199,11 +200,12 @@ class PooledClient:
             return _FAILED
         pieces = {key: bytes(value), key + _SIZE_SUFFIX: _SIZE.pack(len(value))}
         buffers = [ctypes.create_string_buffer(piece, len(piece)) for piece in pieces.values()]
-        values = [[Span(ctypes.addressof(buffer), len(buffer))] for buffer in buffers]
-        while (code := min(self._put_values(list(pieces), values))) != _DONE:
-            if self._pool is None or time.monotonic() > self._warm_up_until:
-                return code
-            time.sleep(_PAUSE_SECONDS)
+        spans = [Span(ctypes.addressof(buffer), len(buffer)) for buffer in buffers]
+        with self._announce(spans):
+            while (code := min(self._put_values(list(pieces), [[span] for span in spans]))) != _DONE:
+                if self._pool is None or time.monotonic() > self._warm_up_until:
+                    return code
+                time.sleep(_PAUSE_SECONDS)
         self._warm_up_until = 0.0
         return code
 
@@ -249,7 +251,24 @@ class PooledClient:
 
     def _read_bytes(self, key: str, nbytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(nbytes)
-        return buffer.raw if self._get_values([key], [[Span(ctypes.addressof(buffer), nbytes)]]) == [nbytes] else b""
+        span = Span(ctypes.addressof(buffer), nbytes)
+        with self._announce([span]):
+            return buffer.raw if self._get_values([key], [[span]]) == [nbytes] else b""
+
+    @contextlib.contextmanager
+    def _announce(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Have memory of our own registered for as long as calls use it: RDMA reaches no other memory."""
+        pool = self._pool
+        if pool is None:
+            yield
+            return
+        for span in spans:
+            pool.register(*span)
+        try:
+            yield
+        finally:
+            for span in spans:
+                pool.unregister(*span)
 
 
 def _hash_keys(keys: Sequence[str]) -> list[bytes]:

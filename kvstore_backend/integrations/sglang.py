@@ -10,7 +10,9 @@ Its configuration names this class::
 ``interface_v1`` asks SGLang to hand over addresses instead of copies, which makes this quick; without it
 pages come as flat tensors. The model's folder is SGLang's own, or ``model_path`` here where that is a name.
 ``weights_version``, any text, sets instances apart whose KV differs for one folder: SGLang does not tell a storage
-class of ``--json-model-override-args``, ``--quantization``, ``--load-format`` or weights updated in place.
+class of weights updated in place. All settings of the server are read where SGLang keeps them for its process; those
+that decide on KV (``sglang_settings.py``) are in the namespace, as SGLang resolved them. ``kv_cache_dtype`` here names
+the type of KV that lies as plain bytes in host memory, where SGLang's setting leaves it to the checkpoint.
 
 One page is one object, of one span where the host memory's layout keeps K and V of a page together in all layers, of
 two with ``page_first``, of two a layer with ``layer_first``: nothing is copied together. The layout is part of the
@@ -22,17 +24,22 @@ Loaded by SGLang alone: it derives from SGLang's own class.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.version import __version__ as sglang_version
 
 from kvstore_backend.backend import ConfigError, Span, Status, Value
-from kvstore_backend.config import read_config
+from kvstore_backend.config import engine_variables, read_config
+from kvstore_backend.integrations.settings import digest_settings, list_facts, read_settings
+from kvstore_backend.integrations.sglang_settings import CANNOT_CHANGE_KV, NEUTRAL_VARIABLES, TOLD_OTHERWISE
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool, open_pool
@@ -40,6 +47,19 @@ from kvstore_backend.pool import BlockPool, open_pool
 __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
+
+# Two types of fp8, and of types of four bits, lie in host memory as these.
+_PLAIN_BYTES = ("torch.uint8", "torch.int8")
+_ENVELOPES = "unified-token-major"
+_NO_ENVELOPES = (
+    "this server keeps all kinds of state in one memory (--enable-unified-memory), whose pages this backend does not "
+    "serve; start it without that"
+)
+# What tells two kinds of state of one name apart, as far as a host pool has it.
+_STATE_ATTRIBUTES = (
+    *("layout", "page_size", "size_per_token", "layer_num", "dtype", "conv_dtype", "temporal_dtype", "indexer_dtype"),
+    *("head_num", "head_dim", "v_head_dim", "kv_cache_dim", "storage_format_tag"),
+)
 
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
@@ -63,13 +83,20 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         self._config = config.require_plain("KvstoreHiCache")
         self._weights_version = str(extra.get("weights_version", ""))
         self._comes_by_address = bool(extra.get("interface_v1"))
-        model = extra.get("model_path") or storage_config.model_name or ""
-        if not Path(model).is_dir():
-            raise ConfigError(f'the model {model!r} is no folder here; say "model_path" in the extra configuration')
-        self._fingerprint = fingerprint_model(model)
-        self._facts = collect_facts(model, "SGLang", "SGLang")
+        server = _read_server(self._weights_version)
+        self._kv_dtype = str(extra.get("kv_cache_dtype") or server.get("kv_cache_dtype") or "auto")
+        model = _find_model(extra.get("model_path") or storage_config.model_name or "")
+        settings = read_settings({**server, **_read_variables()}, {*CANNOT_CHANGE_KV, *TOLD_OTHERWISE})
+        checkpoint = fingerprint_model(model)
+        self._model = digest_settings(checkpoint, settings)
+        self._facts = {
+            **collect_facts(model, f"SGLang {sglang_version}", "SGLang", checkpoint=checkpoint),
+            **list_facts(settings, read_settings(_read_defaults())),
+        }
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[bool, BlockPool] = {}
+        self._regions: list[Span] = []  # host memory that the pool knows
+        self._suffixes: dict[str, str] = {"kv": ""}  # of keys, by the kind of state
 
     def __repr__(self) -> str:
         return f"KvstoreHiCache({', '.join(map(repr, self._pools.values())) or 'no host memory registered'})"
@@ -83,12 +110,14 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         """Take the host memory that pages lie in, and open the pool in the background.
 
         Raises:
-            ConfigError: the memory has no KV of its own (a logical anchor, as with DeepSeek V4).
+            ConfigError: the memory has no KV of its own (a logical anchor, as with DeepSeek V4), or what lies there
+                cannot be told.
             PoolUnavailable: Mooncake's library is missing.
         """
         super().register_mem_pool_host(mem_pool_host)
         if getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError("this model's KV pool is only logical in SGLang, which this backend does not serve")
+        _check_host(mem_pool_host, self._kv_dtype)
         is_shared = bool(self._storage_config.is_mla_model)
         self._open_pool(mem_pool_host, is_shared=is_shared)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
@@ -100,10 +129,13 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             return
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._host_pools[name] = host_pool
+        self._suffixes.setdefault(name, f".{name} {_describe_state(host_pool)}")
         buffers = getattr(host_pool, "get_hybrid_pool_buffer", lambda: [host_pool.kv_buffer])()
         for buffer in buffers:
             if buffer is not None and buffer.numel():
-                self._pool_of(name).register(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+                region = Span(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+                self._pool_of(name).register(*region)
+                self._regions.append(region)
 
     # Pages by address, of KV: version 1.
 
@@ -133,10 +165,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
                 break
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
                 continue  # block groups are a second form of the pages; they never gate a hit, and are not stored here
-            name = str(transfer.name)
-            present = [
-                status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys[:leading]))
-            ]
+            present = self._find_pages(str(transfer.name), keys[:leading])
             needed = (
                 max(1, len(transfer.keys or [])) if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES else leading
             )
@@ -162,7 +191,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Each page in its tensor, or None."""
-        loaded = self._load_pages("kv", keys, [_tensor_value(tensor) for tensor in target_locations])
+        targets = [_tensor_value(tensor) for tensor in target_locations]
+        with self._announce(targets):
+            loaded = self._load_pages("kv", keys, targets)
         return [tensor if is_there else None for tensor, is_there in zip(target_locations, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -174,7 +205,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     ) -> bool:
         """Store pages; whether all are in the pool."""
         kept = [tensor.contiguous() for tensor in values]
-        return all(self._save_pages("kv", keys, [_tensor_value(tensor) for tensor in kept]))
+        sources = [_tensor_value(tensor) for tensor in kept]
+        with self._announce(sources):
+            return all(self._save_pages("kv", keys, sources))
 
     def exists(self, key: str) -> bool:
         """Whether the pool has this page."""
@@ -196,25 +229,57 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         answers: list[bool] = move(name, keys, self._locate_pages(name, keys, transfer.host_indices))
         return answers
 
-    def _load_pages(self, name: str, keys: Sequence[str], targets: Sequence[Value]) -> list[bool]:
+    def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Which pages of one pool are there; none of a pool whose memory is not known."""
+        if name not in self._host_pools:
+            return [False] * len(keys)
+        return [status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys))]
+
+    def _load_pages(self, name: str, keys: Sequence[str], targets: Sequence[Value] | None) -> list[bool]:
+        if targets is None:
+            return [False] * len(keys)
         number = self._pool_of(name).load(self._hash_keys(name, keys), targets)
         return [i < number for i in range(len(keys))]
 
-    def _save_pages(self, name: str, keys: Sequence[str], sources: Sequence[Value]) -> list[bool]:
+    def _save_pages(self, name: str, keys: Sequence[str], sources: Sequence[Value] | None) -> list[bool]:
+        if sources is None:
+            return [False] * len(keys)
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
-    def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value]:
-        """Where each page lies."""
+    def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
+        """Where each page lies; None where that cannot be told, which is a miss for this pool and for no other."""
         if not keys:
             return []
-        addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
-        pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+        try:
+            addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
+            pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+        except Exception as exc:  # whatever SGLang's pool raises for this layout
+            logger.warning("The memory of %d pages of %s cannot be told: %r", len(keys), name, exc)
+            return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
-            raise ValueError(
-                f"{len(keys)} pages of {name}, but {len(pieces)} pieces of memory; they must be told alike"
+            logger.warning(
+                "%d pages of %s, but %d pieces of memory: the numbers do not agree", len(keys), name, len(pieces)
             )
+            return None
         return [pieces[i : i + each] for i in range(0, len(pieces), each)]
+
+    @contextlib.contextmanager
+    def _announce(self, values: Sequence[Value]) -> Iterator[None]:
+        """Have tensors that lie outside host memory registered for as long as a call uses them: RDMA needs that."""
+        pool = self._pool_of("kv")
+        spans = [span for span in dict.fromkeys(span for value in values for span in value) if not self._holds(span)]
+        for span in spans:
+            pool.register(*span)
+        try:
+            yield
+        finally:
+            for span in spans:
+                pool.unregister(*span)
+
+    def _holds(self, span: Span) -> bool:
+        end = span.address + span.nbytes
+        return any(region.address <= span.address and end <= region.address + region.nbytes for region in self._regions)
 
     def _pool_of(self, name: str) -> BlockPool:
         """Mamba's state is each rank's own even where the KV is shared."""
@@ -231,29 +296,106 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         self._pools[is_shared] = open_pool(self._config, namespace, registry, facts=self._facts)
 
     def _hash_keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
-        suffix = "" if name == "kv" else f".{name}"
+        suffix = self._suffixes[name]
         return [hashlib.sha256(f"{key}{suffix}".encode()).digest() for key in keys]
 
     def _build_namespace(self, host: Any, *, is_shared: bool) -> Namespace:
         config = self._storage_config
         layout = [
-            f"sglang {host.layout} {'pages' if self._comes_by_address else 'flat'}",
+            f"sglang {sglang_version} {host.layout} {getattr(host, 'storage_format_tag', None) or ''}",
+            "pages" if self._comes_by_address else "flat",
             f"pp={config.pp_rank}/{config.pp_size}",
             f"cp={config.attn_cp_rank}/{config.attn_cp_size}",
             f"dcp={getattr(config, 'dcp_rank', 0)}/{getattr(config, 'dcp_size', 1)}",
         ]
         return Namespace(
-            model=self._fingerprint,
-            kv_dtype=str(host.dtype),
+            model=self._model,
+            kv_dtype=f"{host.dtype} {self._kv_dtype}",
             block_size=host.page_size,
             num_layers=host.layer_num,
             num_kv_heads=getattr(host, "head_num", 1),
             head_size=getattr(host, "kv_cache_dim", None) or host.head_dim,
-            layout=" ".join(layout),
+            layout=" ".join(filter(None, layout)),
             tp_size=1 if is_shared else config.tp_size,
             tp_rank=0 if is_shared else config.tp_rank,
             weights_version=self._weights_version,
         )
+
+
+def _read_server(weights_version: str) -> Mapping[str, object]:
+    """All settings of this process's server, as SGLang resolved them.
+
+    Raises:
+        ConfigError: SGLang does not tell, and ``weights_version`` does not stand in for it.
+    """
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        settings: Mapping[str, object] = get_server_args().resolved_dict()
+    except (ImportError, AttributeError, ValueError) as exc:
+        if weights_version:
+            return {}
+        raise ConfigError(
+            f"this version of SGLang does not tell its server's settings ({exc}), and servers that differ would "
+            'read each other\'s KV: say "weights_version" in the extra configuration, another for each set'
+        ) from exc
+    return settings
+
+
+def _read_defaults() -> Mapping[str, object]:
+    """The defaults of the server's settings, as far as they can be had: they only help people."""
+    try:
+        from sglang.srt.arg_groups.arg_utils import record_fields
+        from sglang.srt.runtime_context import get_server_args
+
+        fields = record_fields(type(get_server_args()))
+        return {
+            each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields
+        }
+    except (ImportError, AttributeError, ValueError):
+        return {}
+
+
+def _read_variables() -> dict[str, str]:
+    """SGLang's own variables of the environment, but for those that name places, times and reports."""
+    known = engine_variables(("SGLANG_",))
+    return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
+
+
+def _find_model(name: str) -> str:
+    """The model's folder; SGLang appends the format of pages to its name where they have one of their own.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if name.endswith(f"-{_ENVELOPES}"):
+        raise ConfigError(_NO_ENVELOPES)
+    if not Path(name).is_dir() or not name:
+        raise ConfigError(f'the model {name!r} is no folder here; say "model_path" in the extra configuration')
+    return name
+
+
+def _check_host(host: Any, kv_dtype: str) -> None:
+    """Refuse host memory whose pages cannot be told from others'.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    if getattr(host, "stores_page_envelope", False):
+        raise ConfigError(_NO_ENVELOPES)
+    if getattr(host, "kv_cache_dim", None) is None and getattr(host, "head_dim", None) is None:
+        raise ConfigError(f"a host pool of the kind {type(host).__name__} does not tell its shape; it cannot be served")
+    if str(host.dtype) in _PLAIN_BYTES and kv_dtype == "auto":
+        raise ConfigError(
+            f"this server's KV lies in host memory as {host.dtype}, which does not tell fp8_e4m3 from fp8_e5m2: start "
+            'it with --kv-cache-dtype, or say "kv_cache_dtype" in the extra configuration'
+        )
+
+
+def _describe_state(host: Any) -> str:
+    """What a page of a side pool consists of, as far as its host memory tells."""
+    known = {name: getattr(host, name, None) for name in _STATE_ATTRIBUTES}
+    return json.dumps({name: str(value) for name, value in known.items() if value is not None})
 
 
 def _tensor_value(tensor: Any) -> Value:

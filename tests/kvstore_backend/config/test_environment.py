@@ -8,6 +8,7 @@ import pytest
 from kvstore_backend.config import (
     MooncakeSettings,
     ascend_buffer_pool,
+    engine_variables,
     fastdeploy_plugins,
     library_folders,
     named_model,
@@ -65,3 +66,10 @@ def test_what_a_machine_with_ascend_cards_is_told_by_variables() -> None:
     assert ascend_buffer_pool(environ) == "4:8"
     assert library_folders(environ) == [Path("/usr/local/lib"), Path("/opt/mooncake")]
     assert (ascend_buffer_pool({}), library_folders({})) == ("", [])
+
+
+def test_the_variables_that_set_an_engine_are_found_by_their_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"FD_DEBUG": "1", "FLAGS_x": "2", "MY_FD_DEBUG": "3"}
+    assert engine_variables(("FD_", "FLAGS_"), environ) == {"FD_DEBUG": "1", "FLAGS_x": "2"}
+    monkeypatch.setenv("SGLANG_X", "4")
+    assert engine_variables(("SGLANG_X",)) == {"SGLANG_X": "4"}

@@ -1,11 +1,16 @@
 """SGLang's module ``sglang.srt.mem_cache.hicache_storage``: the installed one where it can be had, else a double.
 
+Next to it the settings of a server, where SGLang's own processes find them; they are a double of ``ServerArgs`` in both
+cases, with a field for each that SGLang 0.5.23 has (``sglang_fields.txt``).
+
 Importing SGLang as a whole needs its GPU kernels; this one module needs little more than torch. So of an installed
 SGLang (or one unpacked in a folder that is on the path) the packages above the module are stood in for by empty ones.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import enum
 import importlib
 import sys
@@ -18,15 +23,54 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_installed", "sglang_module"]
+__all__ = ["FIELDS", "installed_fields", "is_installed", "serve", "sglang_module"]
 
 NAME = "sglang.srt.mem_cache.hicache_storage"
 _PARENTS = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
+_CONTEXT = "sglang.srt.runtime_context"
+_RECORDS = "sglang.srt.arg_groups.arg_utils"
+
+FIELDS = (Path(__file__).parent / "sglang_fields.txt").read_text().split()
+"""The fields of ``ServerArgs`` in SGLang 0.5.23."""
+
+_ServerArgs = dataclasses.make_dataclass(
+    "_ServerArgs", [(name, object, dataclasses.field(default=None)) for name in FIELDS]
+)
 
 
 def is_installed() -> bool:
     """Whether SGLang's own module can be had."""
     return find_spec("sglang") is not None
+
+
+def installed_fields() -> set[str]:
+    """The fields of the installed SGLang's ``ServerArgs``, read from its source, as importing it needs GPU kernels."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    sources = Path(spec.origin).parent.joinpath("srt", "arg_groups", "fields").glob("*.py")
+    return {
+        line.target.id
+        for source in sources
+        for group in ast.parse(source.read_text()).body
+        if isinstance(group, ast.ClassDef)
+        for line in group.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def serve(settings: dict[str, Any] | None) -> None:
+    """Have SGLang tell these settings, and its defaults for others; None: it tells none, as an older version."""
+
+    server = _ServerArgs()
+    vars(server)["resolved_dict"] = lambda: dict.fromkeys(FIELDS) | (settings or {})
+
+    def get_server_args() -> Any:
+        if settings is None:
+            raise ValueError("Global server args is not set yet!")
+        return server
+
+    sys.modules[_CONTEXT].get_server_args = get_server_args  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -42,12 +86,25 @@ def sglang_module(*, real: bool) -> Iterator[Any]:
             sys.modules[name] = parent
         if not real:
             sys.modules[NAME] = _double()
+            for name, members in _OTHER_DOUBLES.items():
+                sys.modules[name] = types.ModuleType(name)
+                vars(sys.modules[name]).update(members)
         importlib.import_module(NAME)
+        importlib.import_module(_CONTEXT)
+        serve({})
         yield importlib.import_module("kvstore_backend.integrations.sglang")
     finally:
         for name in set(sys.modules) - before:
             if name.startswith(("sglang", "kvstore_backend.integrations.sglang")):
                 del sys.modules[name]
+
+
+_OTHER_DOUBLES: dict[str, dict[str, Any]] = {
+    "sglang.version": {"__version__": "0.5.23"},
+    _CONTEXT: {},
+    "sglang.srt.arg_groups": {},
+    _RECORDS: {"record_fields": dataclasses.fields},
+}
 
 
 def _double() -> types.ModuleType:

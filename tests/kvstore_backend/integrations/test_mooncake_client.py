@@ -25,6 +25,7 @@ from tests.faults.blocks import NAMESPACE
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
 from tests.support.mooncake import mooncake_master
+from tests.support.strict_registration import Registered, StrictStore
 from tests.support.waiting import wait_until
 
 GIVEN_UP = -800
@@ -57,6 +58,28 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     with contextlib.closing(client):
         yield Client(client, store, guarded)
         store.go_on()
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PooledClient, Registered]]:
+    """A client of a store that moves bytes from and to registered memory alone, as over RDMA."""
+    store = StrictStore(MemoryStore(1 << 20))
+    guarded = GuardedBackend(lambda: CheckedBackend(store))
+    wait_until(lambda: guarded.is_ready, "the store")
+    monkeypatch.setattr(mooncake_client, "open_pool", lambda config, namespace, *_, **__: BlockPool(guarded, namespace))
+    monkeypatch.setattr(mooncake_client, "_WARM_UP_SECONDS", 0.0)
+    client = InNamespace()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
+    with contextlib.closing(client):
+        yield client, store.registered
+
+
+def test_values_of_bytes_lie_in_memory_that_rdma_was_told_of(strict: tuple[PooledClient, Registered]) -> None:
+    client, registered = strict
+    assert client.put("warm-up", b"value") == 0
+    for_headers = dict(registered.regions)
+    assert (client.put("note", b"value"), client.get("note")) == (0, b"value")
+    assert (registered.complaints, registered.regions) == ([], for_headers)
 
 
 @pytest.mark.parametrize("call", ["put", "get"])

@@ -16,11 +16,16 @@ import pytest
 import torch
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.integrations.sglang_settings import CANNOT_CHANGE_KV, DECIDE_ON_KV
+from kvstore_backend.manifest import Manifest
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.why_miss import compare_setups
+from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
-from tests.kvstore_backend.integrations.sglang_module import NAME, is_installed, sglang_module
+from tests.kvstore_backend.integrations.sglang_module import NAME, is_installed, serve, sglang_module
+from tests.support.strict_registration import StrictStore
 from tests.support.waiting import wait_until
 
 PAGE, LAYERS, HEADS, DIM, TOKENS = 4, 3, 2, 8, 32
@@ -103,9 +108,15 @@ def attach(integration: Any, model: Path, tmp_path: Path) -> Iterator[Attach]:
         wait_until(lambda: backend.is_ready, "the pool")
         return backend
 
+    serve({})
     yield make
     for backend in opened:
         backend.close()
+
+
+def namespaces(*backends: Any) -> list[str]:
+    """The digests of their namespaces."""
+    return [backend._pools[False].namespace.digest for backend in backends]
 
 
 def test_sglangs_factory_makes_it_from_its_dynamic_configuration(
@@ -246,6 +257,213 @@ def test_a_prefix_is_as_long_as_every_pool_allows(attach: Attach, sglang: Any) -
     found = backend.batch_exists_v2(keys, asked)
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
     assert found.extra_pool_hit_pages == {"kv": 3, "indexer": 3, "mamba": 2}
+
+
+# Whose pages these are.
+
+
+def bytes_memory() -> HostMemory:
+    """Host memory of KV in fp8, which SGLang holds as bytes whichever fp8 it is."""
+    host = HostMemory()
+    host.kv_buffer, host.dtype = host.kv_buffer.to(torch.uint8), torch.uint8
+    return host
+
+
+def test_two_kinds_of_fp8_share_no_pages(attach: Attach) -> None:
+    serve({"kv_cache_dtype": "fp8_e4m3"})
+    attach(bytes_memory()).batch_set_v1(["a"], indices(0))
+    serve({"kv_cache_dtype": "fp8_e5m2"})
+    other = attach(bytes_memory())
+    assert other.batch_exists(["a"]) == 0
+    serve({"kv_cache_dtype": "fp8_e4m3"})
+    assert attach(bytes_memory()).batch_exists(["a"]) == 1
+
+
+@pytest.mark.parametrize("said", [{}, {"kv_cache_dtype": "auto"}])
+def test_bytes_that_may_be_either_fp8_are_refused(attach: Attach, said: dict[str, Any]) -> None:
+    serve(said)
+    with pytest.raises(
+        ConfigError, match=r'torch.uint8, which does not tell fp8_e4m3 from fp8_e5m2: .*"kv_cache_dtype"'
+    ):
+        attach(bytes_memory())
+
+
+def test_the_extra_configuration_names_the_fp8_that_the_checkpoint_decides_on(attach: Attach) -> None:
+    one = attach(bytes_memory(), {"kv_cache_dtype": "fp8_e4m3"})
+    other = attach(bytes_memory(), {"kv_cache_dtype": "fp8_e5m2"})
+    assert len({*namespaces(one, other)}) == 2
+
+
+def test_each_setting_that_decides_on_kv_has_a_namespace_of_its_own(
+    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(MemoryStore(1), namespace))
+    found = dict(zip(namespaces(attach(HostMemory())), [""], strict=True))
+    for name in sorted(DECIDE_ON_KV):
+        serve({name: "another value"})
+        (digest,) = namespaces(attach(HostMemory()))
+        assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
+        found[digest] = name
+
+
+def test_a_setting_of_a_later_version_has_a_namespace_of_its_own(attach: Attach) -> None:
+    plain = attach(HostMemory())
+    serve({"a_setting_that_nobody_knows": 1})
+    assert len({*namespaces(plain, attach(HostMemory()))}) == 2
+
+
+def test_settings_that_cannot_change_kv_do_not_part_instances(attach: Attach) -> None:
+    plain = attach(HostMemory())
+    serve(dict.fromkeys(CANNOT_CHANGE_KV, "another value"))
+    assert len({*namespaces(plain, attach(HostMemory()))}) == 1
+
+
+def test_variables_of_sglangs_part_instances_unless_they_name_places(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = attach(HostMemory())
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    monkeypatch.setenv("SGLANG_RUN_ID", "new at every start")
+    same = attach(HostMemory())
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
+    assert namespaces(plain) == namespaces(same) != namespaces(attach(HostMemory()))
+
+
+def test_a_file_of_scales_counts_by_its_content(attach: Attach, tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    found = []
+    for folder, content in (("one", "1.0"), ("two", "1.0"), ("two", "2.0")):
+        scales = tmp_path / folder / "scales.json"
+        scales.parent.mkdir(exist_ok=True)
+        scales.write_text(content)
+        serve({"quantization_param_path": str(scales)})
+        found += namespaces(attach(HostMemory()))
+    assert found[0] == found[1] != found[2]
+
+
+def test_another_version_of_sglang_shares_no_pages(
+    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = attach(HostMemory())
+    monkeypatch.setattr(integration, "sglang_version", "0.5.24")
+    assert len({*namespaces(before, attach(HostMemory()))}) == 2
+
+
+def test_a_server_that_tells_no_settings_needs_a_version_of_its_weights(attach: Attach) -> None:
+    serve(None)
+    with pytest.raises(ConfigError, match=r'does not tell its server.s settings .*say "weights_version"'):
+        attach(HostMemory())
+    assert attach(HostMemory(), {"weights_version": "1"}).is_ready
+
+
+def test_why_miss_names_the_setting_that_parts_two_instances(attach: Attach) -> None:
+    manifests: list[Manifest] = []
+    for settings in ({"quantization": "fp8", "dtype": "auto"}, {"quantization": "awq", "dtype": "auto"}):
+        serve(settings)
+        manifests.append(attach(HostMemory())._pools[False].manifest)
+    first, second = manifests
+    verdict = compare_setups(first, second)
+    assert verdict.reason == "other_settings"
+    assert "quantization ('fp8' of the first, 'awq' of the second)" in verdict.sentence
+    assert "dtype" not in verdict.sentence
+
+
+def test_state_of_another_type_shares_no_pages(attach: Attach, sglang: Any) -> None:
+    one, other = attach(HostMemory()), attach(HostMemory())
+    half = HostMemory()
+    half.temporal_dtype = torch.float16  # type: ignore[attr-defined]
+    one.register_mem_host_pool_v2(HostMemory(), sglang.PoolName.MAMBA)
+    other.register_mem_host_pool_v2(half, sglang.PoolName.MAMBA)
+    transfer = sglang.PoolTransfer(name=sglang.PoolName.MAMBA, host_indices=indices(0), keys=["a"])
+    assert one.batch_set_v2([transfer]) == {"mamba": [True]}
+    assert other.batch_get_v2([transfer]) == {"mamba": [False]}
+    assert one.batch_get_v2([transfer]) == {"mamba": [True]}
+
+
+def test_the_format_of_pages_is_part_of_the_namespace(attach: Attach) -> None:
+    tagged = HostMemory()
+    tagged.storage_format_tag = "interleaved"  # type: ignore[attr-defined]
+    assert len({*namespaces(attach(HostMemory()), attach(tagged))}) == 2
+
+
+def test_the_memory_of_all_kinds_of_state_in_one_is_refused(attach: Attach, model: Path) -> None:
+    unified = HostMemory()
+    unified.storage_format_tag, unified.stores_page_envelope = "unified-token-major", True  # type: ignore[attr-defined]
+    del unified.head_dim
+    for extra in ({}, {"model_path": str(model)}):
+        with pytest.raises(ConfigError, match=r"--enable-unified-memory.*start it without that"):
+            attach(unified, extra, model_name=f"{model}-unified-token-major")
+
+
+def test_host_memory_without_a_shape_is_refused(attach: Attach) -> None:
+    host = HostMemory()
+    del host.head_dim
+    with pytest.raises(ConfigError, match="HostMemory does not tell its shape"):
+        attach(host)
+
+
+# What goes wrong with one pool is no matter of the others.
+
+
+class Uneven(HostMemory):
+    """Memory whose pieces do not go into pages, as of another layout than SGLang took it for."""
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        addresses, sizes = super().get_page_buffer_meta(indices)
+        return addresses[:-1], sizes[:-1]
+
+
+class Unplaced(HostMemory):
+    """Memory that SGLang cannot tell the addresses of."""
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        raise ValueError("Unsupported layout: layer_page_first")
+
+
+@pytest.mark.parametrize("broken", [Uneven, Unplaced])
+def test_a_pool_without_places_for_its_pages_misses_and_no_other_does(
+    attach: Attach, sglang: Any, broken: type[HostMemory]
+) -> None:
+    backend = attach(HostMemory())
+    backend.register_mem_host_pool_v2(broken(), sglang.PoolName.MAMBA)
+    transfers = [
+        sglang.PoolTransfer(name=name, host_indices=indices(0, 1), keys=["a", "b"])
+        for name in (sglang.PoolName.MAMBA, sglang.PoolName.KV)
+    ]
+    assert backend.batch_set_v2(transfers) == {"mamba": [False, False], "kv": [True, True]}
+    assert backend.batch_get_v2(transfers) == {"mamba": [False, False], "kv": [True, True]}
+
+
+def test_pages_without_places_are_a_miss_in_version_1(attach: Attach) -> None:
+    backend = attach(Uneven())
+    assert backend.batch_set_v1(["a", "b"], indices(0, 1)) == [*backend.batch_get_v1(["a"], indices(0)), False]
+
+
+def test_a_pool_that_was_never_registered_has_no_pages(attach: Attach, sglang: Any) -> None:
+    backend = attach(HostMemory())
+    backend.batch_set_v1(["a"], indices(0))
+    unknown = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(0), keys=["a"])
+    assert backend.batch_exists_v2(["a"], [unknown]).kv_hit_pages == 0
+    assert backend.batch_get_v2([unknown]) == backend.batch_set_v2([unknown]) == {"indexer": [False]}
+
+
+def test_flat_tensors_are_memory_that_rdma_was_told_of(
+    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StrictStore(MemoryStore(1 << 20))
+    guarded = GuardedBackend(lambda: CheckedBackend(store))
+    wait_until(lambda: guarded.is_ready, "the store")
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(guarded, namespace))
+    host = HostMemory()
+    backend = attach(host, {"interface_v1": 0})
+    page = host.pieces(0)[0].flatten()  # SGLang hands over views of host memory, too
+    assert backend.batch_set(["a", "b"], [page, torch.ones(page.numel(), dtype=page.dtype)])
+    before = dict(store.registered.regions)
+    target = torch.zeros_like(page)
+    got = backend.batch_get(["a", "b"], [target, host.pieces(4)[0].flatten()])
+    assert torch.equal(got[0], page)
+    assert torch.equal(got[1], torch.ones_like(page))
+    assert (store.registered.complaints, store.registered.regions) == ([], before)
 
 
 def test_clearing_removes_this_models_pages(attach: Attach) -> None:

@@ -1,0 +1,120 @@
+"""Settings of another engine that decide on the bytes of its blocks, as the namespace and its manifest have them.
+
+Which of an engine's settings do not is a table of that engine (``sglang_settings.py``, ``fastdeploy_settings.py``);
+all others count, also those that nobody has looked at yet.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import re
+from collections.abc import Container, Mapping
+from pathlib import Path
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.namespace import fingerprint_model
+
+__all__ = ["digest_settings", "list_facts", "read_settings"]
+
+_CHUNK_BYTES = 1 << 20
+# A manifest takes sixteen facts, of which ``collect_facts`` and the integrations give five.
+_MAX_FACTS = 10
+_MAX_TEXT = 80
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def read_settings(values: Mapping[str, object], neutral: Container[str] = ()) -> dict[str, str]:
+    """The texts of all settings but the neutral ones, equal for two that have one effect.
+
+    A file or folder that a setting names is given by its content: it may lie elsewhere on another machine, and may
+    change where it lies.
+
+    Args:
+        values: of all settings, by their names.
+        neutral: names of settings that cannot change KV bytes.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return {name: _write(value) for name, value in sorted(values.items()) if name not in neutral}
+
+
+def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
+    """``Namespace.model`` of a checkpoint that an engine serves with these settings.
+
+    Args:
+        fingerprint: ``fingerprint_model()`` of the checkpoint.
+        settings: as ``read_settings`` gives them.
+    """
+    return hashlib.sha256(json.dumps([fingerprint, dict(settings)], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """Facts for a manifest: the settings that are not at their defaults; beyond ten, the digest of the others."""
+    changed = {name: text for name, text in settings.items() if text != defaults.get(name)}
+    names = list(changed)
+    rest = [[name, changed[name]] for name in names[_MAX_FACTS:]]
+    others = {f"setting {rest[0][0]} or a later one": _digest(json.dumps(rest).encode())} if rest else {}
+    return {**others, **{f"setting {name}": _shorten(changed[name]) for name in names[:_MAX_FACTS]}}
+
+
+def _write(value: object) -> str:
+    """One line of text; JSON but for texts."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return _write_text(str(value))
+    return json.dumps(_replace_paths(value), sort_keys=True, default=_name_object)
+
+
+def _replace_paths(value: object) -> object:
+    if isinstance(value, str):
+        return _write_text(value)
+    if isinstance(value, Mapping):
+        return {str(name): _replace_paths(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_paths(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(_replace_paths(each)) for each in value)
+    return value
+
+
+def _write_text(text: str) -> str:
+    path = Path(text)
+    try:
+        return _digest_path(path) if "/" in text and path.exists() else text
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename or text} cannot be read: {exc.strerror}") from exc
+
+
+def _digest_path(path: Path) -> str:
+    """What a file or folder holds; of a checkpoint as much as ``fingerprint_model`` reads."""
+    if path.is_dir() and (path / "config.json").is_file():
+        try:
+            return f"checkpoint {fingerprint_model(path)}"
+        except ConfigError:
+            pass  # an adapter, or a tokenizer alone: all files are read
+    digest = hashlib.sha256()
+    for file in sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]:
+        digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return f"content {digest.hexdigest()[:16]}"
+
+
+def _name_object(value: object) -> str:
+    """A name for what JSON has no form of: one that is the same in the next process."""
+    return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
+
+
+def _shorten(text: str) -> str:
+    plain = "".join(character if character.isprintable() else "?" for character in text)
+    return plain if len(plain) <= _MAX_TEXT else f"{plain[:_MAX_TEXT]}... {_digest(text.encode())}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
