@@ -36,7 +36,14 @@ from kvstore_backend.config.settings import (
     MooncakeSettings,
     PoolConfig,
 )
-from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
+from kvstore_backend.config.sources import (
+    describe_override,
+    describe_url,
+    load_config,
+    names_pool,
+    names_protocol,
+    read_config,
+)
 from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
     "PoolConfig",
     "ascend_buffer_pool",
     "describe_override",
+    "describe_url",
     "did_you_mean",
     "fastdeploy_plugins",
     "find_checkpoint",
@@ -59,6 +67,7 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "names_pool",
     "names_protocol",
     "offload_bucket",
     "offload_limit",

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_backend.cli import main
+from kvstore_backend.cli.operator import clear
 from tests.kvstore_backend.cli.operator.pools import Commands, Ended
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kvstore clear`` gives instances no time to find its mark where there are none."""
+    monkeypatch.setattr(clear, "_SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
