@@ -35,6 +35,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._withheld: set[int] = set()
         # All blocks with no reference, in the order they are reused: free ones first, then idle, oldest first.
         self._unused: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
 
@@ -62,6 +63,18 @@ class BlockManager:
     def has_contents(self, block_hash: bytes) -> bool:
         """Whether a block has these contents."""
         return block_hash in self._block_of
+
+    def find_block(self, block_hash: bytes) -> int | None:
+        """The block that is published under this hash."""
+        return self._block_of.get(block_hash)
+
+    def withhold_published(self) -> None:
+        """Let ``is_withheld`` be true of all published blocks, until each is allocated again."""
+        self._withheld.update(self._block_of.values())
+
+    def is_withheld(self, block: int) -> bool:
+        """Whether the contents of ``block`` are not to be saved: an operator cleared the pool when they were here."""
+        return block in self._withheld
 
     def iterate_hashes(self) -> Iterator[bytes]:
         """The hashes of idle blocks, those used last first, then of blocks that are held."""
@@ -101,6 +114,7 @@ class BlockManager:
         for _ in range(count):
             block, _ = self._unused.popitem(last=False)
             self._unpublish(block)
+            self._withheld.discard(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks

@@ -209,6 +209,10 @@ class EngineCore:
         """Give back references that ``Listener.on_computed`` was given. From any thread."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
+    def count_cached_blocks(self) -> int:
+        """How many blocks the prefix cache has. From any thread."""
+        return self.scheduler.blocks.num_cached_blocks
+
     def clear_prefix_cache(self) -> None:
         """Forget the prefixes that are cached now: sequences submitted after this call find none of them.
 

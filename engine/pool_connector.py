@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 
 from engine.background import yield_to_compute
 from engine.kept_blocks import KeptBlocks
@@ -202,11 +203,20 @@ class PoolConnector:
                 why = f"{pending} others wait for it" if self._pool.is_ready else "the pool is away"
                 log.debug("request %s: %d blocks are not saved: %s", sequence.request.request_id, last - first, why)
             return
-        for begin, end, seconds in self._kept.split_blocks(sequence, first, last):
-            # What another cut has is not stored twice, unless it is to be kept.
-            for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
-                self._start_save_of(sequence, run.start, run.stop, seconds)
+        for allowed in self._list_not_withheld(sequence, first, last):
+            for begin, end, seconds in self._kept.split_blocks(sequence, allowed.start, allowed.stop):
+                # What another cut has is not stored twice, unless it is to be kept.
+                for run in [range(begin, end)] if seconds else sequence.list_ungathered(begin, end):
+                    self._start_save_of(sequence, run.start, run.stop, seconds)
         sequence.num_saved = last
+
+    def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
+        """Runs of the blocks from ``first`` to ``last`` that were not cached here when an operator cleared the pool."""
+        is_withheld = self._scheduler.blocks.is_withheld
+        for withheld, run in groupby(range(first, last), key=lambda i: is_withheld(sequence.block_table[i])):
+            if not withheld:
+                members = list(run)
+                yield range(members[0], members[-1] + 1)
 
     def _start_save_of(self, sequence: Sequence, first: int, last: int, keep_seconds: float) -> None:
         """Begin to save some of the blocks; with ``keep_seconds`` also those that the pool has."""

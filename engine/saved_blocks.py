@@ -55,8 +55,8 @@ class SavedBlocks:
         """Hashes of up to ``most`` cached blocks that the pool had, those used last first."""
 
         def pick_hashes() -> list[bytes]:
-            published = self._blocks.iterate_hashes()
-            return list(itertools.islice(filter(self._saved.__contains__, published), most))
+            saved = filter(self._saved.__contains__, self._blocks.iterate_hashes())
+            return list(itertools.islice(filter(self._may_save, saved), most))
 
         return self._ask(pick_hashes)
 
@@ -72,9 +72,17 @@ class SavedBlocks:
         """Let those that were saved again be reused in the order they were in before."""
         self._ask(lambda: self._blocks.use_in_order(hashes))
 
+    def withhold_blocks(self) -> None:
+        """Save nothing more that is cached now: an operator cleared the pool."""
+        self._ask(self._blocks.withhold_published)
+
+    def _may_save(self, block_hash: bytes) -> bool:
+        block = self._blocks.find_block(block_hash)
+        return block is not None and not self._blocks.is_withheld(block)
+
     def _start_save(self, hashes: SequenceOf[bytes], answer: Callable[[tuple[int, int]], None]) -> None:
         most = min(self._most_held, int(_HELD_SHARE * self._blocks.num_available))
-        cached = [each for each in hashes if self._blocks.has_contents(each)][:most]
+        cached = list(filter(self._may_save, hashes))[:most]
         if not cached:
             answer((0, 0))
             return

@@ -21,6 +21,7 @@ cuts/          blocks of the same model under another tensor-parallel size or bl
 load_or_compute.py  whether loading blocks from the pool is quicker than computing them
 pool_timing.py  the same for a whole pool and an instance, measured: kvstore doctor --instance
 refill.py      blocks that the pool has lost are put again by an instance that still holds them
+clear_marks.py  marks of an operator's clear, after which nothing is put again that was saved before
 wrappers/      backends around a backend, one concern each: headers, deadlines, writes in the background, tiers, metrics
 stores/        where bytes live: a Mooncake cluster, a folder, this process's memory
 config/        every dialect of configuration -> one PoolConfig

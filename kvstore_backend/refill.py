@@ -7,6 +7,10 @@ the most useful first, in small batches with pauses, for as long as the pool tak
 
 A pool that is full loses blocks as well, but little by little: that is eviction, and putting those again would only
 evict others. So only a sudden loss counts, and rounds that follow one another keep ever longer pauses.
+
+What an operator removes stays removed: ``kvstore clear`` leaves a mark (``clear_marks.py``) before it removes anything.
+Marks are read in every period, before every batch, and once more between the question that shows a loss and the round
+that would make it good. An instance that finds a new mark takes everything it holds for cleared.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore_backend.backend import Status
+from kvstore_backend.clear_marks import ClearMarks
+from kvstore_backend.namespace import key_prefix
 from kvstore_backend.pool import BlockPool
 
 __all__ = ["Holder", "LossDetector", "Refill"]
@@ -54,6 +60,9 @@ class Holder(Protocol):
     def end_round(self, hashes: Sequence[bytes]) -> None:
         """Hear that no more of these, which were listed, are saved again: the first is still the most useful."""
 
+    def withhold_blocks(self) -> None:
+        """Hear that an operator cleared the pool: what is held now is neither listed nor saved again from here."""
+
 
 class LossDetector:
     """Tells a sudden loss from the share of blocks that was found each time."""
@@ -84,6 +93,7 @@ class Refill:
         holder: the instance's cache.
         on_blocks: called with the number of blocks of each batch that the pool has again.
         start_thread: called first on the thread.
+        digests: of all namespaces that the instance saves blocks of; default: the pool's.
         period: seconds between two questions.
     """
 
@@ -94,6 +104,7 @@ class Refill:
         on_blocks: Callable[[int], None],
         *,
         start_thread: Callable[[], None] = lambda: None,
+        digests: Sequence[str] = (),
         period: float = _PERIOD_SECONDS,
     ) -> None:
         self._pool = pool
@@ -104,6 +115,8 @@ class Refill:
         self._pause = period
         self._not_before = 0.0
         self._detector = LossDetector()
+        self._digests = digests or [pool.namespace.digest]
+        self._marks = ClearMarks(pool, self._digests)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-refill", daemon=True)
         self._thread.start()
@@ -116,11 +129,29 @@ class Refill:
         self._start_thread()
         while not self._closed.wait(self._period):
             try:
-                if self._pool.is_ready and time.monotonic() >= self._not_before and self._has_lost_blocks():
-                    self._put_again()
+                if self._pool.is_ready:
+                    self._look_after_pool()
             except Exception:
                 if not self._closed.is_set():
                     logger.exception("Looking for blocks that the pool has lost failed; it is tried again")
+
+    def _look_after_pool(self) -> None:
+        """Hear of a clear, and make a loss good that is no clear."""
+        is_due = time.monotonic() >= self._not_before
+        is_loss = is_due and self._has_lost_blocks()
+        if self._may_put_again() and is_loss:
+            self._put_again()
+
+    def _may_put_again(self) -> bool:
+        """Whether the pool says that nobody cleared it; after a clear, all that is held is withheld."""
+        is_cleared = self._marks.look()
+        if is_cleared:
+            self._holder.withhold_blocks()
+            self._detector.start_anew()
+            if all(self._pool.stack.drop_own_copies(key_prefix(digest)) for digest in self._digests):
+                self._marks.accept()  # else once more in the next period
+                logger.info("An operator cleared the pool: blocks that were saved before are not put again")
+        return is_cleared is False
 
     def _has_lost_blocks(self) -> bool:
         held = self._holder.list_saved_blocks(_SAMPLED_FROM)
@@ -131,7 +162,7 @@ class Refill:
         found = statuses.count(Status.OK)
         is_loss = self._detector.is_loss(found, len(statuses))
         if is_loss:
-            logger.info("The pool has lost blocks: it has %d of %d asked for; they are put again", found, len(sample))
+            logger.info("The pool lacks blocks: it has %d of %d asked for", found, len(sample))
         return is_loss
 
     def _put_again(self) -> None:
@@ -141,6 +172,8 @@ class Refill:
         count, is_refused = 0, False
         for start in range(0, len(hashes), _BATCH):
             batch_begun = time.monotonic()
+            if not self._may_put_again():
+                break
             tried, stored = self._holder.save_again(hashes[start : start + _BATCH])
             self._on_blocks(stored)
             count += stored

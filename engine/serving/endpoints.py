@@ -74,7 +74,8 @@ def create_app(instance: Instance) -> FastAPI:
     _add_completions(app, instance)
     _add_orders(app, instance)
     _add_state(app, instance)
-    add_kvcache_paths(app, instance.explainer, instance.completions)
+    count_cached = instance.core.count_cached_blocks
+    add_kvcache_paths(app, instance.explainer, instance.completions, instance.pool_url, count_cached)
     return app
 
 

@@ -52,7 +52,7 @@ from engine.staging import MAX_LENT_BYTES, open_direct, stage_handovers
 from engine.tracing import open_tracer
 from engine.why_miss.explainer import MissExplainer
 from kvstore_backend import BlockPool, PoolConfig, open_pool
-from kvstore_backend.config import named_protocol, named_rdma_devices
+from kvstore_backend.config import describe_url, named_protocol, named_rdma_devices
 from kvstore_backend.manifest import Manifest
 
 __all__ = ["Instance"]
@@ -106,6 +106,7 @@ class Instance:
             self.dialect,
         )
         manifest = Manifest((pool or runner).namespace.fields, runner.facts)
+        self.pool_url = describe_url(around.pool) if around.pool else ""
         self.explainer = MissExplainer(self.generations.recent, tokenizer, manifest, pool)
         store = None if args.splitwise_role == "prefill" else ResponseStore()
         self.responses = Responses(self.completions, store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -57,17 +58,28 @@ class InquiryBody(Body):
     manifest: dict[str, Any]
 
 
-def add_kvcache_paths(app: FastAPI, explainer: MissExplainer, completions: Completions) -> None:
-    """Add the paths; ``completions`` tokenizes prompts as those of requests."""
+def add_kvcache_paths(
+    app: FastAPI, explainer: MissExplainer, completions: Completions, pool_url: str, count_cached: Callable[[], int]
+) -> None:
+    """Add the paths.
+
+    Args:
+        app: of the instance.
+        explainer: asked why.
+        completions: tokenizes prompts as those of requests.
+        pool_url: names the pool, for operators' commands; empty: there is none.
+        count_cached: how many blocks the instance's own cache has.
+    """
 
     @app.get("/kvcache")
     async def describe_blocks() -> Response:
         pool = explainer.pool
         state = None
         if pool is not None:
-            state = {"ready": pool.is_ready, "detail": pool.health().detail}
+            state = {"ready": pool.is_ready, "detail": pool.health().detail, "url": pool_url}
         manifest = explainer.manifest
-        return JSONResponse({"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state})
+        told = {"digest": manifest.digest, "manifest": manifest.to_json(), "pool": state}
+        return JSONResponse({**told, "cached_blocks": count_cached()})
 
     @app.get("/kvcache/why_miss/{request_id:path}")
     async def explain_request(request_id: str) -> Response:

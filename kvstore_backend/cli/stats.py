@@ -20,9 +20,11 @@ from rich.live import Live
 from rich.text import Text
 
 from kvstore_backend.backend import ConfigError, KVStoreError, PoolUnavailable
+from kvstore_backend.clear_marks import MARK_PREFIX
 from kvstore_backend.cli import checks
+from kvstore_backend.cli.operator.pool import find_pool
 from kvstore_backend.cli.report import format_bytes, format_table, print_json
-from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig, read_config
+from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="instances to ask for their hit rates; CONFIG comes before this",
+        help="instances to ask for their hit rates, and where no pool is named for that; CONFIG comes before this",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     parser.add_argument(
@@ -106,9 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.json and arguments.watch:
         raise ConfigError("--watch shows tables and --json writes one document; leave out one")
-    config = read_config(arguments.config)
-    if config is None:
-        raise ConfigError("the configuration says that there is no pool")
+    config = find_pool(arguments.config, arguments.instances)
     if arguments.watch:
         _watch_figures(config, arguments)
     figures = _read_figures(config, arguments)
@@ -217,6 +217,8 @@ def _namespace_of(key: str) -> str:
     """The digest in a block's key."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
+    if key.startswith(MARK_PREFIX):
+        return "(marks of kvstore clear)"
     try:
         digest, _ = parse_key(key)
     except ValueError:

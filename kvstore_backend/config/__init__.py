@@ -37,7 +37,14 @@ from kvstore_backend.config.settings import (
     MooncakeSettings,
     PoolConfig,
 )
-from kvstore_backend.config.sources import describe_override, load_config, names_protocol, read_config
+from kvstore_backend.config.sources import (
+    describe_override,
+    describe_url,
+    load_config,
+    names_pool,
+    names_protocol,
+    read_config,
+)
 from kvstore_backend.config.values import parse_size, parse_switch, parse_tenant
 
 __all__ = [
@@ -48,6 +55,7 @@ __all__ = [
     "PoolConfig",
     "ascend_buffer_pool",
     "describe_override",
+    "describe_url",
     "did_you_mean",
     "engine_variables",
     "fastdeploy_plugins",
@@ -61,6 +69,7 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "names_pool",
     "names_protocol",
     "offload_bucket",
     "offload_limit",

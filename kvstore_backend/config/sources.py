@@ -15,12 +15,14 @@ from dataclasses import MISSING, Field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.config.dialects import NATIVE_NAMES, ParsedConfig, is_url, read_file, read_url
 from kvstore_backend.config.environment import named_protocol
 from kvstore_backend.config.hints import did_you_mean
 from kvstore_backend.config.settings import (
+    DEFAULT_TENANT,
     STORE_SETTINGS,
     FileSettings,
     MemorySettings,
@@ -30,7 +32,7 @@ from kvstore_backend.config.settings import (
 )
 from kvstore_backend.config.values import MissingDeviceError
 
-__all__ = ["describe_override", "load_config", "names_protocol", "read_config"]
+__all__ = ["describe_override", "describe_url", "load_config", "names_pool", "names_protocol", "read_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +114,43 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
     if path is not None:
         backend = read_file(path, named_by).backend
         return load_config(backend, config_path=path, environ=environ) if backend else None
-    for kind in STORE_SETTINGS.values():
-        if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
-            return load_config(kind.backend, environ=environ)
+    if kind := _find_kind(environ):
+        return load_config(kind.backend, environ=environ)
     raise ConfigError(
         "no pool is configured: give a configuration file or a URL such as mooncake://127.0.0.1:15001, "
         "or set MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER_SERVER_ADDR"
     )
+
+
+def names_pool(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment names a pool, or says that there is none."""
+    environ = os.environ if environ is None else environ
+    return _file_of_environment(environ)[0] is not None or _find_kind(environ) is not None
+
+
+def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
+    """The kind of store of which the environment sets something."""
+    for kind in STORE_SETTINGS.values():
+        if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
+            return kind
+    return None
+
+
+def describe_url(config: PoolConfig) -> str:
+    """The URL of the pool, for ``read_config`` in another process of this machine or one that reaches the pool."""
+    match config.store:
+        case MooncakeSettings() as store:
+            scheme = "" if store.etcd_addresses else "mooncake://"
+            named = {"metadata_server": store.metadata_server, "protocol": store.protocol}
+            if store.etcd_addresses:
+                named["cluster_id"] = store.cluster_id
+            if store.tenant_id != DEFAULT_TENANT:
+                named["tenant_id"] = store.tenant_id
+            return f"{scheme}{store.master_server_addr}?{urlencode(named)}"
+        case FileSettings() as store:
+            return f"file://{quote(str(store.path))}?size={store.size}"
+        case MemorySettings() as store:
+            return f"memory:?size={store.size}"
 
 
 def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:

@@ -37,7 +37,7 @@ from kvstore_backend.namespace import FORMAT_VERSION, parse_key
 from kvstore_backend.wrappers.parts import Parts, count_bytes
 from kvstore_backend.wrappers.wrapper import Wrapper
 
-__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend", "find_fault"]
+__all__ = ["HEADER_BYTES", "REASONS", "CheckedBackend", "find_fault", "seal_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -285,6 +285,14 @@ def find_fault(key: str, stored: NDArray[np.uint8]) -> str | None:
     header = stored[:HEADER_BYTES].tobytes()
     wanted = _build_header(key, payload)
     return None if header == wanted else _find_wrong_field(header, wanted)
+
+
+def seal_bytes(key: str, data: bytes) -> NDArray[np.uint8]:
+    """The bytes to store under ``key`` so that a ``CheckedBackend`` reads ``data``."""
+    stored = np.frombuffer(bytes(HEADER_BYTES) + data, dtype=np.uint8).copy()
+    header = _build_header(key, [Span(stored.ctypes.data + HEADER_BYTES, len(data))])
+    stored[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+    return stored
 
 
 def _hash_value(value: Value) -> int:

@@ -82,6 +82,14 @@ class TieredBackend(Stack):
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         return self._large._exists_for_all(keys)
 
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._large._get_for_all(keys, targets)
+
+    def drop_own_copies(self, prefix: str) -> bool:
+        """Clear the fast tier, and the writes on their way to the large one."""
+        is_dropped = self._large.drop_own_copies(prefix)
+        return self._fast._clear(prefix) is Status.OK and is_dropped
+
     def _remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
         large = self._large._remove(keys, force=force)
         fast = self._fast._remove(keys, force=force)

@@ -58,9 +58,23 @@ class Stack(StorageBackend):
         check_keys(keys)
         return self._exists_for_all(keys)
 
+    def drop_own_copies(self, prefix: str) -> bool:
+        """Drop what only this process has of the keys that begin with ``prefix``: copies, and writes on their way.
+
+        The pool that others share is left as it is; a write that is being sent goes on.
+
+        Returns:
+            False if some copies may be left.
+        """
+        return True
+
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         """``exists_for_all``, of keys that were checked."""
         return self._exists(keys)
+
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        """``get`` without the copies that only this instance has, and without leaving one; of checked arguments."""
+        return self._get(keys, targets)
 
 
 class Wrapper(StorageBackend):
@@ -126,8 +140,14 @@ class StackWrapper(Wrapper, Stack):
     def flush_writes(self, seconds: float) -> bool:
         return self._store.flush_writes(seconds)
 
+    def drop_own_copies(self, prefix: str) -> bool:
+        return self._store.drop_own_copies(prefix)
+
     def _exists_for_all(self, keys: Sequence[str]) -> list[Status]:
         return self._store._exists_for_all(keys)
+
+    def _get_for_all(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self._store._get_for_all(keys, targets)
 
 
 class _BareStack(Wrapper, Stack):

@@ -144,12 +144,22 @@ class WriteBehindBackend(StackWrapper):
 
     def _clear(self, prefix: str) -> Status:
         """As the pool answers, after the queue: ``FAILED`` while a block on its way is being sent."""
+        is_sending = self._withdraw(prefix)
+        answer = self._store._clear(prefix)
+        return Status.FAILED if is_sending else answer
+
+    def drop_own_copies(self, prefix: str) -> bool:
+        """Take blocks out of the queue that are not being sent."""
+        self._withdraw(prefix)
+        return self._store.drop_own_copies(prefix)
+
+    def _withdraw(self, prefix: str) -> bool:
+        """Take blocks that are not being sent out of the queue; whether others are."""
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
             is_sending = {key for key in queued if self._blocks[key].is_sending}
             self._take_out(queued - is_sending)
-        answer = self._store._clear(prefix)
-        return Status.FAILED if is_sending else answer
+        return bool(is_sending)
 
     def flush_writes(self, seconds: float) -> bool:
         """Wait until everything accepted so far has been written or given up; False if ``seconds`` were not enough."""

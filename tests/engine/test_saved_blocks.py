@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from engine import pool_connector
+from engine.cache_hints import CacheHint
 from kvstore_backend import Status
+from kvstore_backend.clear_marks import ClearMarks
 from kvstore_backend.namespace import Namespace
 from kvstore_backend.refill import Refill
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
+from tests.support.clearing import leave_mark
 from tests.support.waiting import wait_until
 
 PROMPTS = [random.Random(seed).choices(range(VOCAB_SIZE), k=100) for seed in range(4)]
@@ -33,6 +36,20 @@ def store(memory: MemoryStore) -> Iterator[FaultyStore]:
     faulty = FaultyStore(memory)
     yield faulty
     faulty.go_on()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """What each look for a clear told."""
+    told: list[bool | None] = []
+    look = ClearMarks.look
+
+    def note(marks: ClearMarks) -> bool | None:
+        told.append(look(marks))
+        return told[-1]
+
+    monkeypatch.setattr(ClearMarks, "look", note)
+    return told
 
 
 @pytest.fixture
@@ -91,3 +108,51 @@ def test_generated_text_that_was_never_saved_is_not_saved_now(engine: Engine, me
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: engine.metric("kvstore_refilled_blocks_total") == BLOCKS, "all blocks")
     assert memory.stats().keys == BLOCKS
+
+
+def test_what_an_operator_removes_stays_removed_while_its_prompts_are_asked_again(
+    engine: Engine, memory: MemoryStore, looks: list[bool | None]
+) -> None:
+    right = [engine.answer(prompt, 12).wait() for prompt in PROMPTS]
+    leave_mark(memory, engine.runner.namespace.digest)
+    lose_all(memory, engine.runner.namespace)
+    wait_until(lambda: True in looks, "the mark to be found")
+    looks.clear()
+    while len(looks) < 12:  # as many periods as a minute has where they take 5 s
+        assert [engine.answer(prompt, 12).wait() for prompt in PROMPTS] == right
+    assert memory.stats().keys == 1  # the mark
+    assert engine.metric("kvstore_refilled_blocks_total") == 0
+
+    other = random.Random(9).choices(range(VOCAB_SIZE), k=100)
+    engine.answer(other, 4)
+    assert memory.stats().keys == 1 + 6
+    lose_all(memory, engine.runner.namespace)
+    looks.clear()
+    wait_until(lambda: len(looks) >= 12, "twelve periods")
+    assert memory.stats().keys == 1  # six are too few to say that blocks were lost
+
+
+def test_what_is_computed_after_a_clear_is_saved_and_put_again(
+    engine: Engine, memory: MemoryStore, looks: list[bool | None]
+) -> None:
+    leave_mark(memory, engine.runner.namespace.digest)
+    lose_all(memory, engine.runner.namespace)
+    wait_until(lambda: True in looks, "the mark to be found")
+    engine.core.clear_prefix_cache()
+    for prompt in PROMPTS:
+        engine.answer(prompt, 4)
+    assert memory.stats().keys == 1 + BLOCKS
+    looks.clear()
+    wait_until(lambda: len(looks) >= 2, "a look at the blocks")
+    lose_all(memory, engine.runner.namespace)
+    wait_until(lambda: memory.stats().keys == 1 + BLOCKS, "all blocks")
+
+
+def test_a_cached_prompt_that_is_to_be_kept_does_not_come_back_after_a_clear(
+    engine: Engine, memory: MemoryStore, looks: list[bool | None]
+) -> None:
+    leave_mark(memory, engine.runner.namespace.digest)
+    lose_all(memory, engine.runner.namespace)
+    wait_until(lambda: True in looks, "the mark to be found")
+    engine.answer(PROMPTS[0], 4, hints=(CacheHint(96, 3600.0),))
+    assert memory.stats().keys == 1

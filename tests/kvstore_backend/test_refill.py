@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvstore_backend.backend import Status, Value
+from kvstore_backend.clear_marks import ALL, mark_key
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.refill import LossDetector, Refill
 from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.faults.blocks import NAMESPACE, conversation, right_bytes
+from tests.support.clearing import leave_mark
 from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
@@ -30,6 +33,7 @@ class Instance:
         self.held: list[bytes] = list(HASHES)
         self.offered: list[bytes] = []
         self.ended: list[Sequence[bytes]] = []
+        self.times_withheld = 0
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
         return self.held[:most]
@@ -42,6 +46,10 @@ class Instance:
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
         self.ended.append(hashes)
+
+    def withhold_blocks(self) -> None:
+        self.held.clear()
+        self.times_withheld += 1
 
 
 class Full(Wrapper):
@@ -58,7 +66,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.store = Full(MemoryStore(1 << 20))
-        self.pool = BlockPool(self.store, NAMESPACE)
+        self.pool = BlockPool(CheckedBackend(self.store), NAMESPACE)
         self.instance = Instance(self.pool)
         self.instance.save_again(HASHES)
         self.instance.offered.clear()
@@ -67,8 +75,9 @@ class Watched:
         self.refill = Refill(self.pool, self.instance, self.counted.append, period=0.002)
         self.wait_for_questions()
 
-    def wait_for_questions(self) -> None:
-        """Until the pool has been asked twice more, so once after all that happened before."""
+    def wait_for_questions(self, count: int = 2) -> None:
+        """Until the pool has been asked so often more; two, and one was after all that happened before."""
+        self.times_asked = 0
         asked = itertools.count()
         exists = self.store._exists
 
@@ -77,8 +86,17 @@ class Watched:
             return exists(keys)
 
         self.store._exists = counting  # type: ignore[method-assign]
-        wait_until(lambda: self.times_asked >= 2, "two questions")
+        wait_until(lambda: self.times_asked >= count, "questions")
         self.store._exists = exists  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        """What ``kvstore clear`` does."""
+        self.mark()
+        self.lose(HASHES)
+
+    def mark(self, digest: str = NAMESPACE.digest) -> None:
+        """Leave the mark of a clear."""
+        leave_mark(CheckedBackend(self.store), digest)
 
     def lose(self, hashes: Sequence[bytes]) -> None:
         """Let the pool forget these blocks."""
@@ -145,6 +163,87 @@ def test_a_pool_that_cannot_answer_is_not_taken_for_one_that_lost_blocks(watched
     watched.store._exists = exists  # type: ignore[method-assign]
     watched.wait_for_questions()
     assert watched.instance.offered == []
+
+
+@pytest.mark.parametrize("digest", [NAMESPACE.digest, ALL])
+def test_what_an_operator_removes_stays_removed_and_what_is_held_afterwards_is_put_again(
+    watched: Watched, digest: str
+) -> None:
+    watched.mark(digest)
+    watched.lose(HASHES)
+    # As many periods as a minute has where they take 5 s; without blocks the pool is not asked for any.
+    wait_until(lambda: watched.instance.times_withheld == 1, "the mark to be found")
+    watched.instance.held.append(HASHES[0])
+    watched.wait_for_questions(12)
+    assert (watched.num_there, watched.instance.offered) == (0, [])
+
+    watched.instance.held[:] = HASHES[:50]
+    watched.instance.save_again(HASHES[:50])
+    watched.wait_for_questions(3)
+    watched.lose(HASHES[:50])
+    wait_until(lambda: watched.num_there == 50, "the blocks of afterwards")
+    assert watched.instance.times_withheld == 1
+
+
+def test_several_clears_are_as_many_marks_and_a_mark_that_is_lost_is_none(watched: Watched) -> None:
+    for count in (1, 2):
+        watched.clear()
+        wait_until(lambda count=count: watched.instance.times_withheld == count, "the mark to be found")  # type: ignore[misc]
+    watched.store.remove([mark_key(NAMESPACE.digest)])
+    watched.instance.held.append(HASHES[0])
+    watched.wait_for_questions(12)
+    assert watched.instance.times_withheld == 2
+    assert watched.num_there == 0
+
+
+def test_a_mark_that_cannot_be_read_keeps_lost_blocks_waiting(watched: Watched) -> None:
+    get = watched.store._get
+    watched.store._get = lambda keys, targets: [Status.FAILED] * len(keys)  # type: ignore[method-assign]
+    watched.clear()
+    watched.wait_for_questions(12)
+    assert watched.instance.offered == []
+    watched.store._get = get  # type: ignore[method-assign]
+    wait_until(lambda: watched.instance.times_withheld == 1, "the mark to be found")
+    assert watched.num_there == 0
+
+
+def test_a_clear_in_the_middle_of_a_round_ends_it(watched: Watched) -> None:
+    save_again = watched.instance.save_again
+
+    def clear_after_a_batch(hashes: Sequence[bytes]) -> tuple[int, int]:
+        saved = save_again(hashes)
+        watched.clear()
+        return saved
+
+    watched.instance.save_again = clear_after_a_batch  # type: ignore[method-assign]
+    watched.lose(HASHES)
+    wait_until(lambda: watched.instance.times_withheld == 1, "the mark to be found")
+    wait_until(lambda: watched.instance.ended, "the end of the round")
+    assert (watched.num_there, len(watched.instance.offered)) == (0, 32)
+
+
+def test_a_mark_from_before_an_instance_joined_is_found_once(watched: Watched) -> None:
+    watched.clear()
+    later = Instance(watched.pool)
+    refill = Refill(watched.pool, later, watched.counted.append, period=0.002)
+    try:
+        wait_until(lambda: later.times_withheld == 1, "the mark to be found")
+        watched.wait_for_questions(12)
+        assert later.times_withheld == 1
+    finally:
+        refill.close()
+
+
+def test_copies_that_only_the_instance_has_are_dropped_with_the_pools(watched: Watched) -> None:
+    dropped: list[str] = []
+    stack = watched.pool.stack
+    answers = iter([False, True])
+    stack.drop_own_copies = lambda prefix: dropped.append(prefix) or next(answers)  # type: ignore[method-assign,func-returns-value]
+    watched.clear()
+    wait_until(lambda: len(dropped) == 2, "a second try after one that failed")
+    watched.instance.held.append(HASHES[0])
+    watched.wait_for_questions(12)
+    assert dropped == 2 * [NAMESPACE.prefix]
 
 
 def test_any_drop_of_more_than_a_tenth_is_a_loss_until_it_is_made_good_and_no_rise_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,11 +15,49 @@ from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.manifest import Manifest, ManifestError, parse_manifest
 from kvstore_backend.why_miss import REASONS, Verdict
 
-__all__ = ["ask_instance_for_prompt", "ask_instance_for_request", "ask_router", "is_address", "read_instance"]
+__all__ = [
+    "CacheState",
+    "ask_instance_for_prompt",
+    "ask_instance_for_request",
+    "ask_router",
+    "clear_cache",
+    "clear_caches_of_router",
+    "find_pool_url",
+    "is_address",
+    "list_instances",
+    "read_cache",
+    "read_instance",
+]
 
 # A router asks an instance, and perhaps the others after it.
 _TIMEOUT_SECONDS = 30.0
+_ROLES = ("mixed", "prefill", "decode")
+_CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 _ADDRESS = re.compile(r"(?:https?://)?(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """An instance's own cache.
+
+    Attributes:
+        address: of the instance.
+        digest: of the namespace of its blocks; empty: it does not say.
+        num_blocks: that it has cached; None: it does not say.
+    """
+
+    address: str
+    digest: str
+    num_blocks: int | None
+
+    @property
+    def sentence(self) -> str:
+        """What it still holds, for an operator who cleared the pool."""
+        if self.num_blocks is None:
+            return f"{self.address} does not say what is in its own cache; --caches clears it"
+        if not self.num_blocks:
+            return f"{self.address} has nothing in its own cache"
+        return f"{self.address} has {self.num_blocks} blocks of this model in its own cache still; --caches clears it"
 
 
 def is_address(text: str) -> bool:
@@ -38,6 +77,63 @@ def read_instance(address: str) -> Manifest:
         return parse_manifest(told.get("manifest"))
     except ManifestError as exc:
         raise PoolUnavailable(f"the instance at {address} does not say what its blocks are: {exc}") from None
+
+
+def read_cache(address: str) -> CacheState:
+    """How much an instance's own cache holds; instances of other engines do not say.
+
+    Raises:
+        ConfigError: ``address`` is none.
+        PoolUnavailable: nobody answers there.
+    """
+    answer, told = _request(address, "instance", "GET", "/kvcache")
+    if answer.status_code != httpx.codes.OK or not isinstance(told, dict):
+        return CacheState(address, "", None)
+    digest, count = told.get("digest"), told.get("cached_blocks")
+    return CacheState(address, digest if isinstance(digest, str) else "", count if isinstance(count, int) else None)
+
+
+def clear_cache(address: str) -> None:
+    """Have an instance clear its own cache, by our path for it, vLLM's or SGLang's.
+
+    Raises:
+        ConfigError: ``address`` is none.
+        PoolUnavailable: nobody answers there, or it does not do it.
+    """
+    status = 0
+    for path in _CLEAR_PATHS:
+        answer, _ = _request(address, "instance", "POST", path)
+        if (status := answer.status_code) == httpx.codes.OK:
+            return
+        if status not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+            break
+    raise PoolUnavailable(f"the instance at {address} did not clear its own cache: it answered {status}")
+
+
+def list_instances(router: str, token_file: Path | None) -> list[str]:
+    """The addresses of a router's instances; errors are those of ``ask_router``."""
+    told = _ask(router, "router", "GET", "/registered", headers=_authorise(token_file))
+    entries = [each for role in _ROLES for each in told.get(role, [])]
+    return [f"{each['host_ip']}:{each['port']}" for each in entries]
+
+
+def clear_caches_of_router(router: str, token_file: Path | None) -> list[str]:
+    """Have all instances of a router clear their caches; a sentence on each that did not. Errors: as ``ask_router``."""
+    headers = _authorise(token_file)
+    answer, told = _request(router, "router", "POST", "/admin/clear_prefix_cache", headers=headers)
+    outcomes = told.get("instances") if isinstance(told, dict) else None
+    if not isinstance(outcomes, dict):
+        raise PoolUnavailable(f"the router at {router} cleared no caches: it answered {answer.status_code}")
+    return [f"{each} did not clear its cache: {why}" for each, why in outcomes.items() if why != "success"]
+
+
+def find_pool_url(address: str) -> str:
+    """The pool that an instance uses, as a URL; errors are those of ``read_instance``."""
+    pool = _ask(address, "instance", "GET", "/kvcache").get("pool")
+    url = pool.get("url") if isinstance(pool, dict) else None
+    if not isinstance(url, str) or not url:
+        raise PoolUnavailable(f"the instance at {address} does not say which pool it uses: name the pool")
+    return url
 
 
 def ask_instance_for_request(address: str, request_id: str) -> Verdict:
@@ -61,16 +157,28 @@ def ask_router(address: str, request_id: str, token_file: Path | None) -> Verdic
         ConfigError: ``address`` is none, or the token's file cannot be read.
         PoolUnavailable: nobody answers there, or not a router that knows this.
     """
-    token = _read_token(token_file) if token_file else ""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"/admin/why_miss/{quote(request_id, safe='')}"
-    told = _ask(address, "router", "GET", path, headers=headers)
+    told = _ask(address, "router", "GET", path, headers=_authorise(token_file))
     return _read_verdict(address, {**told, "sentence": told.get("why_miss")})
+
+
+def _authorise(token_file: Path | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {_read_token(token_file)}"} if token_file else {}
 
 
 def _ask(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
+    answer, told = _request(address, kind, method, path, body=body, headers=headers)
+    if answer.status_code == httpx.codes.OK and isinstance(told, dict):
+        return told
+    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, told)}")
+
+
+def _request(
+    address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
+) -> tuple[httpx.Response, object]:
+    """The answer, and what it tells as JSON; None where that is none."""
     if not is_address(address):
         raise ConfigError(f"--{kind} is {address!r}; it must be HOST:PORT, or http://HOST:PORT")
     url = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
@@ -83,9 +191,7 @@ def _ask(
         raise PoolUnavailable(f"no {kind} answers at {address}: {str(exc) or type(exc).__name__}") from None
     except ValueError:
         told = None
-    if answer.status_code == httpx.codes.OK and isinstance(told, dict):
-        return told
-    raise PoolUnavailable(f"the {kind} at {address} {_explain_refusal(answer, told)}")
+    return answer, told
 
 
 def _explain_refusal(answer: httpx.Response, told: object) -> str:

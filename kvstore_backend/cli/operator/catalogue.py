@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore_backend.clear_marks import MARK_PREFIX
 from kvstore_backend.manifest import (
     MANIFEST_BYTES,
     Manifest,
@@ -74,6 +75,8 @@ def read_catalogue(holdings: Holdings) -> Catalogue:
     for key in holdings.list_keys():
         with contextlib.suppress(ValueError):
             entry(parse_key(key)[0].hex()).keys.append(key)
+            continue
+        if key.startswith(MARK_PREFIX):
             continue
         with contextlib.suppress(ValueError):
             described.append(parse_manifest_key(key))

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable, Status
+from kvstore_backend.clear_marks import ALL, make_mark, mark_key
+from kvstore_backend.cli.operator.asking import (
+    CacheState,
+    clear_cache,
+    clear_caches_of_router,
+    list_instances,
+    read_cache,
+)
 from kvstore_backend.cli.operator.catalogue import read_catalogue
 from kvstore_backend.cli.operator.pool import add_pool_arguments, open_holdings
 from kvstore_backend.cli.operator.scope import Scope, add_scope_arguments, find_scope, names_prefix
@@ -14,18 +27,35 @@ from kvstore_backend.stores.holdings import Holdings
 
 __all__ = ["add_arguments", "run"]
 
+# Longer than instances take to find a mark (``refill.py``) and to write what was on its way.
+_SETTLE_SECONDS = 6.0
+# The most that a Mooncake master grants by default.
+_MARK_KEPT_SECONDS = 86400.0
+_MAX_TRIES = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore clear``."""
     add_pool_arguments(parser)
     add_scope_arguments(parser, verb="remove")
-    parser.add_argument(
-        "--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay"
+    add = parser.add_argument
+    add("--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay")
+    add("--dry-run", action="store_true", help="only say what would be removed")
+    add("--yes", action="store_true", help="do not ask on a terminal; without a terminal nobody is asked")
+    add(
+        "--instances",
+        nargs="+",
+        default=[],
+        metavar="HOST:PORT",
+        help="instances to ask what their own caches still hold; CONFIG comes before this",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    add("--router", metavar="HOST:PORT", help="ask all instances of this router")
+    add("--token-file", type=Path, metavar="FILE", help="with the router's admin token, if it has one")
+    add("--caches", action="store_true", help="clear those instances' own caches, too, whole")
     parser.epilog = (
-        "A prefix's blocks are those of everybody whose prompts begin alike. Instances keep what is in their own "
-        "caches: kvrouter or POST /clear_prefix_cache empties those."
+        "A prefix's blocks are those of everybody whose prompts begin alike. The command takes six seconds longer than "
+        "removing does: then it removes what was on its way into the pool. Instances save nothing again that they had "
+        "cached, and go on answering from their caches; --caches with --instances or --router clears those."
     )
 
 
@@ -34,25 +64,47 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the arguments do not tell which.
-        PoolUnavailable: the pool cannot be reached, or did not do all of it.
+        PoolUnavailable: the pool cannot be reached, or did not do all of it; or an instance or router did not.
     """
+    if arguments.caches and not (arguments.instances or arguments.router):
+        raise ConfigError("--caches clears the caches of instances: name them with --instances or --router")
     with open_holdings(arguments) as holdings:
-        if arguments.all and not holdings.is_listed and not arguments.dry_run:
-            removed = {"all": holdings.remove_prefix(BLOCK_PREFIX)}
-        else:
-            removed = {
-                scope.digest: _count_blocks(scope, holdings) if arguments.dry_run else _clear_scope(scope, holdings)
-                for scope in _find_scopes(arguments, holdings)
-            }
-    if arguments.json:
-        print_json({"dry_run": arguments.dry_run, "removed": removed})
-        return 0
-    verb = "would be removed" if arguments.dry_run else "removed"
-    for digest, count in removed.items():
-        print(f"{count} blocks {verb} of {'all namespaces' if digest == 'all' else f'namespace {digest}'}")
-    if not removed:
-        print("the pool has no namespace: nothing to remove")
+        is_whole = arguments.all and not holdings.is_listed and not arguments.dry_run
+        scopes = [] if is_whole else _find_scopes(arguments, holdings)
+        if arguments.dry_run:
+            _report(arguments, _count_all(scopes, holdings), 0, [])
+            return 0
+        if _must_ask(arguments) and not _is_confirmed(_count_all(scopes, holdings)):
+            print("nothing was removed")
+            return 1
+        is_marked = _mark_clear(holdings, [ALL] if arguments.all else [scope.digest for scope in scopes])
+        troubles = _clear_caches(arguments) if arguments.caches else []
+        removed = _remove(holdings, scopes, is_whole=is_whole)
+        time.sleep(_SETTLE_SECONDS)
+        late = sum(_remove(holdings, scopes, is_whole=is_whole).values())
+    states = [read_cache(address) for address in _find_instances(arguments)]
+    _report(arguments, removed, late, [each for each in states if is_whole or _may_hold(each, scopes, arguments)])
+    if not is_marked:
+        troubles.append("the pool took no mark of this clear, so instances may put blocks again that they have cached")
+    if troubles:
+        raise PoolUnavailable("; ".join(troubles))
     return 0
+
+
+def _must_ask(arguments: argparse.Namespace) -> bool:
+    return not arguments.yes and not arguments.json and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _is_confirmed(counts: dict[str, int]) -> bool:
+    """Whether the operator says yes."""
+    for digest, count in counts.items():
+        print(f"{count} blocks of namespace {digest}")
+    if not counts:
+        print("all blocks of all namespaces")
+    try:
+        return input("remove them? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]:
@@ -61,6 +113,34 @@ def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scop
     if arguments.namespace or names_prefix(arguments):
         raise ConfigError("--all is everything: leave it out, or leave out what else is named")
     return [Scope(digest, None) for digest in read_catalogue(holdings).namespaces]
+
+
+def _mark_clear(holdings: Holdings, digests: Sequence[str]) -> bool:
+    """Tell the instances, before anything is removed; whether the pool took all marks."""
+    are_written = [_write_mark(holdings, mark_key(digest)) for digest in digests]
+    return all(are_written)
+
+
+def _write_mark(holdings: Holdings, key: str) -> bool:
+    mark = make_mark(key)
+    for _ in range(_MAX_TRIES):  # another operator may be doing the same
+        holdings.remove_keys([key])
+        if not all(holdings.keep_values([key], [mark], _MARK_KEPT_SECONDS)):
+            holdings.write_values([key], [mark])
+        [stored] = holdings.read_values([key], [mark.nbytes])
+        if stored is not None and stored.tobytes() == mark.tobytes():
+            return True
+    return False
+
+
+def _remove(holdings: Holdings, scopes: Sequence[Scope], *, is_whole: bool) -> dict[str, int]:
+    if is_whole:
+        return {ALL: holdings.remove_prefix(BLOCK_PREFIX)}
+    return {scope.digest: _clear_scope(scope, holdings) for scope in scopes}
+
+
+def _count_all(scopes: Sequence[Scope], holdings: Holdings) -> dict[str, int]:
+    return {scope.digest: _count_blocks(scope, holdings) for scope in scopes}
 
 
 def _count_blocks(scope: Scope, holdings: Holdings) -> int:
@@ -82,3 +162,43 @@ def _clear_scope(scope: Scope, holdings: Holdings) -> int:
     if failed:
         raise PoolUnavailable(f"{removed} blocks removed, but {failed} could not be: they may be in the pool still")
     return removed
+
+
+def _find_instances(arguments: argparse.Namespace) -> list[str]:
+    """The instances that the arguments name, and those of the router."""
+    listed = list_instances(arguments.router, arguments.token_file) if arguments.router else []
+    return list(dict.fromkeys([*arguments.instances, *listed]))
+
+
+def _clear_caches(arguments: argparse.Namespace) -> list[str]:
+    """Clear the instances' own caches; a sentence on each that did not."""
+    troubles = []
+    if arguments.router:
+        troubles += clear_caches_of_router(arguments.router, arguments.token_file)
+    for address in arguments.instances:
+        try:
+            clear_cache(address)
+        except PoolUnavailable as exc:
+            troubles.append(str(exc))
+    return troubles
+
+
+def _may_hold(state: CacheState, scopes: Sequence[Scope], arguments: argparse.Namespace) -> bool:
+    """Whether the instance may have what was removed."""
+    return arguments.all or state.digest in ("", *(scope.digest for scope in scopes))
+
+
+def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, states: Sequence[CacheState]) -> None:
+    if arguments.json:
+        told: dict[str, Any] = {each.address: each.num_blocks for each in states}
+        print_json({"dry_run": arguments.dry_run, "removed": removed, "removed_late": late, "cached_blocks": told})
+        return
+    verb = "would be removed" if arguments.dry_run else "removed"
+    for digest, count in removed.items():
+        print(f"{count} blocks {verb} of {'all namespaces' if digest == ALL else f'namespace {digest}'}")
+    if not removed:
+        print("the pool has no namespace: nothing to remove")
+    if late:
+        print(f"{late} more had been on their way into the pool, and were removed")
+    for each in states:
+        print(each.sentence)

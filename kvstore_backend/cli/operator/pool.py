@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import checks
+from kvstore_backend.cli.operator.asking import find_pool_url
 from kvstore_backend.config import (
     DEFAULT_TENANT,
     FileSettings,
     MemorySettings,
     MooncakeSettings,
     PoolConfig,
+    names_pool,
     parse_tenant,
     read_config,
 )
 from kvstore_backend.stores.holdings import FolderHoldings, Holdings, MooncakeHoldings
 
-__all__ = ["add_pool_arguments", "find_tenant", "open_holdings", "read_pool_config"]
+__all__ = ["add_pool_arguments", "find_pool", "find_tenant", "open_holdings", "read_pool_config"]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +40,7 @@ def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
     Raises:
         ConfigError: it cannot be used, says that there is no pool, or knows no tenants.
     """
-    config = read_config(arguments.config)
-    if config is None:
-        raise ConfigError("the configuration says that there is no pool")
+    config = find_pool(arguments.config, getattr(arguments, "instances", []))
     if arguments.tenant is None:
         return config
     if not isinstance(config.store, MooncakeSettings):
@@ -49,6 +49,21 @@ def read_pool_config(arguments: argparse.Namespace) -> PoolConfig:
         return replace(config, store=replace(config.store, tenant_id=parse_tenant(arguments.tenant)))
     except ValueError as exc:
         raise ConfigError(f"--tenant is {arguments.tenant!r}; {exc}") from None
+
+
+def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:
+    """The pool that ``source`` or the environment names; where neither does, that of the first instance.
+
+    Raises:
+        ConfigError: it cannot be used, or says that there is no pool.
+        PoolUnavailable: the instance does not say which.
+    """
+    if source is None and instances and not names_pool():
+        source = find_pool_url(instances[0])
+    config = read_config(source)
+    if config is None:
+        raise ConfigError("the configuration says that there is no pool")
+    return config
 
 
 def find_tenant(arguments: argparse.Namespace) -> str:

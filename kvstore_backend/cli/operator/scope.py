@@ -24,7 +24,7 @@ from kvstore_backend.stores.holdings import Holdings
 __all__ = ["Scope", "add_scope_arguments", "find_scope", "names_prefix", "open_tokenizer"]
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_SHORT_DIGEST = re.compile(r"[0-9a-f]{4,31}")
+_SHORT_DIGEST = re.compile(r"[0-9a-f]{8,31}")
 _OWN_HASHES = "kvstore"
 """Manifests say so where blocks are named as ``block_hash.py`` does it."""
 
@@ -119,7 +119,7 @@ def _complete_digest(name: str, catalogue: Catalogue) -> str:
     if _DIGEST.fullmatch(name):
         return name
     if not _SHORT_DIGEST.fullmatch(name):
-        raise ConfigError(f"--namespace is {name!r}; it must be 32 hex digits, or at least the first 4 of them")
+        raise ConfigError(f"--namespace is {name!r}; it must be 32 hex digits, or at least the first 8 of them")
     found = [digest for digest in catalogue.namespaces if digest.startswith(name)]
     if len(found) != 1:
         many = "several namespaces begin" if found else "no namespace begins"

@@ -60,6 +60,13 @@ class CachedBlocks:
         """From now on blocks with the hashes of before may hold other bytes. On the scheduler's thread."""
         self._places.clear()
 
+    def withhold_blocks(self) -> None:
+        """Put nothing again that was given to the pool before: an operator cleared it. On the refill's thread.
+
+        vLLM saves what it has cached once more where the next request uses it.
+        """
+        self._places = {}
+
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
         """Names of up to ``most`` blocks that are still cached, those given to the pool last first."""
         names = list(self._places)

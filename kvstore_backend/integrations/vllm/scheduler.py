@@ -537,7 +537,8 @@ class SchedulerHalf:
             self._cached = CachedBlocks(
                 self._pools, self._blocks.blocks, self._posts.put, self._save_again, self._touch_in_order
             )
-            self._refill = Refill(self._pools[0], self._cached, lambda _: None)
+            digests = [pool.namespace.digest for pool in self._pools]
+            self._refill = Refill(self._pools[0], self._cached, lambda _: None, digests=digests)
 
     def _run_posts(self) -> None:
         while not self._posts.empty():

@@ -23,7 +23,9 @@ def test_an_instance_says_what_its_blocks_are(client: TestClient) -> None:
     told = client.get("/kvcache").json()
     manifest = parse_manifest(told["manifest"])
     assert (manifest.digest, manifest.block_size, manifest.facts["block_hashes"]) == (told["digest"], 16, "kvstore")
-    assert set(told["pool"]) == {"ready", "detail"}
+    assert set(told["pool"]) == {"ready", "detail", "url"}
+    assert told["pool"]["url"].startswith("file:///")
+    assert isinstance(told["cached_blocks"], int)
 
 
 def test_a_request_a_prompt_and_an_inquiry_are_explained(client: TestClient) -> None:

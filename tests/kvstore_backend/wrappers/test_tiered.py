@@ -256,6 +256,28 @@ def test_clearing_clears_both_and_fails_where_either_does() -> None:
     assert TieredBackend(MemoryStore(1), slow).clear("a") is FAILED
 
 
+def test_dropping_own_copies_clears_the_fast_tier_and_the_queue_alone() -> None:
+    fast, large = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    tiers = TieredBackend(fast, large)
+    put(tiers, "a", "b", nbytes=NBYTES)
+    assert tiers.drop_own_copies("a")
+    assert fast.exists(["a", "b"]) == [ABSENT, OK]
+    assert large.exists(["a", "b"]) == [OK, OK]
+    fast.close()
+    assert not tiers.drop_own_copies("a")
+
+
+def test_a_read_as_all_would_be_answered_neither_asks_nor_fills_the_fast_tier() -> None:
+    fast, large = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    tiers = TieredBackend(fast, large)
+    put(fast, "a", nbytes=NBYTES)
+    put(large, "b", nbytes=NBYTES)
+    target = Memory(NBYTES)
+    assert tiers._get_for_all(["a"], [target.value]) == [ABSENT]
+    assert tiers._get_for_all(["b"], [target.value]) == [OK]
+    assert fast.exists(["b"]) == [ABSENT]
+
+
 def test_closing_closes_both_tiers() -> None:
     fast, large = MemoryStore(1), MemoryStore(1)
     TieredBackend(fast, large).close()

@@ -267,6 +267,18 @@ class TestRemoving:
         assert behind.flush_writes(30)
         assert sound.exists(["a"]) == [ABSENT]
 
+    def test_blocks_from_before_a_clear_are_withdrawn_and_the_pool_is_left_alone(
+        self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
+    ) -> None:
+        assert put(sound, "a in the pool") == [OK]
+        hang(store, behind)
+        put(behind, "a")
+        put(behind, "b")
+        assert behind.drop_own_copies("a")
+        store.go_on()
+        assert behind.flush_writes(30)
+        assert sound.exists(["a", "b", "a in the pool"]) == [ABSENT, OK, OK]
+
     def test_a_block_that_is_being_sent_is_not(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
         hang(store, behind)
         assert behind.remove(["first"]) == [FAILED]

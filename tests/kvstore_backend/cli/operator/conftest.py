@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_backend.cli import main
+from kvstore_backend.cli.operator import clear
 from tests.kvstore_backend.cli.operator.pools import Commands, Ended
 from tests.support.strict_registration import use_strict_stores
 
@@ -19,6 +20,12 @@ def _registered_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert [each.complaints for each in opened if each.complaints] == []
     assert [each.regions for each in opened if each.regions] == [], "memory that stayed registered"
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kvstore clear`` gives instances no time to find its mark where there are none."""
+    monkeypatch.setattr(clear, "_SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture

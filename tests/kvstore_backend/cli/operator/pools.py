@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
+from kvstore_backend.clear_marks import MARK_PREFIX
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.manifest_keeper import write_manifest
@@ -48,8 +50,9 @@ def fill_pool(config: PoolConfig, namespace: Namespace, tokens: list[int], *, ma
 
 
 def stored_keys(folder: Path) -> list[str]:
-    """What a folder's pool holds."""
-    return sorted(path.stem for path in folder.glob("blocks/*/*.block"))
+    """What a folder's pool holds, but for marks of clears."""
+    keys = sorted(path.stem for path in folder.glob("blocks/*/*.block"))
+    return [key for key in keys if not key.startswith(quote(MARK_PREFIX, safe=""))]
 
 
 def folder_url(folder: Path) -> str:

@@ -60,8 +60,13 @@ def test_what_is_named_is_removed_and_counted(
     [
         ([], "nothing is named: give --namespace DIGEST (kvstore ls shows them), --prefix or --tokens"),
         (["--tokens", "0,1,2,3"], "the pool has 2 namespaces: "),
-        (["--namespace", "zz"], "--namespace is 'zz'; it must be 32 hex digits, or at least the first 4 of them"),
-        (["--namespace", "00000"], "--namespace is '00000', but no namespace begins so: the pool has 2 namespaces"),
+        (["--namespace", FIRST.digest[:7]], "it must be 32 hex digits, or at least the first 8 of them"),
+        (["--caches", "--all"], "--caches clears the caches of instances: name them with --instances or --router"),
+        (["--namespace", "zz"], "--namespace is 'zz'; it must be 32 hex digits, or at least the first 8 of them"),
+        (
+            ["--namespace", "00000000"],
+            "--namespace is '00000000', but no namespace begins so: the pool has 2 namespaces",
+        ),
         (["--namespace", FIRST.digest, "--tokens", "1,2"], "the prefix has 2 tokens, less than one block of 4"),
         (["--namespace", FIRST.digest, "--tokens", "1,x"], "--tokens must be whole numbers with commas between"),
         (["--namespace", FIRST.digest, "--tokens", "1,2,3,-1"], "--tokens cannot be meant so: token ids must be"),

@@ -29,7 +29,7 @@ def test_namespaces_are_listed_with_their_manifests(tmp_path: Path, kvstore: Com
     )
     shown = kvstore("ls", url).output.splitlines()
     assert shown[1].split() == [FIRST.digest, "3", "3.305", "KiB", "12", "first", "float32", "0/1"]
-    whole = kvstore("ls", url, "--namespace", FIRST.digest[:6]).output
+    whole = kvstore("ls", url, "--namespace", FIRST.digest[:8]).output
     assert "kv_dtype: float32" in whole
     assert SECOND.digest not in whole
 

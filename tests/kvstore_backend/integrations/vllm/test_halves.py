@@ -810,8 +810,9 @@ class Refilled:
         self.instance.compute(self.request, self.table)
         self.names = self.request.block_hashes
 
-    def _take_holder(self, pool: BlockPool, holder: Holder, on_blocks: Any) -> Any:
+    def _take_holder(self, pool: BlockPool, holder: Holder, on_blocks: Any, *, digests: Sequence[str]) -> Any:
         self._holders.append(holder)
+        self.digests = digests
         return SimpleNamespace(close=lambda: None)
 
     def lose_all(self) -> None:
@@ -855,6 +856,13 @@ def test_blocks_that_vllm_has_used_for_something_else_are_not_saved_again(refill
 
 def test_blocks_of_before_new_weights_are_not_saved_again(refilled: Refilled) -> None:
     refilled.instance.reset()
+    assert refilled.save_again() == (0, 0)
+    assert not refilled.holder.list_saved_blocks(9)
+
+
+def test_blocks_of_before_an_operators_clear_are_not_saved_again(refilled: Refilled) -> None:
+    assert refilled.digests == [worker.namespace.digest for worker in refilled.instance.workers]
+    refilled.holder.withhold_blocks()
     assert refilled.save_again() == (0, 0)
     assert not refilled.holder.list_saved_blocks(9)
 

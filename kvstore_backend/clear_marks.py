@@ -1,0 +1,77 @@
+"""Marks that ``kvstore clear`` leaves in a pool, so that no instance puts again what an operator has removed.
+
+    kvstore-cleared/<32 hex digits: digest of the Namespace>      that namespace was cleared, or a part of it
+    kvstore-cleared/all                                           all namespaces were
+
+A pool that lost blocks and one that was cleared look alike to an instance, which puts the blocks of the former again
+(``refill.py``). The value of a mark is an id that no other clear has: an instance that finds an id which it did not
+know puts nothing again that it had saved before. It remembers the id, so a mark that the pool loses changes nothing
+for those who have seen it. No clocks are compared.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore_backend.backend import Span, Status
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.wrappers.checked import seal_bytes
+
+__all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "make_mark", "mark_key"]
+
+MARK_PREFIX = "kvstore-cleared/"
+"""The beginning of the keys of all marks; no block's key begins so."""
+
+ALL = "all"
+"""In the place of a digest: all namespaces."""
+
+_ID_BYTES = 32
+_ID = re.compile(rb"[0-9a-f]{32}")
+
+
+def mark_key(digest: str) -> str:
+    """The key of the mark of the namespace with this digest, or of ``ALL``."""
+    return f"{MARK_PREFIX}{digest}"
+
+
+def make_mark(key: str) -> NDArray[np.uint8]:
+    """The bytes to store under ``key``: those of a clear that begins now."""
+    return seal_bytes(key, secrets.token_hex(_ID_BYTES // 2).encode())
+
+
+class ClearMarks:
+    """The marks of some namespaces, as an instance knows them.
+
+    Args:
+        pool: asked for them.
+        digests: of the namespaces that the instance saves blocks of.
+    """
+
+    def __init__(self, pool: BlockPool, digests: Sequence[str]) -> None:
+        self._pool = pool
+        self._keys = [mark_key(each) for each in (*digests, ALL)]
+        self._memory: NDArray[np.uint8] = np.zeros(len(self._keys) * _ID_BYTES, dtype=np.uint8)
+        pool.register(self._memory.ctypes.data, self._memory.nbytes)
+        self._known: dict[str, bytes] = {}
+        self._found: dict[str, bytes] = {}
+
+    def look(self) -> bool | None:
+        """Whether the pool was cleared since the last ``accept``; None where it does not say."""
+        base: int = self._memory.ctypes.data
+        targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
+        statuses = self._pool.stack._get_for_all(self._keys, targets)
+        if Status.FAILED in statuses:
+            return None
+        read = [self._memory[i * _ID_BYTES : (i + 1) * _ID_BYTES].tobytes() for i in range(len(self._keys))]
+        marks = zip(self._keys, statuses, read, strict=True)
+        self._found = {key: text for key, status, text in marks if status and _ID.fullmatch(text)}
+        return any(self._known.get(key) != text for key, text in self._found.items())
+
+    def accept(self) -> None:
+        """Take the marks that the last ``look`` found for known."""
+        self._known |= self._found

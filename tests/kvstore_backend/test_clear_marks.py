@@ -1,0 +1,90 @@
+"""Marks of a clear, as an instance reads them; what it does then: ``test_refill.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_backend.backend import Status
+from kvstore_backend.clear_marks import ALL, MARK_PREFIX, ClearMarks, make_mark, mark_key
+from kvstore_backend.namespace import BLOCK_PREFIX
+from kvstore_backend.pool import BlockPool
+from kvstore_backend.stores.memory import MemoryStore
+from kvstore_backend.wrappers.checked import CheckedBackend, find_fault
+from kvstore_backend.wrappers.tiered import TieredBackend
+from tests.faults.blocks import NAMESPACE
+from tests.support.memory import Memory
+
+KEY = mark_key(NAMESPACE.digest)
+
+
+def put_bytes(store: MemoryStore, key: str, data: bytes) -> None:
+    memory = Memory(data)
+    store.remove([key], force=True)
+    assert store.put([key], [memory.value]) == [Status.OK]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """What the instances share."""
+    return MemoryStore(1 << 20)
+
+
+@pytest.fixture
+def marks(store: MemoryStore) -> ClearMarks:
+    """As an instance reads them that has a fast tier of its own."""
+    tiers = TieredBackend(CheckedBackend(MemoryStore(1 << 20)), CheckedBackend(store))
+    return ClearMarks(BlockPool(tiers, NAMESPACE), [NAMESPACE.digest])
+
+
+@pytest.mark.parametrize("key", [KEY, mark_key(ALL)])
+def test_a_mark_is_new_until_it_is_accepted_and_the_next_is_new_again(
+    store: MemoryStore, marks: ClearMarks, key: str
+) -> None:
+    assert marks.look() is False
+    for _ in range(3):
+        put_bytes(store, key, make_mark(key).tobytes())
+        assert marks.look() is True
+        assert marks.look() is True
+        marks.accept()
+        assert marks.look() is False
+    store.remove([key])
+    assert marks.look() is False
+
+
+def test_a_mark_that_the_pool_lost_and_has_again_is_still_known(store: MemoryStore, marks: ClearMarks) -> None:
+    mark = make_mark(KEY).tobytes()
+    put_bytes(store, KEY, mark)
+    marks.look()
+    marks.accept()
+    store.remove([KEY])
+    marks.look()
+    marks.accept()
+    put_bytes(store, KEY, mark)
+    assert marks.look() is False
+
+
+def test_other_namespaces_marks_are_none(store: MemoryStore, marks: ClearMarks) -> None:
+    other = mark_key("0" * 32)
+    put_bytes(store, other, make_mark(other).tobytes())
+    assert marks.look() is False
+
+
+def test_a_pool_that_does_not_answer_leaves_it_open(store: MemoryStore, marks: ClearMarks) -> None:
+    store.close()
+    assert marks.look() is None
+
+
+@pytest.mark.parametrize("text", [b"g" * 32, b" " * 32])
+def test_what_is_no_id_is_no_mark(store: MemoryStore, marks: ClearMarks, text: bytes) -> None:
+    memory = Memory(text)
+    assert CheckedBackend(store).put([KEY], [memory.value]) == [Status.OK]
+    assert marks.look() is False
+
+
+def test_marks_are_no_blocks_and_no_two_are_alike() -> None:
+    assert not KEY.startswith(BLOCK_PREFIX)
+    assert KEY.startswith(MARK_PREFIX)
+    one, other = make_mark(KEY), make_mark(KEY)
+    assert find_fault(KEY, one) is None
+    assert one.tobytes() != other.tobytes()
+    assert one.nbytes == 128 + 32
