@@ -178,6 +178,7 @@ class RouterApp:
             self.health,
             self.upstream,
             announce=self.fleet_sync.announce_instance,
+            announce_orders=self.fleet_sync.announce_orders,
             announce_removal=self.fleet_sync.announce_removal,
         )
 
@@ -381,7 +382,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
-            await router.fleet_sync.announce_instance(instance)
+            await router.fleet_sync.announce_orders(instance)
         return json_reply(200, outcome)
 
     for path in ORDERS:

@@ -146,6 +146,10 @@ class Instance:
         last_sign = self.last_registered if self.has_heartbeat else self.last_healthy
         return not self.permanent and now - last_sign > expiry
 
+    def note_health_elsewhere(self, now: float) -> None:
+        """Another process finds it healthy, so it is not gone, though it may be out of reach from here."""
+        self.last_healthy = now
+
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
         """It has registered again: a heartbeat, perhaps with other fields; the requests it runs stay counted.
 
