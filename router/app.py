@@ -241,7 +241,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         if router.auth.danger and router.link.is_first and not router.link.is_late:
             _log.warning("%s", router.auth.danger)
         work = [
-            *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
+            *(router.health.awake.keep_ticking(), router.health.keep_probing()),
+            *(router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
         ]
         if router.link.is_late:

@@ -66,6 +66,8 @@ class FleetSync:
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
         registry.subscribe_to_troubles(self._on_trouble)
+        registry.subscribe_to_said(lambda instance: link.publish_event("said", [instance.key, instance.said]))
+        link.subscribe_to_topic("said", self._on_said)
         registry.subscribe_to_lost_caches(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
@@ -123,6 +125,8 @@ class FleetSync:
             "version": known.version,
             "fields": dict(instance.registration.fields),
             "is_removed": False,
+            "teller": self._link.name,
+            "said": instance.said,
             "healthy": instance.healthy,
             "permanent": instance.permanent,
             "has_heartbeat": instance.has_heartbeat,
@@ -151,7 +155,7 @@ class FleetSync:
         if ordered > known.ordered:
             known.orders, known.ordered = _Orders(**_without_version(record["orders"])), ordered
             if instance is not None:
-                _carry_out(known.orders, instance)
+                _carry_out(known.orders, instance, is_told=self._is_said_by(ordered[1]))
         if instance is not None:
             self._take_news(instance, record, is_later=is_later)
         # One that was forgotten here comes back with its next registration or heartbeat; if it has none, as soon as
@@ -182,8 +186,10 @@ class FleetSync:
             permanent=record["permanent"],
             has_heartbeat=record["has_heartbeat"],
         )
+        if self._link.is_of_same_router(record["teller"]):
+            instance.said.update(record["said"])
         self._take_models(instance, record)
-        _carry_out(orders, instance)
+        _carry_out(orders, instance, is_told=self._is_said_by(record["teller"]))
         if not instance.healthy:
             self._health.probe_soon(instance)
 
@@ -198,11 +204,15 @@ class FleetSync:
             return None
         return registration
 
+    def _is_said_by(self, teller: str) -> bool:
+        """Whether the process that tells, or the first one here, says in this router's log what this one is told."""
+        return self._link.is_of_same_router(teller) or not self._link.is_first
+
     def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
         """Note the models that the instance told another process, if that asked it later than this one."""
         asked_at = time.monotonic() - record["models_age"]
         if record["models"] is not None and asked_at > instance.models_asked_at:
-            instance.set_models(frozenset(record["models"]), asked_at)
+            instance.set_models(frozenset(record["models"]), asked_at, is_told=self._is_said_by(record["teller"]))
 
     def _tell_changed_orders(self, key: str) -> None:
         """An instance has restarted, which may have ended its drain."""
@@ -225,6 +235,12 @@ class FleetSync:
             _log.debug("%s has trouble with %s", sender, key)
             self._health.probe_soon(instance)
 
+    def _on_said(self, sender: str, content: list[Any]) -> None:
+        """Another process has logged a change of an instance: of one router, one process does."""
+        key, said = content
+        if self._link.is_of_same_router(sender) and (instance := self._registry.get(key)) is not None:
+            instance.said.update(said)
+
     def _on_lost_cache(self, _: str, key: str) -> None:
         if (instance := self._registry.get(key)) is not None:
             self._registry.announce_lost_cache(instance)
@@ -234,10 +250,10 @@ def _orders_of(instance: Instance) -> _Orders:
     return _Orders(instance.draining, instance.drains_until_restart, instance.paused, instance.share)
 
 
-def _carry_out(orders: _Orders, instance: Instance) -> None:
-    instance.set_draining(orders.draining, until_restart=orders.until_restart)
-    instance.set_pause(orders.paused)
-    instance.set_share(orders.share)
+def _carry_out(orders: _Orders, instance: Instance, *, is_told: bool) -> None:
+    instance.set_draining(orders.draining, until_restart=orders.until_restart, is_told=is_told)
+    instance.set_pause(orders.paused, is_told=is_told)
+    instance.set_share(orders.share, is_told=is_told)
 
 
 def _without_version(orders: dict[str, Any]) -> dict[str, Any]:

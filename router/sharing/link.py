@@ -44,6 +44,10 @@ class Link:
     trouble = ""
     """Why other routers are not heard of; ``""`` if they are, or there are none."""
 
+    def is_of_same_router(self, name: str) -> bool:
+        """Whether the process of this name is one of the same router, whose log is the same, too."""
+        return name.partition("-")[0] == self.name.partition("-")[0]
+
     def publish_event(self, topic: str, content: Any) -> None:
         """Tell the others of something that has happened."""
 

@@ -1,4 +1,4 @@
-"""Machines' clocks differ, and are set back: routers and workers agree all the same. Real processes, and a real Redis."""
+"""Machines' clocks differ, and are set back; routers and workers agree nonetheless. Real processes, a real Redis."""
 
 from __future__ import annotations
 
