@@ -178,6 +178,7 @@ class RouterApp:
             self.health,
             self.upstream,
             announce=self.fleet_sync.announce_instance,
+            announce_orders=self.fleet_sync.announce_orders,
             announce_removal=self.fleet_sync.announce_removal,
         )
 
@@ -240,7 +241,8 @@ def _control_plane(router: RouterApp) -> FastAPI:
         if router.auth.danger and router.link.is_first and not router.link.is_late:
             _log.warning("%s", router.auth.danger)
         work = [
-            *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
+            *(router.health.awake.keep_ticking(), router.health.keep_probing()),
+            *(router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
         ]
         if router.link.is_late:
@@ -381,7 +383,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
-            await router.fleet_sync.announce_instance(instance)
+            await router.fleet_sync.announce_orders(instance)
         return json_reply(200, outcome)
 
     for path in ORDERS:

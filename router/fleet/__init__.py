@@ -14,9 +14,11 @@ admin.py          the operator's orders: drain, pause, resume, weigh, empty cach
 register_file.py  instances that are listed in a file instead of registering themselves
 snapshot.py       Snapshot: instances and prefixes for the next start
 tasks.py          Tasks: background work that nobody awaits
+awake.py          AwakeClock: seconds in which this process could have noticed something
 """
 
 from router.fleet.admin import ORDERS, clear_prefix_caches, tell_progress
+from router.fleet.awake import AwakeClock
 from router.fleet.discovery import Discovery
 from router.fleet.health import HealthMonitor
 from router.fleet.instance import STATES, Instance
@@ -34,6 +36,7 @@ __all__ = [
     "ORDERS",
     "STATES",
     "UNLISTED",
+    "AwakeClock",
     "Discovery",
     "EngineKind",
     "HealthMonitor",

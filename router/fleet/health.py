@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from router.fleet.awake import AwakeClock
 from router.fleet.models import parse_models
 from router.fleet.registration import Registration, RegistrationError
 from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks
-from router.http import Address, ConnectFailed, ConnectRefused, NoRoom, UpstreamError
+from router.http import Address, ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut, UpstreamError
 
 if TYPE_CHECKING:
     from router.fleet.instance import Instance
@@ -24,6 +26,8 @@ _log = logging.getLogger("router.fleet.health")
 
 # Instances are asked so often, with a probe, which models they serve: LoRA adapters come and go.
 MODELS_SECONDS = 60.0
+# A probe that was late while this process itself did not run for longer than this says nothing.
+LOST_SECONDS = 0.1
 # A registration waits for the answer.
 ASK_SECONDS = 2.0
 
@@ -37,16 +41,38 @@ class HealthMonitor:
         self._upstream = upstream
         self._tasks = tasks
         self._suspects: set[str] = set()
+        self._unprobed: set[str] = set()  # those of which the log says that they cannot be probed
+        self.awake = AwakeClock()
+        """Must tick while instances are probed."""
+        self._excused = 0.0
 
     async def keep_probing(self) -> None:
-        """Probe all instances, now and every ``health_check_interval_secs``, until cancelled."""
+        """Probe all instances now, and each every ``health_check_interval_secs``, until cancelled."""
+        await self._run_round(self.check_all)
+        await asyncio.sleep(self._settings.health_check_interval_secs)
         while True:
-            try:
-                await self.check_all()
-                self._registry.forget_silent(time.monotonic(), self._settings.heartbeat_expiry_secs)
-            except Exception:
-                _log.exception("a round of probes failed; the next one follows")
-            await asyncio.sleep(self._settings.health_check_interval_secs)
+            await self._run_round(self._probe_one_by_one)
+
+    async def _run_round(self, probe: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await probe()
+            lost = self.awake.lost
+            self._registry.excuse_silence(lost - self._excused)
+            self._excused = lost
+            self._registry.forget_silent(time.monotonic(), self._settings.heartbeat_expiry_secs)
+        except Exception:
+            _log.exception("a round of probes failed; the next one follows")
+
+    async def _probe_one_by_one(self) -> None:
+        """Probe each instance; they are spread over the interval, so that the loop is not held up by all at once."""
+        interval = self._settings.health_check_interval_secs
+        ends_at = time.monotonic() + interval
+        instances = list(self._registry)
+        for instance in instances:
+            if self._registry.get(instance.key) is instance:
+                self.probe_soon(instance)
+            await asyncio.sleep(interval / len(instances))
+        await asyncio.sleep(max(0.0, ends_at - time.monotonic()))
 
     async def probe_and_register(self, registration: Registration) -> Instance:
         """Admit an instance, or note its heartbeat. New ones and unhealthy ones are probed first.
@@ -86,8 +112,12 @@ class HealthMonitor:
         return {instance.key: each for instance, each in zip(instances, found, strict=True)}
 
     def on_trouble(self, instance: Instance, error: Exception) -> None:
-        """An exchange with ``instance`` failed: believe a refused connection at once, else probe it soon."""
-        if isinstance(error, ConnectFailed):
+        """An exchange with ``instance`` failed: believe a refused connection at once, else probe it soon.
+
+        Where a connection was not accepted in time, a name not resolved, or TLS not agreed upon, the network may be
+        at fault, or the moment.
+        """
+        if isinstance(error, ConnectRefused):
             instance.mark_unhealthy(str(error))
         else:
             self.probe_soon(instance)
@@ -105,21 +135,34 @@ class HealthMonitor:
             self._suspects.discard(instance.key)
 
     async def _check_instance(self, instance: Instance) -> None:
+        lost = self.awake.lost
         try:
             await self._probe_address(instance.address)
-        except NoRoom as exc:
-            _log.error("%s was not probed: %s", instance.key, exc)
+        except (NoRoom, NameUnresolved) as exc:
+            self._log_unprobed(instance, exc)
         except UpstreamError as exc:
             _log.debug("%s failed its probe: %s", instance.key, exc)
+            is_refused = isinstance(exc, ConnectRefused)
+            is_out_of_reach = isinstance(exc, ConnectFailed) and not is_refused
+            if (is_out_of_reach or isinstance(exc, TimedOut)) and self.awake.lost - lost > LOST_SECONDS:
+                return  # the answer may have come in time, but this process did not run
             threshold = self._settings.health_failure_threshold
-            instance.record_failed_probe(str(exc), threshold, may_finish=isinstance(exc, ConnectRefused))
+            instance.record_failed_probe(str(exc), threshold, may_finish=is_refused, is_out_of_reach=is_out_of_reach)
         else:
             if self._should_ask_models(instance):
                 models = await self._ask_models(instance.address)
                 # One that came back may be another one; one that never left serves what it did.
                 if models is not None or not instance.healthy:
                     instance.set_models(models, time.monotonic())
+            self._unprobed.discard(instance.key)
             instance.record_passed_probe(time.monotonic(), self._settings.health_success_threshold)
+
+    def _log_unprobed(self, instance: Instance, error: UpstreamError) -> None:
+        """Say that this machine cannot ask the instance, once until it can."""
+        if instance.key not in self._unprobed:
+            self._unprobed.add(instance.key)
+            _log.error("%s was not probed, and is taken for as healthy as before: %s", instance.key, error)
+        self._unprobed.intersection_update(each.key for each in self._registry)
 
     def _should_ask_models(self, instance: Instance) -> bool:
         if instance.registration.models:

@@ -8,9 +8,13 @@ Its life::
                                                                                               │
     forgotten ◄──its heartbeat stopped; or it never had one, and stays unhealthy as long──────┘
 
+An instance is unhealthy at once where it refuses a connection. Other failures, such as a connection that nobody accepts
+in time, count only together, and say nothing of its process.
+
 Only healthy instances that are neither paused (by their own account, or the operator's order) nor draining (by the
 operator's order) are chosen; those whose circuit breaker is open, only if no other can be. One that comes back from
-being unhealthy is taken for restarted: its cache is taken for empty, and it gets its share little by little.
+being unhealthy is taken for restarted, unless it was only out of reach: its cache is taken for empty, and it gets its
+share little by little.
 
 A drain holds until it is taken back, or, if it was ordered so, until another process has the instance's address. That
 is certain where a registration says that a process other than before sends it (``Registration.identity``), and where
@@ -43,6 +47,8 @@ STATES = ("healthy", "paused", "draining", "unhealthy")
 # An instance that came back gets this part of its share at first, and all of it after this long.
 FIRST_WEIGHT = 0.1
 SLOW_START_SECONDS = 10.0
+# What ``Instance.log_change`` is about.
+_HEALTH, _MODELS, _DRAIN, _PAUSE, _WEIGHT = "health", "models", "drain", "pause", "weight"
 # An instance may list adapters without end.
 MAX_MODELS_LOGGED = 10
 
@@ -85,6 +91,8 @@ class Instance:
         self.models: frozenset[str] | None = registration.models or None
         """The names of the models that it serves; none of them if it does not tell, None if it was not asked yet."""
         self.models_asked_at = -math.inf
+        self.said: dict[str, str] = {}
+        """Of each kind the change that this router's log said last, by whichever process."""
         self.share = 1.0
         """The part of its share of requests that the operator lets it have."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
@@ -93,6 +101,7 @@ class Instance:
         self._proven = proven
         self._warm_at = now
         self._failed_probes = self._passed_probes = 0
+        self._may_be_another = False  # process, since it was last healthy: it was unhealthy, and not just out of reach
         self._has_refused = False  # since it was last drained: its process may have ended
 
     def __repr__(self) -> str:
@@ -126,14 +135,18 @@ class Instance:
             return True
         return self.models is not None and (not self.models or model in self.models)
 
-    def set_models(self, models: frozenset[str] | None, asked_at: float) -> None:
-        """Note the models that it serves: its answer, or None if it has not given one."""
+    def set_models(self, models: frozenset[str] | None, asked_at: float, *, is_told: bool = False) -> None:
+        """Note the models that it serves: its answer, or None if it has not given one.
+
+        Args:
+            is_told: as of ``log_change``.
+        """
         self.models_asked_at = asked_at
         models = self.registration.models or models
         if self.models != models:
             if models is not None:
                 told = ", ".join(sorted(models)[:MAX_MODELS_LOGGED]) or "any model, for all it tells"
-                _log.info("%s instance %s serves %s", self.role.value, self.key, told)
+                self.log_change(_MODELS, logging.INFO, f"serves {told}", is_told=is_told)
             self.models = models
             self._registry.on_models_change(self)
 
@@ -145,6 +158,27 @@ class Instance:
         """
         last_sign = self.last_registered if self.has_heartbeat else self.last_healthy
         return not self.permanent and now - last_sign > expiry
+
+    def log_change(self, kind: str, level: int, change: str, why: str = "", *, is_told: bool = False) -> None:
+        """Log a change that each of the router's processes comes to know: the first one says it, the others do not.
+
+        Args:
+            kind: what has changed; of one kind, the same change is said once until there is another one.
+            is_told: another process has told of the change, and logs it itself.
+        """
+        is_said = is_told or self.said.get(kind) == change
+        self.said[kind] = change
+        _log.log(
+            logging.DEBUG if is_said else level,
+            "%s instance %s %s%s",
+            *(self.role.value, self.key, change, f": {why}" if why else ""),
+        )
+        if not is_said:
+            self._registry.announce_said(self)
+
+    def note_health_elsewhere(self, now: float) -> None:
+        """Another process finds it healthy, so it is not gone, though it may be out of reach from here."""
+        self.last_healthy = now
 
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
         """It has registered again: a heartbeat, perhaps with other fields; the requests it runs stay counted.
@@ -167,30 +201,33 @@ class Instance:
         if registration != known:
             self._registry.bump_generation()
 
-    def set_draining(self, draining: bool, *, until_restart: bool = False) -> None:
+    def set_draining(self, draining: bool, *, until_restart: bool = False, is_told: bool = False) -> None:
         """Take no new requests, or take them again; the requests it runs are not touched.
 
         Args:
             until_restart: draining ends by itself when another process has its address.
+            is_told: as of ``log_change``.
         """
         self.drains_until_restart = draining and until_restart
         self._has_refused = False
         if self.draining != draining:
-            _log.info("%s instance %s %s", self.role.value, self.key, "drains" if draining else "takes requests again")
+            change = "drains" if draining else "takes requests again"
+            self.log_change(_DRAIN, logging.INFO, change, is_told=is_told)
             self.draining = draining
             self._registry.bump_generation()
 
-    def set_pause(self, paused: bool) -> None:
+    def set_pause(self, paused: bool, *, is_told: bool = False) -> None:
         """Take no new requests for the time being, or take them again; the requests it runs are not touched."""
         if self.paused != paused:
-            _log.info("%s instance %s is %s", self.role.value, self.key, "paused" if paused else "paused no more")
+            change = "is paused" if paused else "is paused no more"
+            self.log_change(_PAUSE, logging.INFO, change, is_told=is_told)
             self.paused = paused
             self._registry.bump_generation()
 
-    def set_share(self, share: float) -> None:
+    def set_share(self, share: float, *, is_told: bool = False) -> None:
         """Take this part of its share of requests; with 0, only those that no other instance can take."""
         if self.share != share:
-            _log.info("%s instance %s has weight %g", self.role.value, self.key, share)
+            self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_told=is_told)
             self.share = share
             self._registry.bump_generation()
 
@@ -216,25 +253,32 @@ class Instance:
         """Let it be chosen (again)."""
         self.last_healthy = now
         self._failed_probes = 0
+        may_be_another, self._may_be_another = self._may_be_another, False
         if self.healthy:
             return
         self.healthy, self.trouble = True, ""
         self.breaker = Breaker()
         if self._proven:
-            _log.info("%s instance %s is healthy again", self.role.value, self.key)
-            self._warm_at = now + SLOW_START_SECONDS
-            self._registry.announce_lost_cache(self)
+            self.log_change(_HEALTH, logging.INFO, "is healthy again")
+            if may_be_another:
+                self._warm_at = now + SLOW_START_SECONDS
+                self._registry.announce_lost_cache(self)
         else:
-            _log.info("%s instance %s answered its first probe", self.role.value, self.key)
+            self.log_change(_HEALTH, logging.INFO, "answered its first probe")
             self._proven = True
         self._registry.bump_generation()
 
-    def mark_unhealthy(self, trouble: str) -> None:
-        """Choose it no more until probes, or a registration, show that it works. The requests it runs go on."""
+    def mark_unhealthy(self, trouble: str, *, is_out_of_reach: bool = False) -> None:
+        """Choose it no more until probes, or a registration, show that it works. The requests it runs go on.
+
+        Args:
+            is_out_of_reach: no connection could be made, which says nothing of its process.
+        """
         self._passed_probes = 0
+        self._may_be_another |= not is_out_of_reach
         self.trouble = trouble
         if self.healthy:
-            _log.warning("%s instance %s is unhealthy: %s", self.role.value, self.key, trouble)
+            self.log_change(_HEALTH, logging.WARNING, "is unhealthy", trouble)
             self.healthy = False
             self._registry.bump_generation()
             self._registry.announce_trouble(self)
@@ -247,17 +291,21 @@ class Instance:
         if self._passed_probes >= threshold or not self._proven:
             self.mark_healthy(now)
 
-    def record_failed_probe(self, trouble: str, threshold: int, *, may_finish: bool = False) -> None:
+    def record_failed_probe(
+        self, trouble: str, threshold: int, *, may_finish: bool = False, is_out_of_reach: bool = False
+    ) -> None:
         """Note a bad probe; ``threshold`` of them in a row make it unhealthy, and its requests are given up.
 
         Args:
             may_finish: it only accepts nothing new, as a process does that is ending: the requests it runs go on.
+            is_out_of_reach: as of ``mark_unhealthy``.
         """
         self._has_refused |= may_finish
+        self._may_be_another |= not is_out_of_reach
         self._passed_probes = 0
         self._failed_probes += 1
         if self._failed_probes >= threshold:
-            self.mark_unhealthy(trouble)
+            self.mark_unhealthy(trouble, is_out_of_reach=is_out_of_reach)
             if not may_finish:
                 self._registry.announce_failure(self)
 

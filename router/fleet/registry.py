@@ -41,6 +41,7 @@ class Registry:
         self._lost_cache_callbacks: list[Callable[[str], None]] = []
         self._failure_callbacks: list[Callable[[Instance], None]] = []
         self._trouble_callbacks: list[Callable[[Instance], None]] = []
+        self._said_callbacks: list[Callable[[Instance], None]] = []
 
     def __repr__(self) -> str:
         return f"<Registry {list(self._instances.values())}>"
@@ -103,9 +104,15 @@ class Registry:
         """Remove and return the instances that are gone: see ``Instance.is_silent``."""
         gone = [instance for instance in self._instances.values() if instance.is_silent(now, expiry)]
         for instance in gone:
+            instance.log_change("health", logging.WARNING, "is gone", f"not heard of for {expiry:g} s")
             self.remove(instance)
-            _log.warning("%s instance %s is gone: not heard of for %g s", instance.role.value, instance.key, expiry)
         return gone
+
+    def excuse_silence(self, seconds: float) -> None:
+        """Count these seconds for no instance's silence: this process could not have heard any."""
+        for instance in self._instances.values():
+            instance.last_registered += seconds
+            instance.last_healthy += seconds
 
     def remove(self, instance: Instance) -> None:
         """Forget ``instance``, which gets no more requests; those it runs go on."""
@@ -151,6 +158,15 @@ class Registry:
     def announce_trouble(self, instance: Instance) -> None:
         """Tell the subscribers that ``instance`` is not healthy any more."""
         for callback in self._trouble_callbacks:
+            callback(instance)
+
+    def subscribe_to_said(self, callback: Callable[[Instance], None]) -> None:
+        """Call ``callback`` with each instance of whose health this process has logged a change."""
+        self._said_callbacks.append(callback)
+
+    def announce_said(self, instance: Instance) -> None:
+        """Tell the subscribers that a change of ``instance`` was logged."""
+        for callback in self._said_callbacks:
             callback(instance)
 
     def _add_instance(self, instance: Instance) -> Instance:

@@ -29,7 +29,15 @@ from router.http.body import (
     whole_number,
 )
 from router.http.cors import Cors
-from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, StaleConnection, TimedOut, UpstreamError
+from router.http.errors import (
+    ConnectFailed,
+    ConnectRefused,
+    NameUnresolved,
+    NoRoom,
+    StaleConnection,
+    TimedOut,
+    UpstreamError,
+)
 from router.http.exchange import Exchange, ExchangeRecord
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.http.message import (
@@ -68,6 +76,7 @@ __all__ = [
     "InferenceBody",
     "LargeBody",
     "ListenerContext",
+    "NameUnresolved",
     "NoRoom",
     "PreparedHead",
     "Refused",

@@ -5,6 +5,7 @@
     UpstreamError
     ├── NoRoom            this machine cannot open one more connection, to any instance
     ├── ConnectFailed     no connection was made, so the instance has not seen the request
+    │   ├── NameUnresolved    no name server answers at present, which says nothing of the instance
     │   └── ConnectRefused    nobody listens there: not yet, or no more, and then accepted requests may still go on
     ├── ConnectionLost    the connection ended before the response did
     │   └── StaleConnection   a pooled connection ended without one byte of response: most likely, but not
@@ -20,6 +21,7 @@ __all__ = [
     "ConnectFailed",
     "ConnectRefused",
     "ConnectionLost",
+    "NameUnresolved",
     "NoRoom",
     "StaleConnection",
     "TimedOut",
@@ -37,6 +39,10 @@ class ConnectFailed(UpstreamError):
 
 class ConnectRefused(ConnectFailed):
     """Nobody listens there. A process that ends may still finish the requests it has accepted."""
+
+
+class NameUnresolved(ConnectFailed):
+    """The instance's name was not resolved, as no name server answered."""
 
 
 class NoRoom(UpstreamError):

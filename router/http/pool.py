@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from router.http.connection import Connection
-from router.http.errors import ConnectFailed, ConnectRefused, NoRoom, TimedOut
+from router.http.errors import ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut
 from router.http.exchange import Exchange
 from router.http.message import Address, PreparedHead, Response, prepare_head
 
@@ -24,6 +26,10 @@ IDLE_CONNECTIONS = 256
 JOINED_BYTES = 16 * 1024
 # An answer to a probe or a listing is not read further than this.
 FETCH_BYTES = 16 * 1024 * 1024
+# Of a name with several addresses, the next one is tried beside the first after so long (RFC 8305).
+NEXT_ADDRESS_SECONDS = 0.25
+# Addresses whose header is kept.
+MAX_HOSTS = 4096
 # connect()'s errors when this machine, and not the instance, has run out of something.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
@@ -71,6 +77,8 @@ class ConnectionPool:
         """As ``exchange``, with a head that several requests share, and perhaps with a body in parts."""
         host = self._hosts.get(address)
         if host is None:
+            if len(self._hosts) >= MAX_HOSTS:
+                self._hosts.clear()  # of addresses that may be long gone; those in use come back
             host = self._hosts[address] = b"host: %s\r\n" % str(address).encode()
         bodies = body if type(body) is tuple else (body,)
         size = sum(map(len, bodies))
@@ -145,13 +153,18 @@ class ConnectionPool:
         """
         loop = asyncio.get_running_loop()
         tls = self._trust() if address.tls else None
-        opening = loop.create_connection(lambda: Connection(self, address), address.host, address.port, ssl=tls)
+        opening = loop.create_connection(
+            lambda: Connection(self, address), address.host, address.port, ssl=tls, **_list_options(loop)
+        )
         try:
             _, connection = await asyncio.wait_for(opening, CONNECT_SECONDS)
         except asyncio.TimeoutError:
             raise ConnectFailed(f"{address} did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except ssl.SSLError as exc:
             raise ConnectFailed(f"cannot connect to {address.url}: {_describe_tls_failure(exc)}") from exc
+        except socket.gaierror as exc:  # its numbers are no errors of connect()
+            error: type[ConnectFailed] = NameUnresolved if exc.errno == socket.EAI_AGAIN else ConnectFailed
+            raise error(f"cannot connect to {address}: {exc.strerror}") from exc
         except OSError as exc:
             if exc.errno in _NO_ROOM:
                 raise NoRoom(f"the router cannot open one more connection: {exc.strerror}") from exc
@@ -184,6 +197,11 @@ class ConnectionPool:
             if not idle:
                 del self._idle[address]
         self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None
+
+
+def _list_options(loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
+    """Options of ``create_connection`` that only asyncio's own loop has: uvloop tries one address after another."""
+    return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if isinstance(loop, asyncio.BaseEventLoop) else {}
 
 
 def _describe_tls_failure(exc: ssl.SSLError) -> str:

@@ -21,6 +21,8 @@ from router.telemetry import RequestRecord
 __all__ = ["Proxy"]
 
 # These concern all instances at once, and are the control plane's.
+# A look at what takes too long that comes so late itself is put off to the next one.
+LATE_SECONDS = 0.25
 _NOT_TAKEN = frozenset({"/v1/models", "/v1/abort_requests"})
 # Outside /v1, engines serve these to clients: vLLM's and SGLang's names.
 _TAKEN_ELSEWHERE = frozenset(
@@ -82,8 +84,14 @@ class Proxy:
     async def watch_the_clock(self) -> None:
         """End requests that have run for longer than the time-out, and give up streams that stall, until cancelled."""
         late = ApiError(504, f"the request was not answered within {self._timeout:g} s", "request_timeout")
+        was_late = False
         while True:
-            await asyncio.sleep(min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4))
+            seconds = min(1.0, self._timeout / 4, (self._stall or self._timeout) / 4)
+            due_at = time.monotonic() + seconds
+            await asyncio.sleep(seconds)
+            was_late = not was_late and time.monotonic() - due_at > LATE_SECONDS
+            if was_late:
+                continue  # this process did not run: it has to read first what came meanwhile
             self._end_older(late, time.perf_counter() - self._timeout)
             if self._stall:
                 self._end_stalled_streams(time.perf_counter() - self._stall)

@@ -5,7 +5,9 @@ wire.py         Wire: messages between two processes over a socket
 hub.py          Hub: the supervisor's part, which passes messages on and keeps records for newcomers
 shared_state.py  SharedState: several routers, over Redis
 supervisor.py   Supervisor: starts workers, replaces those that die, gives them connections
+silence.py      Silence: whether a worker that says nothing hangs, or gets no CPU
 hand_over.py    a client's connection, from the process that accepted it to the one that serves it
+records.py      what processes tell each other of an instance, and which of two records counts
 fleet_sync.py   FleetSync: one fleet for all processes
 kept_figures.py  KeptFigures: counts that outlive their worker
 gate.py         Gate: limits that count over all workers

@@ -6,19 +6,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from router.fleet import HealthMonitor, Instance, Registration, RegistrationError, Registry
 from router.sharing.link import Link
+from router.sharing.records import NEVER, STALE_SECONDS, Version, Versions, read_versions
 
 __all__ = ["FleetSync"]
 
 _log = logging.getLogger("router.sharing.fleet_sync")
 
-# Records are renewed so often, so that they say of each instance how it is; and thrown away when they are older.
+# Records are renewed so often, so that they say of each instance how it is, and heal what was lost on the way.
 RENEWAL_SECONDS = 10.0
-STALE_SECONDS = 600.0
 
 
 class _Orders(NamedTuple):
@@ -33,49 +33,59 @@ class _Orders(NamedTuple):
 _NO_ORDERS = _Orders(draining=False, until_restart=False, paused=False, share=1.0)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What this process has last heard, or told, of one key, whether or not the instance is registered now."""
+
+    version: Version = NEVER
+    """Of the registration, or the removal."""
+    orders: _Orders = _NO_ORDERS
+    ordered: Version = NEVER
+    """The version of ``orders``."""
+    noted_at: float = -math.inf
+
+
 class FleetSync:
     """Tells the other processes of instances, and listens to them.
 
     Shared are registrations, heartbeats and the operator's orders. Each process sees for itself who is healthy; one
-    that finds an instance dead lets the others look at once.
-
-    Of orders the latest counts, in any record that it comes with: a drain that ended because one process saw the
-    instance restart is not begun again by a heartbeat that another one has just told of.
+    that finds an instance dead lets the others look at once. Which of two records, and of two orders, is the later one
+    is decided by their versions (``records.py``); how long ago a heartbeat was, by the clock of the process that hears
+    of it, at that moment.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        registry: Registry,
-        health: HealthMonitor,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """
-        Args:
-            clock: seconds since the epoch, because records may outlive processes.
-        """
+    def __init__(self, link: Link, registry: Registry, health: HealthMonitor) -> None:
         self._link = link
         self._registry = registry
         self._health = health
-        self._clock = clock
-        self._written_at: dict[str, float] = {}  # of the latest record of each key
-        self._orders: dict[str, tuple[_Orders, float]] = {}  # the latest of each key, and when they were given
+        self._versions = Versions(link.name)
+        self._known: dict[str, _Known] = {}
         link.subscribe_to_records(self._on_record)
         link.subscribe_to_departures(self._distrust_heartbeats)
         link.subscribe_to_topic("suspect", self._on_suspect)
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
         registry.subscribe_to_troubles(self._on_trouble)
+        registry.subscribe_to_said(lambda instance: link.publish_event("said", [instance.key, instance.said]))
+        link.subscribe_to_topic("said", self._on_said)
         registry.subscribe_to_lost_caches(self._tell_changed_orders)
 
     async def announce_instance(self, instance: Instance) -> None:
-        """Tell the others of an instance that has registered or got an order, and wait until they know."""
-        self._link.keep_record(instance.key, self._make_record(instance, is_news=True))
+        """Tell the others of an instance that has registered, and wait until this router's processes know."""
+        self._tell(instance, is_news=True)
         await self._link.ask_others("heard")
+
+    async def announce_orders(self, instance: Instance) -> None:
+        """Tell the others of an order about an instance, and wait until the other routers know, too.
+
+        The operator's next order, at whichever router, is then the later one there.
+        """
+        self._tell(instance, is_news=False)
+        await self._link.ask_others("heard", everywhere=True)
 
     def announce_removal(self, instance: Instance) -> None:
         """Tell the others of an instance that was removed, and did not just go silent."""
-        self._link.keep_record(instance.key, {**self._make_record(instance, is_news=True), "is_removed": True})
+        self._tell(instance, is_news=True, is_removed=True)
 
     def announce_lost_cache(self, key: str) -> None:
         """Tell the others that an instance's own cache is empty."""
@@ -87,98 +97,128 @@ class FleetSync:
             await asyncio.sleep(RENEWAL_SECONDS)
             for instance in self._registry:
                 if instance.healthy:
-                    self._link.keep_record(instance.key, self._make_record(instance, is_news=False))
+                    self._tell(instance, is_news=False)
+            self._forget_old(time.monotonic())
+
+    def _forget_old(self, now: float) -> None:
+        """Forget what was known of instances that are long gone."""
+        for key, known in list(self._known.items()):
+            if self._registry.get(key) is not None:
+                known.noted_at = now
+            elif now - known.noted_at > STALE_SECONDS:
+                del self._known[key]
+
+    def _tell(self, instance: Instance, *, is_news: bool, is_removed: bool = False) -> None:
+        if not self._link.is_alone:
+            record = {**self._make_record(instance, is_news=is_news), "is_removed": is_removed}
+            self._link.keep_record(instance.key, record)
 
     def _make_record(self, instance: Instance, *, is_news: bool) -> dict[str, Any]:
-        written_at = self._clock()
-        known_orders, ordered_at = self._orders.get(instance.key, (_NO_ORDERS, 0.0))
+        known = self._note_key(instance.key)
         orders = _orders_of(instance)
-        if orders != known_orders:
-            ordered_at = max(written_at, ordered_at + 1e-6)
-            self._orders[instance.key] = orders, ordered_at
-        if is_news:  # later than all that was heard, though another machine's clock may be ahead
-            written_at = max(written_at, self._written_at.get(instance.key, 0.0) + 1e-6)
-            self._written_at[instance.key] = written_at
+        # They differ, too, where the instance is another one than that which the last orders were meant for.
+        if orders != known.orders:
+            known.orders, known.ordered = orders, self._versions.give()
+        if is_news:
+            known.version = self._versions.give()
         return {
+            "version": known.version,
             "fields": dict(instance.registration.fields),
+            "is_removed": False,
+            "teller": self._link.name,
+            "said": instance.said,
             "healthy": instance.healthy,
             "permanent": instance.permanent,
             "has_heartbeat": instance.has_heartbeat,
-            **orders._asdict(),
-            "ordered_at": ordered_at,
             "models": None if instance.models is None else sorted(instance.models),
             "models_age": time.monotonic() - instance.models_asked_at,
-            "is_news": is_news,
-            "written_at": written_at,
+            "orders": {"version": known.ordered, **orders._asdict()},
         }
+
+    def _note_key(self, key: str) -> _Known:
+        known = self._known.setdefault(key, _Known())
+        known.noted_at = time.monotonic()
+        return known
 
     def _on_record(self, key: str, record: dict[str, Any]) -> None:
         """Take over an instance as another process knows it."""
-        known = self._registry.get(key)
-        if record.get("is_removed"):
-            if known is not None and not known.has_heartbeat and not self._is_outdated(key, record):
-                self._registry.remove(known)
+        version, ordered = read_versions(record)
+        self._versions.note(version, ordered)
+        is_first = key not in self._known
+        known, instance = self._note_key(key), self._registry.get(key)
+        is_later = version > known.version
+        known.version = max(version, known.version)
+        if record["is_removed"]:
+            if is_later and instance is not None and not instance.has_heartbeat:
+                self._registry.remove(instance)
             return
-        if known is not None:
-            self._take_models(known, record)
-            self._take_orders(known, record)
-        is_old = self._clock() - record["written_at"] > STALE_SECONDS
-        if is_old or (known is not None and not record["is_news"]) or self._is_outdated(key, record):
+        if ordered > known.ordered:
+            known.orders, known.ordered = _Orders(**_without_version(record["orders"])), ordered
+            if instance is not None:
+                _carry_out(known.orders, instance, is_told=self._is_said_by(ordered[1]))
+        if instance is not None:
+            self._take_news(instance, record, is_later=is_later)
+        # One that was forgotten here comes back with its next registration or heartbeat; if it has none, as soon as
+        # another process can reach it.
+        elif is_later or is_first or (version == known.version and not record["has_heartbeat"]):
+            self._add_instance(record, known.orders, proven=record["healthy"] and (is_later or is_first))
+
+    def _take_news(self, instance: Instance, record: dict[str, Any], *, is_later: bool) -> None:
+        self._take_models(instance, record)
+        now = time.monotonic()
+        if record["healthy"]:
+            instance.note_health_elsewhere(now)
+        if not is_later:
             return
+        if record["has_heartbeat"] and (registration := self._read_registration(record)) is not None:
+            instance.renew_registration(registration, now, proven=False)
+        if not instance.healthy:
+            self._health.probe_soon(instance)
+
+    def _add_instance(self, record: dict[str, Any], orders: _Orders, *, proven: bool) -> None:
+        registration = self._read_registration(record)
+        if registration is None:
+            return
+        instance = self._registry.add_known_instance(
+            registration,
+            time.monotonic(),
+            proven=proven,
+            permanent=record["permanent"],
+            has_heartbeat=record["has_heartbeat"],
+        )
+        if self._link.is_of_same_router(record["teller"]):
+            instance.said.update(record["said"])
+        self._take_models(instance, record)
+        _carry_out(orders, instance, is_told=self._is_said_by(record["teller"]))
+        if not instance.healthy:
+            self._health.probe_soon(instance)
+
+    def _read_registration(self, record: dict[str, Any]) -> Registration | None:
         try:
             registration = Registration.from_fields(record["fields"])
             self._registry.check_role(registration.role)
         except RegistrationError as exc:
+            fields = record["fields"]
+            key = f"{fields.get('host_ip')}:{fields.get('port')}"
             _log.warning("instance %s, of which another router told, is not taken: %s", key, exc)
-            return
-        now = time.monotonic()
-        if known is None:
-            known = self._registry.add_known_instance(
-                registration,
-                now,
-                proven=record["healthy"],
-                permanent=record["permanent"],
-                has_heartbeat=record["has_heartbeat"],
-            )
-            self._take_models(known, record)
-            self._orders.pop(key, None)
-            self._take_orders(known, record)
-        elif record["has_heartbeat"]:
-            known.renew_registration(registration, now, proven=False)
-        if not known.healthy:
-            self._health.probe_soon(known)
+            return None
+        return registration
+
+    def _is_said_by(self, teller: str) -> bool:
+        """Whether the process that tells, or the first one here, says in this router's log what this one is told."""
+        return self._link.is_of_same_router(teller) or not self._link.is_first
 
     def _take_models(self, instance: Instance, record: dict[str, Any]) -> None:
         """Note the models that the instance told another process, if that asked it later than this one."""
-        record_age = max(0.0, self._clock() - record["written_at"])
-        asked_at = time.monotonic() - record_age - record.get("models_age", math.inf)
-        if record.get("models") is not None and asked_at > instance.models_asked_at:
-            instance.set_models(frozenset(record["models"]), asked_at)
-
-    def _take_orders(self, instance: Instance, record: dict[str, Any]) -> None:
-        """Carry out the operator's orders as another process knows them, if they are later than those known here."""
-        # Routers of earlier versions do not say when: their news are the latest.
-        ordered_at = record.get("ordered_at", record["written_at"] if record["is_news"] else 0.0)
-        if ordered_at > self._orders.get(instance.key, (_NO_ORDERS, 0.0))[1]:
-            instance.set_draining(record["draining"], until_restart=record.get("until_restart", False))
-            instance.set_pause(record["paused"])
-            instance.set_share(record["share"])
-            self._orders[instance.key] = _orders_of(instance), ordered_at
+        asked_at = time.monotonic() - record["models_age"]
+        if record["models"] is not None and asked_at > instance.models_asked_at:
+            instance.set_models(frozenset(record["models"]), asked_at, is_told=self._is_said_by(record["teller"]))
 
     def _tell_changed_orders(self, key: str) -> None:
-        """An instance has restarted, which may have ended its drain, or is gone."""
-        instance = self._registry.get(key)
-        if instance is None:
-            self._orders.pop(key, None)
-        elif self._orders.get(key, (_NO_ORDERS, 0.0))[0] != _orders_of(instance):
-            self._link.keep_record(key, self._make_record(instance, is_news=True))
-
-    def _is_outdated(self, key: str, record: dict[str, Any]) -> bool:
-        """Whether a later record of this key was heard, or told, before."""
-        if record["written_at"] < self._written_at.get(key, 0.0):
-            return True
-        self._written_at[key] = record["written_at"]
-        return False
+        """An instance has restarted, which may have ended its drain."""
+        instance, known = self._registry.get(key), self._known.get(key)
+        if instance is not None and _orders_of(instance) != (_NO_ORDERS if known is None else known.orders):
+            self._tell(instance, is_news=False)
 
     def _distrust_heartbeats(self, _: str) -> None:
         """A process is gone, and with it perhaps the way by which instances' heartbeats came."""
@@ -195,6 +235,12 @@ class FleetSync:
             _log.debug("%s has trouble with %s", sender, key)
             self._health.probe_soon(instance)
 
+    def _on_said(self, sender: str, content: list[Any]) -> None:
+        """Another process has logged a change of an instance: of one router, one process does."""
+        key, said = content
+        if self._link.is_of_same_router(sender) and (instance := self._registry.get(key)) is not None:
+            instance.said.update(said)
+
     def _on_lost_cache(self, _: str, key: str) -> None:
         if (instance := self._registry.get(key)) is not None:
             self._registry.announce_lost_cache(instance)
@@ -202,3 +248,13 @@ class FleetSync:
 
 def _orders_of(instance: Instance) -> _Orders:
     return _Orders(instance.draining, instance.drains_until_restart, instance.paused, instance.share)
+
+
+def _carry_out(orders: _Orders, instance: Instance, *, is_told: bool) -> None:
+    instance.set_draining(orders.draining, until_restart=orders.until_restart, is_told=is_told)
+    instance.set_pause(orders.paused, is_told=is_told)
+    instance.set_share(orders.share, is_told=is_told)
+
+
+def _without_version(orders: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in orders.items() if name != "version"}

@@ -68,12 +68,18 @@ class Gate:
         for client, count in self._running.pop(worker, Counter()).items():
             for _ in range(count):
                 self._admission.leave(client)
+        self.tell_all()
 
     def note_elsewhere(self, router: str, running: dict[str, int], charged: dict[str, int]) -> None:
         """Count the requests of another router, which are all gone if ``running`` is empty."""
         self._admission.note_elsewhere(router, running)
         for client, tokens in charged.items():
             self._admission.charge_tokens(client, tokens)
+
+    def tell_all(self) -> None:
+        """Tell the other routers soon which requests run here, and what was charged."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
 
     async def _let_in(
         self, worker: str, client: str, priority: int, tokens: int, answer: Callable[[Any], None]
@@ -89,8 +95,7 @@ class Gate:
 
     def _note_charge(self, client: str, tokens: int) -> None:
         self._charged[client] += tokens
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_routers)
+        self.tell_all()
 
     def _tell_routers(self) -> None:
         self._timer = None

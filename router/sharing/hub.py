@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from router.sharing.gate import Gate
 from router.sharing.kept_figures import KeptFigures
 from router.sharing.link import ANSWER_SECONDS
+from router.sharing.records import STALE_SECONDS, merge_records, read_versions
 from router.sharing.wire import Wire
 
 if TYPE_CHECKING:
@@ -27,10 +29,13 @@ _FOR_ROUTER = 0
 class Hub:
     """Workers by name, and the messages between them."""
 
-    def __init__(self, on_count: Callable[[str, dict[str, int]], None]) -> None:
+    def __init__(
+        self, on_count: Callable[[str, dict[str, int]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """
         Args:
             on_count: called with a worker's name and its figures.
+            clock: seconds of a monotonic clock, by which records that nobody renews are dropped.
         """
         self.uplink: SharedState | None = None
         """The way to the other routers, where there are any."""
@@ -38,19 +43,20 @@ class Hub:
         """Lets requests in, where there are limits."""
         self._on_count = on_count
         self._workers: dict[str, Wire] = {}
-        self.records: dict[str, dict[str, Any]] = {}
-        """Of each key the record that was written last."""
+        self._clock = clock
+        self._records: dict[str, dict[str, Any]] = {}  # of each key the latest registration and the latest orders
+        self._renewed_at: dict[str, float] = {}
         self._trouble = ""
         self._figures = KeptFigures()
         self._questions: dict[tuple[str, int], _Question] = {}
 
     def __repr__(self) -> str:
-        return f"<Hub {list(self._workers)} {len(self.records)} records>"
+        return f"<Hub {list(self._workers)} {len(self._records)} records>"
 
     def add_worker(self, name: str, wire: Wire) -> None:
         """A worker has started; it gets the records."""
         self._workers[name] = wire
-        for key, record in self.records.items():
+        for key, record in self.list_records().items():
             wire.send_message("keep", key, record)
         wire.send_message("state", self._trouble)
 
@@ -96,10 +102,8 @@ class Hub:
             case "publish", [topic, content]:
                 self._send_to_workers("publish", sender, topic, content, but=sender)
                 self._send_up("publish", sender, topic, content)
-            case "keep", [key, record]:
-                if self._keep_record(key, record):
-                    self._send_to_workers("keep", key, record, but=sender)
-                    self._send_up("keep", key, record)
+            case "keep", [str(key), record]:
+                self._on_record(sender, key, record)
             case "count", [figures]:
                 self._on_count(sender, figures)
             case "enter", [number, client, priority, tokens] if self.gate is not None:
@@ -131,9 +135,11 @@ class Hub:
         match kind, rest:
             case "publish", [sender, topic, content]:
                 self._send_to_workers("publish", sender, topic, content)
-            case "keep", [key, record]:
-                if self._keep_record(key, record):
-                    self._send_to_workers("keep", key, record)
+            case "keep", [str(key), record]:
+                if (kept := self._keep_record(key, record)) is not None:
+                    self._send_to_workers("keep", key, kept)
+            case "hello", []:
+                self.tell_all_limits()
             case "gone", [name]:
                 self.announce_departure(name)
             case "limits", [router, running, charged]:
@@ -159,6 +165,18 @@ class Hub:
         self._put_question(key, "heard", None, list(self._workers), [], lambda _: done.set())
         await done.wait()
 
+    def list_records(self) -> dict[str, dict[str, Any]]:
+        """Of each key the record, unless nobody has renewed it for long."""
+        stale_before = self._clock() - STALE_SECONDS
+        for key in [key for key, renewed_at in self._renewed_at.items() if renewed_at < stale_before]:
+            del self._records[key], self._renewed_at[key]
+        return self._records
+
+    def tell_all_limits(self) -> None:
+        """Tell the other routers how much of the limits is used here, as one of them does not know it yet."""
+        if self.gate is not None:
+            self.gate.tell_all()
+
     def tell_limits(self, running: dict[str, int], charged: dict[str, int]) -> None:
         """Tell the other routers how much of the limits is used here."""
         if self.uplink is not None:
@@ -167,13 +185,35 @@ class Hub:
     def _answer_entry(self, worker: str, number: int, client: str, tokens: int, refusal: list[Any] | None) -> None:
         self._send_to_worker(worker, "entered", number, refusal, client, tokens)
 
-    def _keep_record(self, key: str, record: dict[str, Any]) -> bool:
-        """Keep a record unless a later one is known; whether it is kept."""
-        known = self.records.get(key)
-        if known is not None and known["written_at"] > record["written_at"]:
-            return False
-        self.records[key] = record
-        return True
+    def _on_record(self, sender: str, key: str, record: Any) -> None:
+        """Pass a worker's record on, merged with what is known; tell the worker, too, where it knew less."""
+        kept = self._keep_record(key, record)
+        if kept is not None:
+            self._send_to_workers("keep", key, kept, but=sender)
+            self._send_up("keep", key, kept)
+        known = self._records.get(key)
+        if known is not None and (kept is None or read_versions(kept) != read_versions(record)):
+            self._send_to_worker(sender, "keep", key, known)
+
+    def _keep_record(self, key: str, record: Any) -> dict[str, Any] | None:
+        """Keep the later parts of a record and of the one that is known.
+
+        Returns:
+            The record that is kept now; None if ``record`` is none, or has nothing that is not outdated.
+        """
+        known = self._records.get(key)
+        try:
+            kept = merge_records(known, record)
+        except ValueError as exc:
+            _log.error("a record of %.100s is left aside: %s", key, exc)
+            return None
+        if known is None:
+            self.list_records()  # there is one more: others may be dropped
+        elif kept == known != record:
+            return None
+        self._records[key] = kept
+        self._renewed_at[key] = self._clock()
+        return kept
 
     def _put_question(
         self,

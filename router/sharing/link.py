@@ -44,6 +44,10 @@ class Link:
     trouble = ""
     """Why other routers are not heard of; ``""`` if they are, or there are none."""
 
+    def is_of_same_router(self, name: str) -> bool:
+        """Whether the process of this name is one of the same router, whose log is the same, too."""
+        return name.partition("-")[0] == self.name.partition("-")[0]
+
     def publish_event(self, topic: str, content: Any) -> None:
         """Tell the others of something that has happened."""
 
@@ -51,7 +55,7 @@ class Link:
         """Tell the others a record that replaces an earlier one of this key; those that come later get it, too.
 
         Args:
-            record: of two, the one whose ``written_at`` is later counts.
+            record: of two, the later parts count, as ``records.py`` says.
         """
 
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
@@ -161,9 +165,9 @@ class WorkerLink(Link):
         """See ``Link.wait_for_entry``."""
         self._num_asked += 1
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()
-        self._entering[number] = answer
-        self.tell_supervisor("enter", number, client, priority, tokens)
         try:
+            self._entering[number] = answer
+            self.tell_supervisor("enter", number, client, priority, tokens)
             refusal: list[Any] | None = await answer
         except asyncio.CancelledError:
             if answer.cancelled():
@@ -183,15 +187,15 @@ class WorkerLink(Link):
         """See ``Link.ask_others``."""
         self._num_asked += 1
         number, answers = self._num_asked, asyncio.get_running_loop().create_future()
-        self._asked[number] = answers
-        self.tell_supervisor("ask", number, topic, content, everywhere)
         try:
+            self._asked[number] = answers
+            self.tell_supervisor("ask", number, topic, content, everywhere)
             # The supervisor keeps the time; it may be gone itself.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # in Python 3.10 none of its TimeoutErrors
             return []
         finally:
-            del self._asked[number]
+            self._asked.pop(number, None)
 
     def subscribe_to_topic(self, topic: str, callback: Callable[[str, Any], None]) -> None:
         """See ``Link.subscribe_to_topic``."""
@@ -220,10 +224,7 @@ class WorkerLink(Link):
     def on_message(self, message: list[Any]) -> None:
         """Take a message from the supervisor. All that this process hears comes this way."""
         kind, *rest = message
-        try:
-            _HANDLERS[kind](self, *rest)
-        except Exception:
-            _log.exception("a message of another process was not understood: %.200r", message)
+        _HANDLERS[kind](self, *rest)
 
     def _on_publication(self, sender: str, topic: str, content: Any) -> None:
         if callback := self._topics.get(topic):

@@ -1,23 +1,26 @@
 """SharedState: several routers, on several machines, with the knowledge of one, over Redis.
 
 Workers' messages go to the other routers over one channel of Redis, a few hundredths of a second later; records are
-kept in a hash of it besides, for routers that start later; those ask another router for its prefixes. Redis is a help,
-never a condition: while it is gone each router goes on with its own knowledge, and when it is back they tell each other
-of it.
+kept there, too, for routers that start later; those ask another router for its prefixes. Redis is a help, never a
+condition: while it is gone each router goes on with its own knowledge, and when it is back they tell each other of it.
+
+A fleet is the routers that are given one Redis and one of its databases. Redis' channels are the same in all
+databases, so the database's number is a part of every name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import msgpack
+from urllib.parse import urlsplit
 
 from router.settings import ROUTER_GONE_SECONDS, SettingsError
+from router.sharing.records import STALE_SECONDS
+from router.sharing.wire import pack, unpack
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -29,9 +32,7 @@ __all__ = ["SharedState"]
 _log = logging.getLogger("router.sharing.shared_state")
 
 # The number changes with the form of messages, so that routers of two versions leave each other alone.
-CHANNEL = "kvrouter:1:bus"
-FLEET = "kvrouter:1:fleet"
-PREFIXES = "kvrouter:1:prefixes:"
+FORM = 2
 
 # Messages are sent as soon as there are any, at most so often; an empty batch now and then says that this router lives.
 SEND_SECONDS = 0.002
@@ -53,26 +54,30 @@ PREFIXES_SECONDS = 1.5
 # A full memory of prefixes takes 13 MB; one that takes more than this is not sent. Redis drops those not fetched.
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 KEPT_PREFIXES_SECONDS = 10
-# Records of instances that nobody has renewed for so long are deleted.
-FORGET_SECONDS = 3600.0
 
 
 class SharedState:
     """One router's connection to the others."""
 
-    def __init__(self, url: str, name: str, hub: Hub) -> None:
+    def __init__(self, url: str, name: str, hub: Hub, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             url: such as ``redis://host:6379/0``.
             name: this router, as the others know it.
             hub: takes the others' messages.
+            clock: seconds of a monotonic clock, by which others are silent.
 
         Raises:
             SettingsError: ``url`` is none, or redis-py is not installed.
         """
         self.name = name
         self._hub = hub
+        self._clock = clock
         self._redis = _make_client(url)
+        fleet = f"kvrouter:{FORM}:{self._redis.connection_pool.connection_kwargs.get('db') or 0}"
+        self._channel, self._prefixes = f"{fleet}:bus", f"{fleet}:prefixes:"
+        # The keys of the instances, and of each its record, which Redis drops by its own clock.
+        self._instances, self._record = f"{fleet}:instances", f"{fleet}:instance:"
         self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
         self._has_waiting = asyncio.Event()
         # Other routers: when each was heard last, and the names of its processes.
@@ -107,24 +112,25 @@ class SharedState:
         from redis.exceptions import RedisError
 
         try:
-            if not self._is_up or (await self._redis.pubsub_numsub(CHANNEL))[0][1] < 2:  # this router listens itself
+            # This router listens itself.
+            if not self._is_up or (await self._redis.pubsub_numsub(self._channel))[0][1] < 2:
                 return {}
-            give_up_at = time.monotonic() + FIRST_HEARD_SECONDS
-            while not self._heard_at and time.monotonic() < give_up_at:
+            give_up_at = self._clock() + FIRST_HEARD_SECONDS
+            while not self._heard_at and self._clock() < give_up_at:
                 await asyncio.sleep(SILENCE_SECONDS)
             for router in self.list_routers()[:MAX_ASKED]:
                 self.send_to_routers("want_prefixes", router, self.name)
-                found = await self._redis.blpop([PREFIXES + self.name], timeout=PREFIXES_SECONDS)
-                prefixes: dict[str, Any] = msgpack.unpackb(found[1]) if found else {}
+                found: Any = await self._redis.blpop([self._prefixes + self.name], timeout=PREFIXES_SECONDS)
+                prefixes: dict[str, Any] = unpack(found[1]) if found else {}
                 if any(num_chunks for num_chunks, _ in prefixes.values()):
                     return prefixes
-        except (RedisError, OSError) as exc:
+        except (RedisError, OSError, ValueError, TypeError, AttributeError) as exc:
             _log.warning("no prefixes were had of the other routers: %s", exc)
         return {}
 
     def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
         """Send another router the prefixes in the answer of a worker, if it gave one."""
-        sending = asyncio.ensure_future(self._store_prefixes(PREFIXES + router, answers[0] if answers else {}))
+        sending = asyncio.ensure_future(self._store_prefixes(self._prefixes + router, answers[0] if answers else {}))
         self._sending_prefixes.add(sending)
         sending.add_done_callback(self._sending_prefixes.discard)
 
@@ -153,18 +159,20 @@ class SharedState:
         if self._is_up:
             for name in self._hub.list_workers():
                 self.send_to_routers("gone", name)
-            with contextlib.suppress(RedisError, OSError):
+            try:
                 await self._send_batch()
+            except (RedisError, OSError) as exc:
+                _log.info("the other routers notice only later that this one has ended: %s", exc)
         await self._redis.aclose()
 
     async def _store_prefixes(self, key: str, prefixes: dict[str, Any]) -> None:
         """Put them where the other router waits for them: of all routers only that one has to read them."""
         from redis.exceptions import RedisError
 
-        data = msgpack.packb(prefixes)
+        data = pack(prefixes)
         if len(data) > MAX_PREFIXES_BYTES:
             _log.warning("a router that has just started learns prefixes anew: these would take %d bytes", len(data))
-            data = msgpack.packb({})
+            data = pack({})
         try:
             async with self._redis.pipeline() as pipeline:
                 pipeline.rpush(key, data)
@@ -176,10 +184,12 @@ class SharedState:
     async def _exchange_messages(self) -> None:
         """Connect, and exchange messages until something fails."""
         async with self._redis.pubsub() as subscription:
-            await subscription.subscribe(CHANNEL)
+            await subscription.subscribe(self._channel)
             await self._exchange_records()
-            self._heard_self_at = time.monotonic()
+            self._heard_self_at = self._clock()
             self._set_trouble("")
+            self.send_to_routers("hello")  # who is new here does not know what runs elsewhere, nor they what runs here
+            self._hub.tell_all_limits()
             sending = asyncio.ensure_future(self._keep_sending())
             try:
                 while not sending.done() and not self._is_closing:
@@ -194,18 +204,25 @@ class SharedState:
                 await asyncio.wait([sending], timeout=CLOSE_SECONDS)
 
     async def _exchange_records(self) -> None:
-        """Take over the records that Redis has, and give it those that it may lack."""
-        stored: dict[Any, Any] = await self._redis.hgetall(FLEET)
-        now = time.time()
-        for key, data in stored.items():
-            record = msgpack.unpackb(data)
-            if now - record["written_at"] > FORGET_SECONDS:
-                await self._redis.hdel(FLEET, key.decode())
+        """Take over the records that Redis has, and give it those that it lacks."""
+        members: set[Any] = await self._redis.smembers(self._instances)
+        keys = [key.decode(errors="replace") for key in members]
+        stored: list[Any] = await self._redis.mget([self._record + key for key in keys]) if keys else []
+        known: dict[str, Any] = {}
+        for key, data in zip(keys, stored, strict=True):
+            if data is None:  # nobody has renewed it for long
+                await self._redis.srem(self._instances, key)
+                continue
+            try:
+                known[key] = unpack(data)
+            except ValueError as exc:
+                _log.error("the record of %.100s in the shared state is left aside: %s", key, exc)
             else:
-                self._hub.on_distant_message(["keep", key.decode(), record])
+                self._hub.on_distant_message(["keep", key, known[key]])
         self._void_charges()
-        for kept, record in self._hub.records.items():
-            self.send_to_routers("keep", kept, record)
+        for key, record in self._hub.list_records().items():
+            if record != known.get(key):
+                self.send_to_routers("keep", key, record)
 
     def _void_charges(self) -> None:
         """Take the tokens out of messages that wait: told late, or twice, they would hold clients up for nothing."""
@@ -226,30 +243,46 @@ class SharedState:
         self._waiting.clear()
         self._has_waiting.clear()
         try:
+            data = pack([self.name, batch])
+        except ValueError:  # a worker's message may be nested just so deeply that it can be passed on no further
+            batch = [message for message in batch if _can_be_sent(message)]
+            data = pack([self.name, batch])
+        try:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for message in batch:
                     if message[0] == "keep":
-                        pipeline.hset(FLEET, message[1], msgpack.packb(message[2]))
-                pipeline.publish(CHANNEL, msgpack.packb([self.name, batch]))
+                        pipeline.sadd(self._instances, message[1])
+                        pipeline.set(self._record + message[1], pack(message[2]), ex=int(STALE_SECONDS))
+                pipeline.publish(self._channel, data)
                 await pipeline.execute()
         except BaseException:  # others may have had it: hearing a message twice does no harm
             self._waiting = deque([*batch, *self._waiting], MAX_WAITING)
             raise
 
     def _take_batch(self, data: bytes) -> None:
-        sender, batch = msgpack.unpackb(data, strict_map_key=False)
+        try:
+            sender, batch = unpack(data)
+        except (ValueError, TypeError) as exc:
+            _log.error("what another router sent is left aside: %s", exc)
+            return
         if sender == self.name:
-            self._heard_self_at = time.monotonic()
+            self._heard_self_at = self._clock()
             return
         if sender not in self._heard_at:
             _log.info("router %s shares its state with this one", sender)
-        self._heard_at[sender] = time.monotonic()
+        self._heard_at[sender] = self._clock()
         for message in batch:
-            if message[0] == "publish":
-                self._processes.setdefault(sender, set()).add(message[1])
-            elif message[0] == "gone":
-                self._processes.get(sender, set()).discard(message[1])
-            self._hub.on_distant_message(message)
+            try:
+                self._take_message(sender, message)
+            except Exception:  # the messages after it count nonetheless
+                _log.exception("a message of router %s was not understood: %.200r", sender, message)
+
+    def _take_message(self, sender: str, message: list[Any]) -> None:
+        if message[0] == "publish":
+            self._processes.setdefault(sender, set()).add(message[1])
+        elif message[0] == "gone":
+            self._processes.get(sender, set()).discard(message[1])
+        self._hub.on_distant_message(message)
 
     def _check_silence(self) -> None:
         """Notice who is gone.
@@ -257,7 +290,7 @@ class SharedState:
         Raises:
             TimeoutError: it is Redis.
         """
-        now = time.monotonic()
+        now = self._clock()
         if now - self._heard_self_at > GONE_SECONDS:
             raise asyncio.TimeoutError(f"nothing came from it for {GONE_SECONDS:g} s")
         for router in [router for router, heard_at in self._heard_at.items() if now - heard_at > GONE_SECONDS]:
@@ -285,6 +318,15 @@ class SharedState:
         self._hub.announce_state(trouble)
 
 
+def _can_be_sent(message: tuple[Any, ...]) -> bool:
+    try:
+        pack(["", [message]])
+    except ValueError as exc:
+        _log.error("a message is not sent to the other routers: %s: %.200r", exc, message)
+        return False
+    return True
+
+
 def _make_client(url: str) -> Redis:
     try:
         from redis.asyncio import Redis
@@ -293,6 +335,9 @@ def _make_client(url: str) -> Redis:
             "server.shared-state needs redis-py: pip install '/path/to/this/repository[shared-state]'"
         ) from None
     try:
+        parts = urlsplit(url)
+        if parts.scheme in ("redis", "rediss") and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
+            raise ValueError(f"{parts.path!r} is no database; it must be a number")
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
     except ValueError as exc:
         raise SettingsError(

@@ -18,10 +18,12 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from router.fleet import AwakeClock
 from router.sharing.gate import Gate
 from router.sharing.hand_over import send_connection
 from router.sharing.hub import Hub
 from router.sharing.shared_state import SharedState
+from router.sharing.silence import Silence
 from router.sharing.wire import Wire, open_wire
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ __all__ = ["LEAVING", "Supervisor", "WorkerTask", "start_nursery"]
 
 _log = logging.getLogger("router.sharing.supervisor")
 
-# A worker that does not say anything for so long gets no new connections; and after so long it is killed.
+# A worker that does not say anything for so long gets no new connections; and one that could have for so long is
+# killed, as ``silence.py`` counts it.
 QUIET_SECONDS = 2.0
 HUNG_SECONDS = 15.0
 # One that dies young is replaced after a pause that doubles each time.
@@ -98,6 +101,7 @@ class Supervisor:
         self._prefix = secrets.token_hex(4)
         self._workers: dict[str, _Worker] = {}
         self._waiting: socket.socket | None = None
+        self._clock = AwakeClock()
         self._hub = Hub(self._on_count)
         if admission.is_limited:
             self._hub.gate = Gate(admission, self._hub.tell_limits)
@@ -127,9 +131,12 @@ class Supervisor:
             Why the workers cannot start, in one sentence; ``""`` after a good end.
         """
         loop = asyncio.get_running_loop()
+        ticking = asyncio.ensure_future(self._clock.keep_ticking())
         shared_state, sharing = None, None
         if self._settings.shared_state:
-            self._hub.uplink = shared_state = SharedState(self._settings.shared_state, self._prefix, self._hub)
+            self._hub.uplink = shared_state = SharedState(
+                self._settings.shared_state, self._prefix, self._hub, self._clock.now
+            )
             sharing = asyncio.ensure_future(shared_state.keep_connection())
         for each in self._graces:
             loop.add_signal_handler(each, self._on_signal, each)
@@ -143,6 +150,7 @@ class Supervisor:
         ready.cancel()
         if sharing is not None and shared_state is not None:
             await shared_state.disconnect(sharing)
+        ticking.cancel()
         return self._refusal
 
     async def _announce_ready(self, on_ready: Callable[[], None], shared_state: SharedState | None) -> None:
@@ -172,21 +180,22 @@ class Supervisor:
         process.start()
         their_channel.close()
         their_connections.close()
-        worker = self._workers[name] = _Worker(name, place, process, connections)
+        worker = self._workers[name] = _Worker(name, place, process, connections, self._clock)
         worker.wire = await open_wire(
             channel, lambda message: self._on_message(worker, message), lambda: self._on_lost(worker)
         )
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker)
         self._hub.add_worker(name, worker.wire)
         if self._is_stopping:  # the others were told so while this one started
-            worker.wire.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - time.monotonic()))
+            worker.wire.send_message("stop", max(0.0, self._kills_at - STOP_SECONDS - self._clock.now()))
         elif self._stop is not None:
             self._hub.announce_leave()
 
     def _on_message(self, worker: _Worker, message: list[Any]) -> None:
         match message:
             case ["ready"]:
-                worker.is_ready, worker.heard_at = True, time.monotonic()
+                worker.is_ready = True
+                worker.silence.note_word()
                 if self._was_ready.is_set() and len(self._workers) == 1 and self._hub.uplink is not None:
                     self._sharing = asyncio.ensure_future(self._share_prefixes(self._hub.uplink))  # no other has them
                 elif all(each.is_ready for each in self._workers.values()):
@@ -200,7 +209,7 @@ class Supervisor:
 
     def _on_count(self, name: str, figures: dict[str, int]) -> None:
         worker = self._workers[name]
-        worker.heard_at = time.monotonic()
+        worker.silence.note_word()
         worker.num_connections, worker.num_taken = figures["connections"], figures["taken"]
 
     def _on_refusal(self, worker: _Worker, sentence: str) -> None:
@@ -249,13 +258,24 @@ class Supervisor:
 
     def _check_workers(self) -> None:
         """Kill workers that hang, or have not ended in their time."""
-        now = time.monotonic()
+        now = self._clock.now()
         for worker in self._workers.values():
-            if now - worker.heard_at > HUNG_SECONDS and not self._is_stopping:
-                _log.error("worker %s has said nothing for %.0f s and is killed", worker.name, HUNG_SECONDS)
-                worker.process.kill()
-            elif self._is_stopping and now > self._kills_at:
-                worker.process.kill()
+            if self._is_stopping:
+                if now > self._kills_at:
+                    worker.process.kill()
+            elif now - worker.silence.began_at > QUIET_SECONDS:
+                self._judge_silence(worker, now - worker.silence.began_at)
+
+    def _judge_silence(self, worker: _Worker, seconds: float) -> None:
+        """Kill a worker that hangs; one that gets no CPU is left alone."""
+        counted = worker.silence.measure()
+        if counted > HUNG_SECONDS:
+            _log.error("worker %s has said nothing for %.0f s and is killed", worker.name, counted)
+            worker.process.kill()
+        elif seconds > HUNG_SECONDS and not worker.silence.is_reported:
+            worker.silence.is_reported = True
+            message = "worker %s has said nothing for %.0f s, and had to wait for a CPU or a disk for %.0f s of them"
+            _log.warning(message, worker.name, seconds, seconds - counted)
 
     def _on_signal(self, sent: signal.Signals) -> None:
         delay, grace = self._settings.shutdown_delay_secs, self._graces[sent]
@@ -278,7 +298,7 @@ class Supervisor:
             self._listener.close()
             if self._waiting is not None:
                 self._waiting.close()
-        self._kills_at = time.monotonic() + grace + STOP_SECONDS
+        self._kills_at = self._clock.now() + grace + STOP_SECONDS
         self._hub.stop_workers(grace)
 
     def _accept_connections(self) -> None:
@@ -317,9 +337,9 @@ class Supervisor:
 
     def _list_idlest(self) -> list[_Worker]:
         """The workers that may get a connection, the one with the fewest first; those that are quiet, last."""
-        quiet_before = time.monotonic() - QUIET_SECONDS
+        quiet_before = self._clock.now() - QUIET_SECONDS
         ready = [worker for worker in self._workers.values() if worker.is_ready]
-        return sorted(ready, key=lambda worker: (worker.heard_at < quiet_before, worker.load))
+        return sorted(ready, key=lambda worker: (worker.silence.began_at < quiet_before, worker.load))
 
 
 class _Worker:
@@ -327,12 +347,15 @@ class _Worker:
 
     wire: Wire
 
-    def __init__(self, name: str, place: int, process: ForkServerProcess, connections: socket.socket) -> None:
+    def __init__(
+        self, name: str, place: int, process: ForkServerProcess, connections: socket.socket, clock: AwakeClock
+    ) -> None:
         self.name = name
         self.place = place
         self.process = process
         self.connections = connections
-        self.started_at = self.heard_at = time.monotonic()
+        self.started_at = time.monotonic()
+        self.silence = Silence(process.pid or 0, clock.now)
         self.is_ready = False
         self.num_connections = self.num_taken = self.num_given = 0
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgpack
 
-__all__ = ["Wire", "open_wire"]
+__all__ = ["Wire", "open_wire", "pack", "unpack"]
+
+_log = logging.getLogger("router.sharing.wire")
 
 # A memory of prefixes that is full takes 13 MB (``PrefixIndex.dump``), or 250 MB at the very worst.
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
@@ -26,7 +29,10 @@ class Wire(asyncio.Protocol):
         """
         self._on_message = on_message
         self._on_lost = on_lost
-        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=MAX_MESSAGE_BYTES)
+        # Text from outside may have halves of characters, which JSON writes as escapes.
+        self._unpacker = msgpack.Unpacker(
+            strict_map_key=False, max_buffer_size=MAX_MESSAGE_BYTES, unicode_errors="surrogatepass"
+        )
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -37,22 +43,55 @@ class Wire(asyncio.Protocol):
         """Called by asyncio."""
         self._unpacker.feed(data)
         for message in self._unpacker:
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:  # the messages after it count nonetheless
+                _log.exception("a message of another process was not understood: %.200r", message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
         self._on_lost()
 
     def send_message(self, *message: Any) -> None:
-        """Send a message; it is kept until the other end takes it, and lost where that is gone."""
+        """Send a message; it is kept until the other end takes it, and lost where that is gone.
+
+        Raises:
+            ValueError: it cannot be packed: it is nested too deeply, or has a number of more than 64 bits.
+            TypeError: it has something that is no plain value.
+        """
         assert self._transport is not None
         if not self._transport.is_closing():
-            self._transport.write(msgpack.packb(message))
+            self._transport.write(pack(message))
 
     def close(self) -> None:
         """Close this end once all that was sent is on its way."""
         assert self._transport is not None
         self._transport.close()
+
+
+def pack(message: Any) -> bytes:
+    """The bytes of a message, or of a part of one.
+
+    Raises:
+        ValueError: it is nested too deeply, or has a number of more than 64 bits.
+        TypeError: it has something that is no plain value.
+    """
+    try:
+        return cast(bytes, msgpack.packb(message, unicode_errors="surrogatepass"))
+    except OverflowError as exc:
+        raise ValueError(f"a message has a number of more than 64 bits: {exc}") from exc
+
+
+def unpack(data: bytes) -> Any:
+    """What ``pack`` packed.
+
+    Raises:
+        ValueError: these are no such bytes.
+    """
+    try:
+        return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
+    except (msgpack.UnpackException, TypeError) as exc:
+        raise ValueError(f"it is no message: {exc!r}") from exc
 
 
 async def open_wire(

@@ -45,11 +45,13 @@ class Discovery:
         upstream: ConnectionPool,
         *,
         announce: Callable[[Instance], Awaitable[None]],
+        announce_orders: Callable[[Instance], Awaitable[None]],
         announce_removal: Callable[[Instance], None],
     ) -> None:
         """
         Args:
-            announce: tells the router's other processes of an instance that was added, or has an order.
+            announce: tells the router's other processes of an instance that was added.
+            announce_orders: tells them of one that has an order.
             announce_removal: tells them of one that was removed.
 
         Raises:
@@ -59,6 +61,7 @@ class Discovery:
         self._health = health
         self._upstream = upstream
         self._announce = announce
+        self._announce_orders = announce_orders
         self._announce_removal = announce_removal
         self._is_changed = asyncio.Event()
         self._watch = PodWatch(settings, self._is_changed.set)
@@ -97,7 +100,7 @@ class Discovery:
         for instance in self._registry:
             if instance.key in terminating and not instance.draining:
                 instance.set_draining(True, until_restart=True)
-                await self._announce(instance)
+                await self._announce_orders(instance)
         self._troubles = {name: each for name, each in self._troubles.items() if name in pods}
         ready = [pod for pod in pods.values() if pod.state == READY]
         await asyncio.gather(*map(self._add_instance, ready))

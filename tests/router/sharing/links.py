@@ -12,7 +12,7 @@ from router.sharing import WorkerLink
 from router.sharing.hub import Hub
 from router.sharing.wire import open_wire
 
-__all__ = ["LinkedHub", "join_all", "run_linked", "until"]
+__all__ = ["LinkedHub", "join_all", "make_record", "run_linked", "until"]
 
 
 class LinkedHub:
@@ -67,3 +67,8 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "it does not come to pass"
         await asyncio.sleep(0.001)
+
+
+def make_record(count: int, writer: str = "a", *, ordered: int = 0, **members: Any) -> dict[str, Any]:
+    """A record as far as a hub looks at it; ``count`` is its version's, ``ordered`` that of its orders."""
+    return {"version": [count, writer], "orders": {"version": [ordered, writer if ordered else ""]}, **members}

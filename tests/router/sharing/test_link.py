@@ -10,8 +10,10 @@ import pytest
 
 from router.sharing import NO_LINK, WorkerLink
 from router.sharing import link as link_module
+from router.sharing.hub import Hub
+from router.sharing.records import STALE_SECONDS
 from router.sharing.wire import open_wire
-from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
+from tests.router.sharing.links import LinkedHub, join_all, make_record, run_linked, until
 
 
 def test_a_publication_reaches_all_others_in_order_and_not_its_sender() -> None:
@@ -35,17 +37,52 @@ def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
         first, second = await join_all(hub, 2)
         known: dict[str, dict[str, Any]] = {"early": {}, "late": {}}
         second.subscribe_to_records(known["early"].__setitem__)
-        first.keep_record("a", {"written_at": 1})
-        first.keep_record("b", {"written_at": 2})
-        first.keep_record("a", {"written_at": 3})
-        first.keep_record("a", {"written_at": 2, "late": True})
-        await until(lambda: known["early"] == {"a": {"written_at": 3}, "b": {"written_at": 2}})
+        first.keep_record("a", make_record(1))
+        first.keep_record("b", make_record(2))
+        first.keep_record("a", make_record(3))
+        first.keep_record("a", make_record(2, late=True))
+        await until(lambda: known["early"] == {"a": make_record(3), "b": make_record(2)})
         late = await hub.join("2")
         await asyncio.sleep(0)  # records may come before anybody in that process has asked for them
         late.subscribe_to_records(known["late"].__setitem__)
-        await until(lambda: known["late"] == {"a": {"written_at": 3}, "b": {"written_at": 2}})
+        await until(lambda: known["late"] == {"a": make_record(3), "b": make_record(2)})
 
     run_linked(run)
+
+
+def test_a_worker_that_knows_less_than_the_others_is_told_by_its_next_renewal() -> None:
+    async def run(hub: LinkedHub) -> None:
+        first, second = await join_all(hub, 2)
+        known: dict[str, Any] = {}
+        second.subscribe_to_records(known.__setitem__)
+        first.keep_record("a", make_record(3, ordered=5))
+        await until(lambda: "a" in known)
+        for behind in (make_record(3, ordered=4), make_record(2, ordered=5), make_record(2, ordered=4)):
+            known.clear()
+            second.keep_record("a", behind)
+            await until(lambda: known == {"a": make_record(3, ordered=5)})
+
+    run_linked(run)
+
+
+def test_a_record_that_nobody_renews_is_dropped() -> None:
+    now = 0.0
+    hub = Hub(lambda name, figures: None, clock=lambda: now)
+    hub.on_distant_message(["keep", "a", make_record(1)])
+    hub.on_distant_message(["keep", "b", make_record(2)])
+    now = STALE_SECONDS
+    hub.on_distant_message(["keep", "b", make_record(2)])
+    now += 1
+    assert set(hub.list_records()) == {"b"}
+    assert not hub._renewed_at.keys() - {"b"}
+
+
+@pytest.mark.parametrize("record", [None, 7, {}, {"version": 3, "orders": {}}, {"written_at": 4e9, "draining": True}])
+def test_a_record_of_another_form_is_left_aside(record: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hub = Hub(lambda name, figures: None)
+    hub.on_distant_message(["keep", "a", record])
+    assert hub.list_records() == {}
+    assert "a record of a is left aside" in caplog.text
 
 
 def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> None:

@@ -16,7 +16,7 @@ from router.settings import RouterSettings, SettingsError
 from router.sharing import PrefixSync, WorkerLink, shared_state
 from router.sharing.gate import Gate
 from router.sharing.shared_state import SharedState
-from tests.router.sharing.links import LinkedHub, until
+from tests.router.sharing.links import LinkedHub, make_record, until
 from tests.support.redis import RedisServer, needs_redis
 
 pytestmark = needs_redis
@@ -71,8 +71,8 @@ def test_what_one_router_publishes_the_other_hears_in_order(redis: RedisServer) 
 
 def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        first.link.keep_record("one", record(1.0))
-        second.link.keep_record("two", record(2.0))
+        first.link.keep_record("one", make_record(1))
+        second.link.keep_record("two", make_record(2))
         await until(lambda: "one" in second.records and "two" in first.records)
         async with router("c", redis.url) as third:
             await until(lambda: set(third.records) == {"one", "two"})
@@ -207,21 +207,21 @@ def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
 
     async def work(first: Router, second: Router) -> None:
-        first.link.keep_record("before", record(1.0))
+        first.link.keep_record("before", make_record(1))
         await until(lambda: "before" in second.records)
         if fault == "killed":
             redis.kill()
         else:
             redis.hang()
         await until(lambda: bool(first.link.trouble and second.link.trouble))
-        first.link.keep_record("meanwhile", record(2.0))
-        first.link.keep_record("before", record(3.0))
+        first.link.keep_record("meanwhile", make_record(2))
+        first.link.keep_record("before", make_record(3))
         if fault == "killed":
             redis.start()
         else:
             redis.resume()
         await until(lambda: not first.link.trouble and not second.link.trouble)
-        await until(lambda: second.records == {"before": record(3.0), "meanwhile": record(2.0)})
+        await until(lambda: second.records == {"before": make_record(3), "meanwhile": make_record(2)})
         second.link.publish_event("news", "again")
         await until(lambda: ("b-0", "again") in first.heard)
 
@@ -233,7 +233,7 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
 ) -> None:
     async def run() -> None:
         async with router("a", redis.url) as first:
-            first.link.keep_record("one", record(1.0))
+            first.link.keep_record("one", make_record(1))
             async with router("b", redis.url) as second:
                 await until(lambda: "one" in second.records)
             async with router("c", redis.url) as third:
@@ -315,8 +315,3 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         SettingsError, match=r"server.shared-state is no address of a Redis, such as redis://host:6379/0"
     ):
         SharedState(url, "a", LinkedHub().hub)
-
-
-def record(written_at: float) -> dict[str, Any]:
-    """A record of a fresh hour."""
-    return {"written_at": 4e9 + written_at}
