@@ -445,7 +445,7 @@ def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter,
 def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
     for i in range(3):
-        router.client.get(f"/v1/whatever/{i}")
+        router.client.get(f"/v1/responses/{i}")
     assert metric(router, "http_requests_total", method="GET", endpoint="other", status_code="200") == 3
 
 
