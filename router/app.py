@@ -240,7 +240,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
         work = [
             *(router.health.keep_probing(), router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
-            router.auth.keep_current(),
+            router.auth.keep_current(is_logged=router.link.is_first),
         ]
         if router.link.is_late:
             await router.prefix_sync.take_over()

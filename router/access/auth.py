@@ -64,10 +64,13 @@ class Auth:
                 "drain its instances and see where they are"  # fmt: skip
             self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
 
-    async def keep_current(self) -> None:
+    async def keep_current(self, *, is_logged: bool = True) -> None:
         """Until cancelled: read the files again when one has changed, so that a key that was taken out is refused.
 
-        Where they cannot be used, the log says why, and the secrets that were read before stay.
+        Where they cannot be used, the secrets that were read before stay.
+
+        Args:
+            is_logged: the log says so; one of several processes is enough.
         """
         seen = self._stamp
         while True:
@@ -75,12 +78,9 @@ class Auth:
             stamp = self._stamp_files()
             if stamp == seen != self._stamp:  # nobody writes it any more
                 self._stamp = stamp
-                try:
-                    self._read_files()
-                except SettingsError as exc:
-                    _log.error("the changed file is not taken, and the keys and tokens before it stay: %s", exc)
-                else:
-                    _log.info("keys and tokens were read again: %d clients", len(self._clients))
+                level, text = self._read_again()
+                if is_logged:
+                    _log.log(level, "%s", text)
             seen = stamp
 
     def __repr__(self) -> str:
@@ -210,6 +210,14 @@ class Auth:
         if self.cache_salts is not None:
             self.cache_salts.update({name: entry.key for name, entry in keys.items()})
         self.tags = {name: _tag_client(name) for name in keys}
+
+    def _read_again(self) -> tuple[int, str]:
+        """Read files that have changed; a level and a sentence for the log."""
+        try:
+            self._read_files()
+        except SettingsError as exc:
+            return logging.ERROR, f"a changed file is not taken, and the keys and tokens before it stay: {exc}"
+        return logging.INFO, f"keys and tokens were read again: there are {len(self._clients)} keys"
 
     def _stamp_files(self) -> list[tuple[int, int] | None]:
         settings = self._settings

@@ -166,11 +166,12 @@ class Aborter:
         if members.get("abort_all"):
             return await self._post(instance, _SGLANG_PATH, {"rid": "", "abort_all": True})
         ids = sorted({each for each in members["req_ids"] if isinstance(each, str) and each})
-        failure: str | None = None
         for first in range(0, len(ids), _AT_ONCE):
             some = [self._post(instance, _SGLANG_PATH, {"rid": each}) for each in ids[first : first + _AT_ONCE]]
-            failure = failure or next((each for each in await asyncio.gather(*some) if isinstance(each, str)), None)
-        return failure or {}
+            for response in await asyncio.gather(*some):
+                if isinstance(response, str):
+                    return response
+        return {}
 
     async def _post(self, instance: Instance, path: str, members: Mapping[str, Any]) -> dict[str, Any] | str:
         headers = [(b"content-type", b"application/json")]
