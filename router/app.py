@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from router.access import Admission, Auth, Limits, SharedAdmission
+from router.access import Admission, Auth, Limits, SharedAdmission, find_route
 from router.fleet import (
     ORDERS,
     Discovery,
@@ -36,6 +36,7 @@ from router.fleet import (
     tell_progress,
 )
 from router.http import (
+    CONTROL_BYTES,
     ApiError,
     BadBody,
     ConnectionPool,
@@ -54,12 +55,14 @@ from router.http import (
 from router.serving import (
     ABORT_PATH,
     Aborter,
+    AbortScope,
     Pairs,
     Proxy,
     Selector,
     Services,
     explain_unknown_model,
     list_unknown_ids,
+    read_asked_ids,
 )
 from router.settings import RouterSettings, find_trace_receiver, read_authorities
 from router.sharing import NO_LINK, FleetSync, Link, LoadSync, PrefixSync
@@ -76,15 +79,10 @@ CLOSING_SECONDS = 0.5
 # Of those that have ended, /admin/requests lists so many unless it is told another number.
 LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 
+NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why"
+
 # FastAPI's own pages load their scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"
-
-# Paths that change the instances, or tell where they are or how to, are for the holder of the admin token; three also
-# for instances, which may have a token of their own, and drain themselves before they end. The rest of the control
-# plane is for probes and figures, or, under /v1, for clients.
-_GUARDED = frozenset({"/registered", "/openapi.json", "/docs", "/redoc"})
-_FOR_INSTANCES = frozenset({"/register", "/decode_instances"})
-_DRAIN_PATH = "/admin/drain"
 
 
 class RouterApp:
@@ -118,6 +116,8 @@ class RouterApp:
         self.upstream = ConnectionPool(read_authorities(ca_file, "manager.instance-ca-file") if ca_file else None)
         self.tasks = Tasks()
         self.health = HealthMonitor(settings, self.registry, self.upstream, self.tasks)
+        self.probing: asyncio.Future[dict[str, str]] | None = None
+        """The round of probes that ``/health_generate`` has asked for last."""
         self.fleet_sync = FleetSync(link, self.registry, self.health)
         self.metrics = RouterMetrics(self.registry, self.admission, self.audit, link.num_replaced)
         self.need = InstancesNeeded(settings, self.registry, self.selector.token_seconds)
@@ -155,8 +155,12 @@ class RouterApp:
                 message = f"the path {scope['path']!r} has an empty segment, '.' or '..'; paths here have none"
                 await error_reply(ApiError(404, message, "unknown_path"))(scope, receive, send)
                 return
+            route = find_route(scope["path"])
+            if route is None:
+                await error_reply(_explain_unknown_path(scope["path"]))(scope, receive, send)
+                return
             try:
-                self._check_access(scope["path"], scope["headers"])
+                self.auth.check_access(route.access, scope["headers"])
             except Refused as refused:
                 await refusal_reply(refused)(scope, receive, send)
                 return
@@ -215,7 +219,7 @@ class RouterApp:
     def _share_kept_responses(self) -> KeptResponses:
         """Whose answers are kept where, of this process and of the others."""
         topic = "kept_responses"
-        kept = KeptResponses(lambda response_id, instance: self.link.publish_event(topic, [response_id, instance]))
+        kept = KeptResponses(lambda *answer: self.link.publish_event(topic, answer))
         self.link.subscribe_to_topic(topic, kept.on_told)
         return kept
 
@@ -223,16 +227,10 @@ class RouterApp:
         self.link.answer_topic("figures", lambda _: [self.link.name, self.metrics.dump()])
         self.link.answer_topic("explain", self.audit.explain_request)
         self.link.answer_topic("requests", self.audit.list_requests)
-        self.link.answer_topic("abort", lambda asked: [list(each) for each in self.proxy.abort_requests(asked)])
+        self.link.answer_topic("abort", self._abort_for_others)
 
-    def _check_access(self, path: str, headers: Headers) -> None:
-        """Raise ``Refused`` if a client with these headers may not ask for ``path``."""
-        if path in _FOR_INSTANCES or (path == _DRAIN_PATH and self.auth.has_admin_token):
-            self.auth.check_registration(headers)
-        elif path in _GUARDED or path.startswith("/admin/"):
-            self.auth.check_admin(headers)
-        elif path.startswith("/v1/") and path != ABORT_PATH:  # its check depends on its body
-            self.auth.identify_client(headers)
+    def _abort_for_others(self, asked: Any) -> list[list[str]]:
+        return [list(each) for each in self.proxy.abort_requests(AbortScope.load(asked))]
 
 
 def _control_plane(router: RouterApp) -> FastAPI:
@@ -244,6 +242,7 @@ def _control_plane(router: RouterApp) -> FastAPI:
             *(router.health.awake.keep_ticking(), router.health.keep_probing()),
             *(router.proxy.watch_the_clock(), router.scraper.keep_scraping()),
             *(router.fleet_sync.keep_renewing(), router.load_sync.keep_telling(), router.need.keep_sampling()),
+            router.auth.keep_current(is_logged=router.link.is_first),
         ]
         if router.link.is_late:
             await router.prefix_sync.take_over()
@@ -275,6 +274,11 @@ def _control_plane(router: RouterApp) -> FastAPI:
     return app
 
 
+def _explain_unknown_path(path: str) -> ApiError:
+    message = f"the router has no path {path!r}; docs/operations/security.md lists those it answers or passes on"
+    return ApiError(404, message, "unknown_path")
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     """Errors in OpenAI's form."""
 
@@ -285,7 +289,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             allowed = (exc.headers or {}).get("Allow", "another method")
             answer = error_reply(ApiError(405, f"{path} takes {allowed}, not {request.method}", "method_not_allowed"))
         else:
-            answer = error_reply(ApiError(exc.status_code, f"the router has no path {path!r}", "unknown_path"))
+            answer = error_reply(_explain_unknown_path(path))
         answer.headers.update(exc.headers or {})
         return answer
 
@@ -300,8 +304,10 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
     @app.post("/register")
     async def register_instance(request: Request) -> Response:
         try:
-            registration = Registration.from_fields(parse_object(await request.body()))
+            registration = Registration.from_fields(parse_object(await _read_body(request)))
             instance = await router.health.probe_and_register(registration)
+        except Refused as refused:
+            return refusal_reply(refused)
         except (BadBody, RegistrationError) as exc:
             _log.warning("registration refused: %s", exc)
             return json_reply(400, {"detail": str(exc)})
@@ -338,9 +344,13 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
     """The paths for probes, for figures, and for who looks for a description."""
 
     @app.get("/health")
-    async def answer_health_probe() -> Response:
+    async def answer_health_probe(request: Request) -> Response:
         if router.link.trouble:
-            return json_reply(200, {"status": "ok", "shared_state": router.link.trouble})
+            # The trouble names the address of Redis.
+            is_admin = router.auth.is_admin(request.headers.raw)
+            return json_reply(
+                200, {"status": "ok", "shared_state": router.link.trouble if is_admin else NO_SHARED_STATE}
+            )
         return Response(status_code=200)
 
     @app.get("/ready")
@@ -351,7 +361,10 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
 
     @app.get("/health_generate")
     async def probe_instances() -> Response:
-        troubles = await router.health.find_troubles()
+        # One round for all who ask meanwhile: it opens a connection to each instance.
+        if router.probing is None or router.probing.done():
+            router.probing = asyncio.ensure_future(router.health.find_troubles())
+        troubles = await asyncio.shield(router.probing)
         bad = {key: trouble for key, trouble in troubles.items() if trouble}
         if bad or not troubles:
             return json_reply(503, {"code": 503, "msg": "not all instances are healthy", "unhealthy": bad})
@@ -379,7 +392,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
 
     async def carry_out_order(request: Request) -> Response:
         try:
-            outcome = ORDERS[request.url.path](router.registry, await request.body())
+            outcome = ORDERS[request.url.path](router.registry, await _read_body(request))
         except Refused as refused:
             return refusal_reply(refused)
         if (instance := router.registry.get(outcome["instance"])) is not None:
@@ -389,7 +402,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
     for path in ORDERS:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
 
-    @app.get(_DRAIN_PATH)
+    @app.get("/admin/drain")
     async def show_progress(instance: str) -> Response:
         try:
             return json_reply(200, tell_progress(router.registry, instance))
@@ -470,7 +483,7 @@ def _add_clients(app: FastAPI, router: RouterApp) -> None:
     @app.post(ABORT_PATH)
     async def abort_requests(request: Request) -> Response:
         try:
-            return await _pass_on_abort(router, request.headers.raw, await request.body())
+            return await _pass_on_abort(router, request.headers.raw, await _read_body(request))
         except Refused as refused:
             return refusal_reply(refused)
 
@@ -509,49 +522,63 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
     return models | {alias: {**models[name], "id": alias} for alias, name in aliases.items() if name in models}
 
 
+async def _read_body(request: Request) -> bytes:
+    """The body of a request of the control plane.
+
+    Raises:
+        Refused: 413: it is larger than these are; no more of it is read.
+    """
+    size, pieces = int(request.headers.get("content-length", "0")), []
+    if size <= CONTROL_BYTES:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > CONTROL_BYTES:
+                break
+            pieces.append(piece)
+    if size > CONTROL_BYTES:
+        message = f"the body is larger than the {CONTROL_BYTES} bytes that {request.url.path} takes"
+        raise Refused(ApiError(413, message, "body_too_large"))
+    return b"".join(pieces)
+
+
 async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Response:
     """Pass an abort on to every instance, and gather the requests they aborted.
 
+    A client that is known by its key reaches its own requests only.
+
     Raises:
-        Refused: the asker is no client; or wants to abort everybody's requests, and does not hold the admin token.
+        Refused: the body says nothing that could be aborted; or the asker wants to abort everybody's requests, and does
+            not hold the admin token.
     """
     try:
         members = parse_object(body)
+        asked = read_asked_ids(members)
     except BadBody as exc:
-        return error_reply(ApiError(400, str(exc), "invalid_body"))
-    req_ids = members.get("req_ids")
-    if not members.get("abort_all") and not (isinstance(req_ids, list) and req_ids):
-        message = 'the body must have "req_ids", a list of request ids, or "abort_all": true'
-        return error_reply(ApiError(400, message, "invalid_body", "req_ids"))
-    if members.get("abort_all") and router.auth.has_admin_token:
+        raise Refused(ApiError(400, str(exc), "invalid_body", exc.param)) from None
+    if asked is None and router.auth.has_admin_token:
         router.auth.check_admin(headers)
-    else:
-        router.auth.identify_client(headers)
-    if members.get("abort_all"):
-        await _abort_here_and_elsewhere(router, None)
-        outcome = await router.aborter.abort_everywhere(router.registry, members)
-        not_found = outcome.not_found
-    else:
-        assert isinstance(req_ids, list)
-        found, engine_ids = await _abort_here_and_elsewhere(router, [each for each in req_ids if isinstance(each, str)])
-        members = {**members, "req_ids": [*req_ids, *engine_ids]}
-        outcome = await router.aborter.abort_everywhere(router.registry, members)
-        unknown = list_unknown_ids(req_ids, outcome.aborted)
+    scope = AbortScope(router.auth.find_scope(headers), asked)
+    found, engine_ids = await _abort_here_and_elsewhere(router, scope)
+    outcome = await router.aborter.abort_everywhere(router.registry, scope.tell_engines(members, engine_ids))
+    aborted, not_found = scope.remove_tag(outcome.aborted), outcome.not_found
+    if asked is not None:
+        unknown = list_unknown_ids(asked, [*outcome.aborted, *aborted])
         not_found = [each for each in unknown if not (isinstance(each, str) and each in found)]
     return json_reply(
         200,
         {
             "status": "error" if outcome.errors else "success",
-            "result": {"aborted": outcome.aborted, "not_found": not_found},
+            "result": {"aborted": aborted, "not_found": not_found},
             "errors": outcome.errors,
         },
     )
 
 
-async def _abort_here_and_elsewhere(router: RouterApp, asked: list[str] | None) -> tuple[set[str], list[str]]:
-    """``Proxy.abort`` in all processes."""
-    found, engine_ids = router.proxy.abort_requests(asked)
-    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", asked, everywhere=True):
+async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tuple[set[str], list[str]]:
+    """``Proxy.abort_requests`` in all processes."""
+    found, engine_ids = router.proxy.abort_requests(scope)
+    for found_elsewhere, known_elsewhere in await router.link.ask_others("abort", scope.dump(), everywhere=True):
         found.update(found_elsewhere)
         engine_ids += known_elsewhere
     return found, engine_ids

@@ -59,7 +59,6 @@ TESTED_IN = {
     # Policies of some lines, each compared with the others.
     "router/policies/random.py": "tests/router/test_simulate.py",
     # The way of one request, from outside: streams, pairs, faults at each step.
-    "router/serving/aborts.py": "tests/router/serving/test_fault_table.py",
     "router/serving/reading/api.py": "tests/router/serving/test_attempt.py",
     "router/serving/asking.py": "tests/router/serving/dialects/test_pairs.py",
     "router/serving/dialects/dialect.py": "tests/router/serving/dialects/test_pairs.py",

@@ -1,6 +1,7 @@
 """Access: who may ask, and how much at once.
 
-auth.py         Auth: API keys of clients, and the admin token
+routes.py       every path, with its methods and who may ask for it
+auth.py         Auth: API keys of clients, and the tokens of operators and instances
 admission.py    Admission: limits, and the line of requests that wait for their turn
 line.py         WaitingLine: priorities, and turns of clients within each
 token_rate.py   TokenRates: tokens a second of each client
@@ -10,11 +11,17 @@ cache_salt.py   CacheSalts: a cache_salt for each client
 from router.access.admission import Admission, Limits, SharedAdmission
 from router.access.auth import Auth
 from router.access.cache_salt import CacheSalts
+from router.access.routes import FORWARDED, ROUTES, Access, Route, find_route
 
 __all__ = [
+    "FORWARDED",
+    "ROUTES",
+    "Access",
     "Admission",
     "Auth",
     "CacheSalts",
     "Limits",
+    "Route",
     "SharedAdmission",
+    "find_route",
 ]

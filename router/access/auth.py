@@ -1,55 +1,87 @@
 """Auth: the API keys of clients, the token of operators, and one for instances that only register.
 
 All are sent as ``Authorization: Bearer ...``. Secrets are looked up by a keyed hash with a key of this process, so
-that neither a look-up's time nor a dump of memory says anything about them.
+that neither a look-up's time nor a dump of memory says anything about them. The files are read again when they change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
+import logging
 import secrets
 from pathlib import Path
 
 from router.access.cache_salt import CacheSalts
+from router.access.routes import Access
 from router.http import ApiError, Headers, Refused
-from router.settings import PRIORITIES, ApiKey, RouterSettings, parse_priority, read_keys, read_token
+from router.settings import (
+    PRIORITIES,
+    ApiKey,
+    RouterSettings,
+    SettingsError,
+    parse_priority,
+    read_keys,
+    read_token,
+    stamp_file,
+)
 
 __all__ = ["Auth"]
 
+_log = logging.getLogger("router.access.auth")
+
+LOOK_SECONDS = 1.0
 _SCHEME = b"bearer "
 
 
 class Auth:
-    """Knows the clients' keys, the admin token and the registration token, as the settings' files had them at start."""
+    """Knows the clients' keys, the admin token and the registration token, as the settings' files have them."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
         Raises:
             SettingsError: a file cannot be read, or has nothing usable in it.
         """
+        self._settings = settings
         self._salt = secrets.token_bytes(32)
-        keys: dict[str, ApiKey] = {}
-        if settings.api_keys_file:
-            keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
-        self._clients = {self._hash_secret(entry.key.encode()): name for name, entry in keys.items()}
-        self._priorities = {name: entry.priority for name, entry in keys.items()}
-        self.token_rates = {
-            name: entry.tokens_per_sec for name, entry in keys.items() if entry.tokens_per_sec is not None
-        }
-        """Tokens a second of the clients that have a limit of their own."""
-        self.cache_salts = (
-            CacheSalts({name: entry.key for name, entry in keys.items()}) if settings.cache_salt_per_key else None
-        )
+        self._clients: dict[bytes, str] = {}
+        self._priorities: dict[str, int] = {}
+        self.token_rates: dict[str, float] = {}
+        """Tokens a second of the clients that have a limit of their own; the same object, whenever the file changes."""
+        self.cache_salts = CacheSalts({}) if settings.cache_salt_per_key else None
         """Where clients' caches are to be kept apart."""
-        self._admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
-        self._registration = self._read_token(settings.register_token_file, "server.register-token-file")
+        self.tags: dict[str, str] = {}
+        """What the ids of each client's requests end with at engines: equal ids of two clients differ there."""
+        self._admin: bytes | None = None
+        self._registration: bytes | None = None
+        self._stamp = self._stamp_files()
+        self._read_files()
         self.danger = ""
         """What a stranger could do, in one sentence; ``""`` where that is nothing."""
         if self._admin is None and not _is_loopback(settings.host):
             mischief = "register an instance and read what is sent to it" if self._registration is None else \
                 "drain its instances and see where they are"  # fmt: skip
             self.danger = f"whoever reaches {settings.host} can {mischief}; set --admin-token-file, or --host 127.0.0.1"
+
+    async def keep_current(self, *, is_logged: bool = True) -> None:
+        """Until cancelled: read the files again when one has changed, so that a key that was taken out is refused.
+
+        Where they cannot be used, the secrets that were read before stay.
+
+        Args:
+            is_logged: the log says so; one of several processes is enough.
+        """
+        seen = self._stamp
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            stamp = self._stamp_files()
+            if stamp == seen != self._stamp:  # nobody writes it any more
+                self._stamp = stamp
+                level, text = self._read_again()
+                if is_logged:
+                    _log.log(level, "%s", text)
+            seen = stamp
 
     def __repr__(self) -> str:
         return f"<Auth {len(self._clients)} clients, admin {'by token' if self._admin else 'open'}>"
@@ -76,6 +108,31 @@ class Auth:
             raise Refused(ApiError(401, "the API key sent is none of this router's", "invalid_api_key"))
         return name
 
+    def check_access(self, access: Access, headers: Headers) -> None:
+        """Let pass who may ask for a path of this ``access``.
+
+        Raises:
+            Refused: 401: the key or token that it takes was not sent.
+        """
+        if access is Access.CLIENT:
+            self.identify_client(headers)
+        elif access is Access.CLIENT_OR_ADMIN:
+            self.find_scope(headers)
+        elif access is Access.INSTANCE or (access is Access.INSTANCE_IF_ADMIN and self.has_admin_token):
+            self.check_registration(headers)
+        elif access is not Access.OPEN:
+            self.check_admin(headers)
+
+    def find_scope(self, headers: Headers) -> str:
+        """The tag of the client that asks, which may reach its own requests; ``""`` for all: the admin, or no keys.
+
+        Raises:
+            Refused: 401: neither a client's key nor the admin token was sent.
+        """
+        if not self._clients or self.is_admin(headers):
+            return ""
+        return self.tags[self.identify_client(headers)]
+
     def find_priority(self, client: str, headers: Headers) -> int:
         """The priority of a request: the client's, or a lower one that its header ``X-Priority`` asks for.
 
@@ -93,6 +150,11 @@ class Auth:
                     raise Refused(ApiError(400, message, "invalid_header", "X-Priority"))
                 return asked if own is None else min(asked, own)
         return own or 0
+
+    def is_admin(self, headers: Headers) -> bool:
+        """Whether the admin token was sent, where there is one."""
+        sent = _find_bearer_token(headers) if self._admin is not None else None
+        return sent is not None and secrets.compare_digest(self._hash_secret(sent), self._admin or b"")
 
     def check_admin(self, headers: Headers) -> None:
         """Let pass who holds the admin token; everyone where there is none.
@@ -127,6 +189,41 @@ class Auth:
             message = "the token sent is neither the router's registration token nor its admin token"
             raise Refused(ApiError(401, message, "invalid_register_token"))
 
+    def _read_files(self) -> None:
+        """Take what the files have; nothing of it where one of them cannot be used.
+
+        Raises:
+            SettingsError: a file cannot be read, or has nothing usable in it.
+        """
+        settings = self._settings
+        keys: dict[str, ApiKey] = {}
+        if settings.api_keys_file:
+            keys = read_keys(Path(settings.api_keys_file), "server.api-keys-file")
+        admin = self._read_token(settings.admin_token_file, "server.admin-token-file")
+        registration = self._read_token(settings.register_token_file, "server.register-token-file")
+        self._admin, self._registration = admin, registration
+        self._clients = {self._hash_secret(entry.key.encode()): name for name, entry in keys.items()}
+        self._priorities = {name: entry.priority for name, entry in keys.items()}
+        rates = {name: entry.tokens_per_sec for name, entry in keys.items() if entry.tokens_per_sec is not None}
+        self.token_rates.clear()
+        self.token_rates.update(rates)
+        if self.cache_salts is not None:
+            self.cache_salts.update({name: entry.key for name, entry in keys.items()})
+        self.tags = {name: _tag_client(name) for name in keys}
+
+    def _read_again(self) -> tuple[int, str]:
+        """Read files that have changed; a level and a sentence for the log."""
+        try:
+            self._read_files()
+        except SettingsError as exc:
+            return logging.ERROR, f"a changed file is not taken, and the keys and tokens before it stay: {exc}"
+        return logging.INFO, f"keys and tokens were read again: there are {len(self._clients)} keys"
+
+    def _stamp_files(self) -> list[tuple[int, int] | None]:
+        settings = self._settings
+        names = (settings.api_keys_file, settings.admin_token_file, settings.register_token_file)
+        return [stamp_file(Path(name)) for name in names if name]
+
     def _read_token(self, path: str, setting: str) -> bytes | None:
         """The hash of the token in a file; None where no file is named."""
         return self._hash_secret(read_token(Path(path), setting).encode()) if path else None
@@ -140,6 +237,11 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
         if name == b"authorization" and value[:7].lower() == _SCHEME:
             return value[7:].strip()
     return None
+
+
+def _tag_client(name: str) -> str:
+    """The same in all processes and routers, so that each finds the requests that another has sent."""
+    return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 
 def _is_loopback(host: str) -> bool:

@@ -24,7 +24,12 @@ class CacheSalts:
         Args:
             keys: the API keys, by their holders' names.
         """
-        self._secrets = {
+        self._secrets: dict[str, bytes] = {}
+        self.update(keys)
+
+    def update(self, keys: Mapping[str, str]) -> None:
+        """Take the keys that there are now; a request of a client that has none any more may still be on its way."""
+        self._secrets |= {
             name: hashlib.blake2b(key.encode(), person=b"cache_salt").digest() for name, key in keys.items()
         }
 

@@ -19,33 +19,45 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
 
 
 class KeptResponses:
-    """Knows of the last ``MAX_RESPONSES`` answers, this process's and those that others tell of."""
+    """Knows of the last ``MAX_RESPONSES`` answers, this process's and those that others report."""
 
-    def __init__(self, publish: Callable[[str, str], None]) -> None:
+    def __init__(self, publish: Callable[[str, str, str], None]) -> None:
         """
         Args:
-            publish: is given id and instance of each answer that ``note_answer`` finds, for the other processes.
+            publish: is given id, instance and owner of each answer that ``note_answer`` finds, for the other processes.
         """
         self._publish = publish
-        self._keepers: OrderedDict[str, str] = OrderedDict()
+        self._keepers: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    def note_answer(self, data: bytes, instance: str) -> None:
-        """Note whose answer begins with ``data``."""
+    def note_answer(self, data: bytes, instance: str, owner: str = "") -> None:
+        """Note the id of the answer that begins with ``data``.
+
+        Args:
+            instance: that keeps it, by its key.
+            owner: the tag of the client that asked for it; ``""`` where clients have no keys.
+        """
         if found := _ID.search(data, 0, _HEAD_BYTES):
             response_id = found.group(1).decode()
-            self.add_keeper(response_id, instance)
-            self._publish(response_id, instance)
+            self.add_keeper(response_id, instance, owner)
+            self._publish(response_id, instance, owner)
 
-    def add_keeper(self, response_id: str, instance: str) -> None:
-        """Note that this instance, by its key, keeps the answer."""
-        self._keepers[response_id] = instance
+    def add_keeper(self, response_id: str, instance: str, owner: str = "") -> None:
+        """Note that this instance, by its key, keeps the answer of this client."""
+        self._keepers[response_id] = instance, owner
         if len(self._keepers) > MAX_RESPONSES:
             self._keepers.popitem(last=False)
 
     def find_keeper(self, response_id: str) -> str | None:
         """The key of the instance that keeps the answer; None where it is not known."""
-        return self._keepers.get(response_id)
+        return self._keepers.get(response_id, (None, ""))[0]
+
+    def is_open_to(self, response_id: str, client: str) -> bool:
+        """Whether the client with this tag may ask for the answer: its own; any one, where clients have no keys.
+
+        One that is not known here may be another client's.
+        """
+        return not client or self._keepers.get(response_id, ("", ""))[1] == client
 
     def on_told(self, _sender: str, content: Any) -> None:
-        """Another process tells of an answer."""
+        """Another process reports an answer."""
         self.add_keeper(*content)

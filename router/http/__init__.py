@@ -18,6 +18,7 @@ usage.py        token figures, read from a response or set in it, without parsin
 
 from router.http.api_error import ApiError, Refused
 from router.http.body import (
+    CONTROL_BYTES,
     InferenceBody,
     encode_member,
     estimate_tokens,
@@ -58,6 +59,7 @@ from router.http.tls import ListenerContext
 from router.http.usage import Usage, read_cached_figures, read_usage, set_figures
 
 __all__ = [
+    "CONTROL_BYTES",
     "HOP_BY_HOP",
     "MAX_ID_CHARACTERS",
     "NOT_PASSED_BACK",

@@ -16,12 +16,12 @@ import orjson
 from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_escapes, weigh_values
 
 __all__ = [
-    *("InferenceBody", "encode_member", "estimate_tokens", "find_model", "parse_inference", "parse_object", "splice"),
-    *("rename_model", "splice_parts", "whole_number"),
+    *("CONTROL_BYTES", "InferenceBody", "encode_member", "estimate_tokens", "find_model", "parse_inference"),
+    *("parse_object", "rename_model", "splice", "splice_parts", "whole_number"),
 ]
 
-# Of the control plane: a list of 100,000 request ids to abort has 4 MB.
-_CONTROL_BYTES = 8 * 1024 * 1024
+CONTROL_BYTES = 1024 * 1024
+"""Of the control plane: more than a registration, an order, or a list of ids to abort needs."""
 # Python's own parser is slower.
 _LENIENT_BYTES, _LENIENT_WEIGHT = 16 * 1024 * 1024, 250_000
 
@@ -64,8 +64,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
     Raises:
         BadBody: it is not JSON, or not an object, or too large.
     """
-    if len(data) > _CONTROL_BYTES:
-        raise BadBody(f"the body has {len(data)} bytes; this path takes {_CONTROL_BYTES}")
+    if len(data) > CONTROL_BYTES:
+        raise BadBody(f"the body has {len(data)} bytes; this path takes {CONTROL_BYTES}")
     if len(data) > UNCHECKED_BYTES:
         for _ in LargeBody(data).check_values():
             pass

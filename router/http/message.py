@@ -21,7 +21,7 @@ HOP_BY_HOP = frozenset(
 """Names of headers that concern one connection, and are not passed on (RFC 9110, 7.6.1)."""
 
 NOT_PASSED_BACK = HOP_BY_HOP | {
-    *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id"),
+    *(b"location", b"content-location", b"refresh", b"alt-svc", b"x-request-id", b"set-cookie"),
     *(b"access-control-allow-credentials", b"access-control-allow-headers", b"access-control-allow-methods"),
     *(b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-max-age"),
 }
@@ -75,13 +75,17 @@ def prepare_head(method: str, target: bytes, headers: Iterable[tuple[bytes, byte
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
-    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names."""
+    """The headers that are for the other end, not for this hop: without ``dropped``, and those ``connection`` names.
+
+    ``X-Router-...`` is for no other end: the router alone says it, to clients.
+    """
     kept: Headers = []
     named: set[bytes] | None = None
     for header in headers:
         name, value = header
         if name not in dropped:
-            kept.append(header)
+            if not name.startswith(b"x-router-"):
+                kept.append(header)
         elif name == b"connection":
             named = (named or set()).union(option.strip().lower() for option in value.split(b","))
     if named is not None and named - dropped:

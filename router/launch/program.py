@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import logging
@@ -77,12 +78,17 @@ def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
     Raises:
         SettingsError: a file that the settings name cannot be used.
     """
-    admission = Admission(settings, Auth(settings).token_rates)
+    auth = Auth(settings)
+    admission = Admission(settings, auth.token_rates)
     start_nursery("router.launch.nursery")
 
     async def run_supervisor() -> str:
         supervisor = Supervisor(settings, listener, run_worker, list_graces(settings), admission)
-        return await supervisor.run_until_signal(lambda: _log.info("%s", _format_startup_line(settings)))
+        watching = asyncio.ensure_future(auth.keep_current(is_logged=False))
+        try:
+            return await supervisor.run_until_signal(lambda: _log.info("%s", _format_startup_line(settings)))
+        finally:
+            watching.cancel()
 
     if refusal := uvloop.run(run_supervisor()):
         raise SettingsError(refusal)

@@ -16,7 +16,7 @@ selection.py    the instance or the pair that serves a request
 aborts.py       requests that nobody waits for, stopped at their engines
 """
 
-from router.serving.aborts import ABORT_PATH, Aborter, list_unknown_ids
+from router.serving.aborts import ABORT_PATH, Aborter, AbortScope, list_unknown_ids, read_asked_ids
 from router.serving.dialects import Pairs
 from router.serving.proxy import Proxy
 from router.serving.request import Services
@@ -24,6 +24,7 @@ from router.serving.selection import Selector, explain_unknown_model
 
 __all__ = [
     "ABORT_PATH",
+    "AbortScope",
     "Aborter",
     "Pairs",
     "Proxy",
@@ -31,4 +32,5 @@ __all__ = [
     "Services",
     "explain_unknown_model",
     "list_unknown_ids",
+    "read_asked_ids",
 ]

@@ -29,6 +29,8 @@ __all__ = ["Asking", "LegMaker", "ask_instances", "list_members"]
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
+# Engines that take an id by a header, and may take one in the body, too.
+_BY_HEADER = (EngineKind.VLLM, EngineKind.OPENAI)
 _NOTHING = LegAsk({})
 _PARAMS = "kv_transfer_params"
 
@@ -71,6 +73,7 @@ def list_members(
     engine: EngineKind,
     merger: StreamMerger | ResponseMerger | None,
     resuming: Resuming | None,
+    own_id: str = "",
 ) -> dict[str, bytes]:
     """The members that the bodies of an attempt get in any dialect.
 
@@ -78,6 +81,7 @@ def list_members(
         engine: of the answering instance.
         merger: of the answer's segments, if it may have several.
         resuming: there once an instance has put the request down: the answer so far is to be continued.
+        own_id: the request's id where clients have keys; in place of a member that could be the id of another client's.
 
     Raises:
         RequestEnded: this engine cannot go on with the answer.
@@ -87,6 +91,8 @@ def list_members(
         members["cache_salt"] = parsed.cache_salt
     if parsed.model:
         members["model"] = parsed.model
+    if own_id and engine in _BY_HEADER and parsed.body is not None and "request_id" in parsed.body.members:
+        members["request_id"] = encode_member("request_id", own_id)
     if merger is None:
         return members
     assert parsed.body is not None

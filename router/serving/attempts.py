@@ -205,7 +205,9 @@ class Attempts:
         """
         services, response = self._services, self._response
         # An engine may still know the id of the attempt before.
-        request_id = f"{self._story.request_id}-retry{self.number}" if self.number else self._story.request_id
+        request_id = self._story.request_id + self._story.tag
+        if self.number:
+            request_id += f"-retry{self.number}"
         asking = ask_instances(services.pairs, selection, parsed, request_id)
         self.number += 1
         pair = asking.pair
@@ -221,7 +223,8 @@ class Attempts:
                 may_be_preempted=pair is not None and pair.merges_segments,
                 may_be_resumed=services.settings.stream_resume_count > 0,
             )
-        members = list_members(parsed, engine, response.merger, self.resuming)
+        own_id = request_id if self._story.tag else ""
+        members = list_members(parsed, engine, response.merger, self.resuming, own_id)
         stale = self._retries.stale if self._retries is not None else ()
         maker = LegMaker(services.upstream, parsed, asking, members, stale, self._story.trace)
         answering, prefill = maker.make_legs()

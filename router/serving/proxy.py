@@ -1,4 +1,4 @@
-"""The data plane: every request under /v1, and a few beside, from the client's bytes to the response's.
+"""The data plane: every request that is forwarded, from the client's bytes to the response's.
 
 One request's way: who asks is checked and let in; the body, read once, is parsed once; instances are selected; an
 attempt is sent; its first bytes decide whether it stands or another attempt is made; then bytes are relayed as they
@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from router.fleet import Instance
+from router.access import FORWARDED, find_route
 from router.http import ApiError, ClientRequest, Headers, Refused
-from router.serving.reading.api import GENERATING
+from router.serving.aborts import AbortScope
 from router.serving.request import Services, ServingRequest
 from router.serving.response import RequestEnded
 from router.telemetry import RequestRecord
 
+if TYPE_CHECKING:
+    from router.fleet import Instance
+
 __all__ = ["Proxy"]
 
-# These concern all instances at once, and are the control plane's.
 # A look at what takes too long that comes so late itself is put off to the next one.
 LATE_SECONDS = 0.25
-_NOT_TAKEN = frozenset({"/v1/models", "/v1/abort_requests"})
-# Outside /v1, engines serve these to clients: vLLM's and SGLang's names.
-_TAKEN_ELSEWHERE = frozenset(
-    {"/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/pooling", "/classify"}
-)
 
 
 class Proxy:
-    """Serves requests under /v1 from the registered instances: the services they need, and those that live."""
+    """Serves requests for forwarded paths from the instances: the services they need, and those that live."""
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
         self.is_leaving = False
         """Whether clients are to close their connections, as this process is to end soon."""
-        self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in GENERATING}
+        self.usual_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
         """Targets of its requests that need no further look, and their paths."""
         self._timeout = services.settings.request_timeout_secs
         # A stream of an instance that fails its probes is given up when it has been silent for this long.
@@ -56,9 +54,8 @@ class Proxy:
 
     def takes(self, path: str) -> bool:
         """Whether this path is served by an instance, rather than by the router or by all instances."""
-        if not path.startswith("/v1/"):
-            return path in _TAKEN_ELSEWHERE
-        return path not in _NOT_TAKEN and not path.startswith("/v1/models/")
+        route = find_route(path)
+        return route is not None and route.is_forwarded
 
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Why the sender of these headers may not send a body; None if it may."""
@@ -102,8 +99,8 @@ class Proxy:
             if serving.attempt is not None:
                 serving.attempt.on_instance_failure(instance, self._silence)
 
-    def abort_requests(self, asked: Collection[str] | None) -> tuple[set[str], list[str]]:
-        """Try the requests that clients know by these ids, or all, no more.
+    def abort_requests(self, scope: AbortScope) -> tuple[set[str], list[str]]:
+        """Try the requests that the abort means no more.
 
         Returns:
             The ids of those asked that mean a request here, and all ids by which engines know these requests now.
@@ -111,7 +108,7 @@ class Proxy:
         found: set[str] = set()
         engine_ids: list[str] = []
         for serving in list(self._live):
-            meant, known = serving.abort(asked)
+            meant, known = serving.abort(scope)
             found.update(meant)
             engine_ids += known
         return found, engine_ids

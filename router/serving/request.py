@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from router.access import Auth, Limits
+from router.access import Auth, Limits, find_route
 from router.fleet import HealthMonitor, KeptResponses, Role
 from router.http import (
     NOT_PASSED_BACK,
@@ -26,12 +26,12 @@ from router.http import (
     end_to_end,
     estimate_tokens,
 )
-from router.serving.aborts import Aborter
+from router.serving.aborts import Aborter, AbortScope
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
 from router.serving.attempts import ABORTED, Attempts
 from router.serving.dialects import Pairs
 from router.serving.keep_alive import KeepAlive
-from router.serving.reading.api import GENERATING
+from router.serving.reading.api import GENERATING, EngineIds
 from router.serving.reading.head import RequestHead, read_head
 from router.serving.reading.large import is_large, look_through
 from router.serving.reading.parsed_request import ParsedRequest, guess_ids
@@ -82,6 +82,7 @@ class ServingRequest:
         "_response",
         "_services",
         "_story",
+        "_waiting_ids",
         "started",
     )
 
@@ -100,6 +101,7 @@ class ServingRequest:
         self._services = services
         self._parsed: ParsedRequest | None = None  # once it was read
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
+        self._waiting_ids: EngineIds | None = None  # while it waits in line unread
         self._charged: int | None = None  # tokens that the client was charged for at the beginning, if there are limits
         self._keep_alive: KeepAlive | None = None
         # What ``start`` leaves to ``serve_to_end``, beside an attempt: an answer that was preempted; an exception.
@@ -124,6 +126,7 @@ class ServingRequest:
         if not services.admission.is_limited and len(request.body) <= UNCHECKED_BYTES:
             try:
                 client = services.auth.identify_client(request.headers)
+                self._story.tag = services.auth.tags.get(client, "")
                 services.admission.try_enter(client)
                 self._story.client = client
                 self._parsed = parsed = self._read_request(client, self._read_head())
@@ -144,7 +147,7 @@ class ServingRequest:
             if whole is not None and self._response.holds_whole(attempt):
                 self._attempts.settle()
                 if parsed.api.keeps_answers:
-                    self._services.kept_responses.note_answer(whole, attempt.answering.instance.key)
+                    self._services.kept_responses.note_answer(whole, attempt.answering.instance.key, self._story.tag)
                 is_done = self._response.relay_whole(attempt, whole, self._story.own_head())
                 self._is_preempted = not is_done
         except Exception as exc:
@@ -163,6 +166,7 @@ class ServingRequest:
                 raise self._failure
             if self._story.client is None:
                 client = services.auth.identify_client(self._request.headers)
+                self._story.tag = services.auth.tags.get(client, "")
                 if services.admission.is_limited:
                     await self._pass_limits(client)
                 else:
@@ -215,22 +219,23 @@ class ServingRequest:
                 self._queueing.cancel()
             self._request.unblock_sending()
 
-    def abort(self, asked: Collection[str] | None) -> tuple[Collection[str], Sequence[str]]:
-        """If one of these ids, or all (None), means this request, try it no more.
+    def abort(self, scope: AbortScope) -> tuple[Collection[str], Sequence[str]]:
+        """If the abort means this request, try it no more.
 
         Returns:
             The ids of those asked that mean it, and its engines' ids.
         """
-        if self._request.path not in GENERATING:
+        story = self._story
+        if self._request.path not in GENERATING or not scope.reaches(story.tag):
             return (), ()
         meant: Collection[str] = ()
-        if asked is not None:
+        if scope.asked is not None:
             parsed = self._parsed
-            ids = guess_ids(self._request, asked) if parsed is None else parsed.name_at_engines(self._story.request_id)
-            meant = ids.find_meant(asked) if ids.request_id else ()
-            if not meant:
+            ids = self._waiting_ids if parsed is None else parsed.name_at_engines(story.request_id)
+            meant = scope.find_meant(ids, story.tag) if ids is not None else ()
+            if ids is None or not meant:
                 return (), ()
-            self._story.request_id = ids.request_id
+            story.request_id = ids.request_id
         attempt = self._attempts.current
         if attempt is None or not attempt.sent_at or attempt.engine_ids is None:  # none runs, or by closing connections
             self.end_early(RequestEnded(ABORTED))
@@ -256,6 +261,8 @@ class ServingRequest:
             if services.settings.sse_keepalive_secs or len(self._request.body) > UNCHECKED_BYTES:
                 self._parsed = await self._read_any(client)
                 self._check_ended()
+            elif self._request.path in GENERATING:
+                self._waiting_ids = guess_ids(self._request)
             self._queueing = asyncio.current_task()
             since = time.perf_counter()
             try:
@@ -281,10 +288,23 @@ class ServingRequest:
         Raises:
             RequestEnded: it cannot be served.
         """
+        request = self._request
+        if request.path not in GENERATING:
+            route = find_route(request.path)
+            if route is not None and not route.takes(request.method):
+                message = f"{request.path} takes {', '.join(route.methods)}, not {request.method}"
+                raise RequestEnded(ApiError(405, message, "method_not_allowed"))
         salts = self._services.auth.cache_salts
         derive_salt = partial(salts.derive, client) if salts else None
-        parsed = ParsedRequest(self._request, head, large, derive_salt, self._services.selector.aliases)
-        self._story.request_id = parsed.request_id
+        parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
+        story, kept_responses = self._story, self._services.kept_responses
+        story.request_id = parsed.request_id
+        if story.tag:
+            if parsed.kept_id and not kept_responses.is_open_to(parsed.kept_id, story.tag):
+                message = f"this router knows of no response {parsed.kept_id[:100]!r} of this client"
+                raise RequestEnded(ApiError(404, message, "response_not_found"))
+            # By the id of a response that is kept, its client comes back.
+            self._response.tag = b"" if parsed.kept_id or parsed.api.keeps_answers else story.tag.encode()
         seconds = self._services.settings.sse_keepalive_secs
         if seconds and parsed.wants_stream:
             self._keep_alive = KeepAlive(self._response, seconds, self._story.own_head())
@@ -301,7 +321,7 @@ class ServingRequest:
             raise RequestEnded(None)
         request.on_leave = self._on_client_left
         try:
-            head = read_head(request)
+            head = read_head(request, self._story.tag)
         except BadBody as exc:
             raise RequestEnded(ApiError(400, str(exc), "invalid_header", exc.param)) from None
         story = self._story
@@ -356,7 +376,7 @@ class ServingRequest:
             attempt = self._attempts.current
             assert attempt is not None
             if parsed.api.keeps_answers:
-                self._services.kept_responses.note_answer(first, attempt.answering.instance.key)
+                self._services.kept_responses.note_answer(first, attempt.answering.instance.key, self._story.tag)
             if self._keep_alive is not None:
                 self._keep_alive.stop()
             if attempt.is_event_stream or not response.holds_whole(attempt):

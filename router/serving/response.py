@@ -75,6 +75,7 @@ class ClientResponse:
         "is_resumed",
         "merger",
         "status",
+        "tag",
     )
 
     def __init__(self, request: ClientRequest) -> None:
@@ -91,6 +92,8 @@ class ClientResponse:
         """Whether the last attempt went on behind what others had generated."""
         self.merger: StreamMerger | ResponseMerger | None = None
         """Makes one response of segments; set with the first attempt, where there may be several."""
+        self.tag = b""
+        """What the client's id has behind it at engines, and not in the response; ``b""`` where nothing."""
         self._request = request
         # The last two pieces of the answer as the instance said it, in which the usage stands.
         self._before_last = self._last = b""
@@ -168,6 +171,8 @@ class ClientResponse:
                 self._note_piece(data)
                 if self.is_event_stream and data.find(_CACHE_MARK) >= 0:
                     data = self._correct_usage(attempt, data)
+                if self.tag and self.is_event_stream:  # of others the length is announced
+                    data = data.replace(self.tag, b"")
                 if merger is not None and merger.preempted:
                     attempt.finish()
                     await request.send_piece(data)
@@ -199,6 +204,8 @@ class ClientResponse:
         if self._cached_figures:
             end = set_figures(end, self._cached_figures)
         self._before_last, self._last = self._last, end
+        if self.tag:
+            end = end.replace(self.tag, b"")
         if self._request.response_started:
             self._request.finish_response(end)
         else:
@@ -207,6 +214,8 @@ class ClientResponse:
     def send(self, status: int, headers: Headers, body: bytes, own_head: bytes) -> None:
         """Send a whole response."""
         self.status, self.first_byte_at = status, time.perf_counter()
+        if self.tag:
+            body = body.replace(self.tag, b"")
         self.bytes_sent = len(body)
         self._request.send_response(status, headers, body, own_head)
 
@@ -222,6 +231,8 @@ class ClientResponse:
     def end_with_refusal(self, status: int, body: bytes) -> None:
         """Pass on an instance's refusal to a client that already has the head of an event stream."""
         self.error_code = "instance_refused"
+        if self.tag:
+            body = body.replace(self.tag, b"")
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -310,6 +321,8 @@ class ClientResponse:
         self._note_piece(sent)
         if self.is_event_stream and sent.find(_CACHE_MARK) >= 0:
             sent = self._correct_usage(attempt, sent)
+        if self.tag and self.is_event_stream:
+            sent = sent.replace(self.tag, b"")
         self._request.write_piece(sent)
         return True
 

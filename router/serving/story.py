@@ -35,7 +35,8 @@ class Story:
 
     __slots__ = (
         *("_last", "_records", "_services", "_started_unix"),
-        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "trace", "trace_id"),
+        *("client", "pair", "queued_seconds", "request_id", "selection", "sent_id", "started", "tag"),
+        *("trace", "trace_id"),
     )
 
     def __init__(self, services: Services) -> None:
@@ -43,6 +44,8 @@ class Story:
         """When the request arrived, on ``time.perf_counter``."""
         self.client: str | None = None
         """Who asks, once admitted."""
+        self.tag = ""
+        """What the request's id ends with at engines, where clients have keys: it says whose request it is."""
         self.queued_seconds = 0.0
         """How long it waited in line."""
         self.request_id = ""

@@ -14,7 +14,7 @@ hints.py             suggest_name: the nearest known name for a mistyped one
 from router.settings.flags import FlagParser, parse_port
 from router.settings.hints import did_you_mean, suggest_name
 from router.settings.router_settings import ROUTER_GONE_SECONDS, RouterSettings, SettingsError
-from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token
+from router.settings.secret_file import PRIORITIES, ApiKey, parse_priority, read_keys, read_token, stamp_file
 from router.settings.served_certificate import ServedCertificate
 from router.settings.sources import load_settings, make_parser
 from router.settings.tls_files import load_certificate, read_authorities
@@ -41,5 +41,6 @@ __all__ = [
     "read_keys",
     "read_token",
     "read_yaml",
+    "stamp_file",
     "suggest_name",
 ]

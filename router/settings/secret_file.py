@@ -15,7 +15,7 @@ import yaml
 
 from router.settings.router_settings import SettingsError
 
-__all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token"]
+__all__ = ["PRIORITIES", "ApiKey", "parse_priority", "read_keys", "read_token", "stamp_file"]
 
 PRIORITIES = range(-10, 11)
 """Higher comes first."""
@@ -132,6 +132,15 @@ def read_token(path: Path, setting: str) -> str:
     if len(lines) != 1 or len(lines[0].split()) != 1:
         raise SettingsError(f"{setting} {path} must have the token as its only line, with no space in it")
     return lines[0].strip()
+
+
+def stamp_file(path: Path) -> tuple[int, int] | None:
+    """When a file was written, and which one it is, so that a change shows; None where it is away."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def _read_lines(path: Path, setting: str) -> list[str]:

@@ -8,6 +8,7 @@ import ssl
 from pathlib import Path
 
 from router.settings.router_settings import SettingsError
+from router.settings.secret_file import stamp_file
 from router.settings.tls_files import load_certificate
 
 __all__ = ["ServedCertificate"]
@@ -65,12 +66,4 @@ class ServedCertificate:
             _log.info("the certificate in %s was renewed", self._certfile)
 
     def _stamp_files(self) -> _Stamp:
-        return [_stamp_file(Path(name)) for name in (self._certfile, self._keyfile) if name]
-
-
-def _stamp_file(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
+        return [stamp_file(Path(name)) for name in (self._certfile, self._keyfile) if name]

@@ -254,6 +254,22 @@ def test_health_generate_is_200_only_if_every_instance_is_healthy(
     assert list(response.json()["unhealthy"]) == [decode.key]
 
 
+def test_health_generate_probes_an_instance_once_for_all_who_ask_meanwhile(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    instance.answers_probes, before = False, instance.probes
+    with ThreadPoolExecutor(8) as clients:
+        asked = [clients.submit(router.client.get, "/health_generate") for _ in range(8)]
+        wait_until(lambda: instance.probes > before, "the probe")
+        assert instance.probes == before + 1
+        instance.cut_idle()
+        assert {client.result().status_code for client in asked} == {503}
+    instance.answers_probes = True
+    assert router.client.get("/health_generate").status_code == 200
+
+
 def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     first, second, dead = stand_in(), stand_in(), stand_in()
     first.models, second.models = ("a", "b"), ("b", "c")
@@ -445,7 +461,7 @@ def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter,
 def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
     for i in range(3):
-        router.client.get(f"/v1/whatever/{i}")
+        router.client.get(f"/v1/responses/{i}")
     assert metric(router, "http_requests_total", method="GET", endpoint="other", status_code="200") == 3
 
 

@@ -12,7 +12,8 @@ from router.serving.reading.api import GENERATING
 
 __all__ = ["RequestHead", "read_head"]
 
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# By x-data-parallel-rank a client could choose an engine's process past the router's policy.
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank"}
 # The router reads the responses to completions; and each attempt at one has an id of its own, which is in its body.
 _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-request-id"}
 
@@ -20,10 +21,13 @@ _NOT_FORWARDED_WITH_COMPLETIONS = _NOT_FORWARDED | {b"accept-encoding", b"x-requ
 class RequestHead:
     """A request's head, read. Its attributes are for reading."""
 
-    __slots__ = ("forwarded", "headers", "line", "sent_id", "session", "trace_id")
+    __slots__ = ("forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
 
-    def __init__(self, request: ClientRequest) -> None:
+    def __init__(self, request: ClientRequest, tag: str = "") -> None:
         """
+        Args:
+            tag: what the ids of the client's requests end with at engines.
+
         Raises:
             BadBody: a header is wrong.
         """
@@ -41,19 +45,26 @@ class RequestHead:
         """The session that it names."""
         is_completion = request.path in GENERATING
         dropped = _NOT_FORWARDED_WITH_COMPLETIONS if is_completion else _NOT_FORWARDED
-        self.forwarded: PreparedHead = prepare_head(*self.line, end_to_end(request.headers, dropped))
+        passed = end_to_end(request.headers, dropped)
+        if tag:
+            passed = [(name, value + tag.encode() if name == b"x-request-id" else value) for name, value in passed]
+        self.tag = tag
+        self.forwarded: PreparedHead = prepare_head(*self.line, passed)
         """The head that instances get, before that has lines of an instance's own."""
 
 
-def read_head(request: ClientRequest) -> RequestHead:
+def read_head(request: ClientRequest, tag: str = "") -> RequestHead:
     """The head of a request: the one known from the request before it, if that had the same.
+
+    Args:
+        tag: what the ids of the client's requests end with at engines.
 
     Raises:
         BadBody: a header is wrong.
     """
     known, line = request.known_head, (request.method, request.target)
-    if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers:
+    if isinstance(known, RequestHead) and known.line == line and known.headers == request.headers and known.tag == tag:
         return known
-    head = RequestHead(request)
+    head = RequestHead(request, tag)
     request.keep_head(head)
     return head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from router.http import (
@@ -22,7 +22,6 @@ from router.http import (
     rename_model,
 )
 from router.policies import RequestFeatures, request_features
-from router.serving.aborts import names_any
 from router.serving.reading.api import GENERATING, Api, EngineIds
 from router.serving.reading.head import RequestHead
 from router.serving.response import RequestEnded
@@ -170,11 +169,11 @@ class ParsedRequest:
         return {**members, "cache_salt": salt}
 
 
-def guess_ids(request: ClientRequest, asked: Collection[str]) -> EngineIds:
-    """The ids of a request that waits in line, and whose body is read only if it may have one of those ``asked``."""
+def guess_ids(request: ClientRequest) -> EngineIds:
+    """The ids of a request that is to wait in line, and whose body is read only if it may have an id of its own."""
     body, request_id = None, ""
     try:
-        if len(request.body) <= UNCHECKED_BYTES and names_any(request.body, asked):
+        if len(request.body) <= UNCHECKED_BYTES and b'"request_id"' in request.body:
             body = parse_inference(request.body)
             request_id = body.request_id or ""
         request_id = request_id or find_request_id(request.headers)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from router.access import auth as auth_module
 from router.access.auth import Auth
 from router.http.api_error import Refused
 from router.settings import RouterSettings, SettingsError
+from tests.router.conftest import RouterUnderTest
 from tests.router.test_app import MakeRouter, MakeStandIn
+from tests.support.waiting import wait_until
 
 
 def written(path: Path, text: str) -> str:
@@ -193,3 +196,94 @@ def test_caches_are_kept_apart_only_where_the_operator_says_so(tmp_path: Path) -
     keys = written(tmp_path / "keys", "alice: sk-1\n")
     assert Auth(RouterSettings(api_keys_file=keys)).cache_salts is None
     assert Auth(RouterSettings(api_keys_file=keys, cache_salt_per_key=True)).cache_salts is not None
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with secrets are looked at all the time."""
+    monkeypatch.setattr(auth_module, "LOOK_SECONDS", 0.01)
+
+
+def lists_models(router: RouterUnderTest, key: str) -> int:
+    return router.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_key_that_is_taken_out_of_the_file_is_refused_without_a_new_start(
+    tmp_path: Path, make_router: MakeRouter, workers: int
+) -> None:
+    keys = tmp_path / "keys"
+    routers = make_router(api_keys_file=written(keys, "alice: sk-1\nbob: sk-2\n"), workers=workers).workers
+    assert [lists_models(router, "sk-1") for router in routers] == [200] * workers
+    written(keys, "bob: sk-2\ncarol: sk-3\n")
+    for router in routers:
+        wait_until(lambda router=router: lists_models(router, "sk-1") == 401, "alice's key to be refused")  # type: ignore[misc]
+        assert [lists_models(router, key) for key in ("sk-2", "sk-3")] == [200, 200]
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("text", ["alice sk-1\nbob: sk-1: x\n", "", "# nobody\n"])
+def test_a_changed_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
+    tmp_path: Path, make_router: MakeRouter, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    keys = tmp_path / "keys"
+    router = make_router(api_keys_file=written(keys, "alice: sk-1\n"))
+
+    def refusals() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "is not taken" in record.getMessage()]
+
+    written(keys, text)
+    wait_until(refusals, "the sentence")
+    assert lists_models(router, "sk-1") == 200
+    written(keys, "alice: sk-9\n")
+    wait_until(lambda: lists_models(router, "sk-9") == 200, "the repaired file")
+    assert lists_models(router, "sk-1") == 401
+    (said,) = refusals()
+    assert said.startswith("a changed file is not taken, and the keys and tokens before it stay: server.api-keys-file ")
+    assert "sk-1" not in said
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_changed_admin_token_counts_without_a_new_start(tmp_path: Path, make_router: MakeRouter) -> None:
+    router = make_router(admin_token_file=written(tmp_path / "token", "old"))
+
+    def status(token: str) -> int:
+        return router.client.get("/registered", headers={"authorization": f"Bearer {token}"}).status_code
+
+    assert (status("old"), status("new")) == (200, 401)
+    written(tmp_path / "token", "new")
+    wait_until(lambda: status("new") == 200, "the new token")
+    assert status("old") == 401
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_changed_limit_of_a_key_counts_and_a_request_of_a_revoked_key_is_still_salted(
+    tmp_path: Path, make_router: MakeRouter
+) -> None:
+    keys = tmp_path / "keys"
+    made = written(keys, "alice: {key: sk-1, tokens_per_sec: 5}\n")
+    auth = make_router(api_keys_file=made, cache_salt_per_key=True).app.auth
+    assert auth.token_rates == {"alice": 5.0}
+    assert auth.cache_salts is not None
+    salt, rates = auth.cache_salts.derive("alice"), auth.token_rates
+    written(keys, "bob: {key: sk-2, tokens_per_sec: 7}\n")
+    wait_until(lambda: rates == {"bob": 7.0}, "the new limits")
+    assert auth.cache_salts.derive("alice") == salt
+    assert auth.cache_salts.derive("bob") != salt
+
+
+def test_health_does_not_say_where_redis_is_but_to_the_admin(tmp_path: Path, make_router: MakeRouter) -> None:
+    router = make_router(admin_token_file=written(tmp_path / "token", "s3cret"), workers=2)
+    trouble = "Error 111 connecting to 10.9.8.7:6379"
+    router.app.link.trouble = trouble
+    assert "10.9.8.7" not in router.client.get("/health").text
+    assert router.client.get("/health").json()["shared_state"].startswith("the shared state cannot be reached")
+    told = router.client.get("/health", headers={"authorization": "Bearer s3cret"})
+    assert told.json() == {"status": "ok", "shared_state": trouble}
+
+
+def test_health_does_not_say_where_redis_is_where_there_is_no_admin(make_router: MakeRouter) -> None:
+    router = make_router(workers=2)
+    router.app.link.trouble = "Error 111 connecting to 10.9.8.7:6379"
+    assert "10.9.8.7" not in router.client.get("/health").text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -74,8 +75,39 @@ def test_an_answer_whose_keeper_is_gone_is_not_found(make_router: MakeRouter, st
     assert response.json()["error"]["message"] == "127.0.0.1:1 keeps the response, and is gone"
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_keys_an_answer_is_its_clients_own(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
+    instance = stand_in(behave=keeps("resp_a"))
+    router = make_router(instance, workers=workers, api_keys_file=str(tmp_path / "keys"))
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
+    assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
+    last = router.workers[-1]
+    kept = last.app.proxy._services.kept_responses
+    wait_until(lambda: kept.find_keeper("resp_a"), "the other worker's word")
+    go_on = {"input": "go on", "previous_response_id": "resp_a"}
+    asks: list[tuple[str, str, object]] = [
+        ("POST", "/v1/responses", go_on),
+        ("GET", "/v1/responses/resp_a", None),
+        ("DELETE", "/v1/responses/resp_a", None),
+        ("POST", "/v1/responses/resp_a/cancel", {}),
+        ("GET", "/v1/responses/resp_a/input_items", None),
+    ]
+    before = len(instance.received)
+    for method, path, body in asks:
+        refused = last.client.request(method, path, json=body, headers=bob)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_not_found"), path
+    unknown = last.client.get("/v1/responses/resp_b", headers=alice)
+    assert unknown.json()["error"]["message"] == "this router knows of no response 'resp_b' of this client"
+    assert len(instance.received) == before
+    for method, path, body in asks:
+        assert last.client.request(method, path, json=body, headers=alice).status_code == 200, path
+
+
 def test_only_the_last_answers_are_known() -> None:
-    kept = KeptResponses(lambda _id, _instance: None)
+    kept = KeptResponses(lambda _id, _instance, _owner: None)
     for number in range(MAX_RESPONSES + 1):
         kept.add_keeper(f"resp_{number}", "a:1")
     assert kept.find_keeper("resp_0") is None

@@ -133,10 +133,10 @@ def test_a_request_lost_with_its_pooled_connection_is_sent_again_under_a_new_id(
 def test_other_paths_pass_through_with_method_query_and_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, b'{"ok": 1.0}'))
     router = make_router(instance)
-    response = router.client.put("/v1/a%2Fb/c?d=e%20f&d=g", content=b"\x00not json")
+    response = router.client.post("/v1/rer%61nk?d=e%20f&d=g", content=b"\x00not json")
     assert response.content == b'{"ok": 1.0}'
     got = instance.received[0]
-    assert (got.method, got.target, got.body) == ("PUT", "/v1/a%2Fb/c?d=e%20f&d=g", b"\x00not json")
+    assert (got.method, got.target, got.body) == ("POST", "/v1/rer%61nk?d=e%20f&d=g", b"\x00not json")
 
 
 def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -145,11 +145,43 @@ def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRout
     assert router.client.post("/v1/embeddings", json={}).content == b"from decode"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_router_alone_says_who_served_and_sets_no_cookie(
+    make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
+) -> None:
+    told = "x-router-decode: 10.0.0.1:1\r\nX-Router-Mixed: 10.0.0.2:2\r\nx-router-new: 1\r\nset-cookie: a=b\r\nx-own: 1"
+
+    async def tells(_: Received, respond: Responder) -> None:
+        kind = "text/event-stream" if stream else "application/json"
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{told}\r\ncontent-length: 14\r\n\r\n"
+        await respond.raw(head.encode() + b"data: [DONE]\n\n")
+
+    instance = stand_in("mixed", tells)
+    router = make_router(instance)
+    response = router.client.post("/v1/chat/completions", json={"messages": [], "stream": stream})
+    own = {name: value for name, value in response.headers.multi_items() if name.startswith("x-router-")}
+    assert own.keys() == {"x-router-request-id", "x-router-mixed", "x-router-decision"}
+    assert own["x-router-mixed"] == instance.key
+    assert ("set-cookie" in response.headers, response.headers["x-own"]) == (False, "1")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+def test_a_client_cannot_speak_for_the_router_nor_choose_an_engines_process(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str
+) -> None:
+    instance = stand_in()
+    headers = {"X-Router-Decode": "h:1", "x-router-new": "1", "X-Data-Parallel-Rank": "3", "X-Own": "1"}
+    make_router(instance).client.post(path, json={"messages": []}, headers=headers)
+    names = {name for name, _ in instance.received[0].headers}
+    assert not {name for name in names if name.startswith("x-router-") or name == "x-data-parallel-rank"}
+    assert "x-own" in names
+
+
 def test_head_passes_through(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     async def to_head(request: Any, respond: Any) -> None:
         await respond.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
 
-    response = make_router(stand_in("mixed", to_head)).client.head("/v1/files/1")
+    response = make_router(stand_in("mixed", to_head)).client.head("/v1/responses/1")
     assert (response.status_code, response.headers["content-length"]) == (200, "5")
 
 
@@ -324,7 +356,7 @@ def test_an_answer_of_204_has_no_length(make_router: MakeRouter, stand_in: MakeS
     async def nothing(request: Received, respond: Responder) -> None:
         await respond.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
 
-    response = make_router(stand_in("mixed", nothing)).client.delete("/v1/files/1")
+    response = make_router(stand_in("mixed", nothing)).client.delete("/v1/responses/1")
     assert (response.status_code, "content-length" in response.headers) == (204, False)
 
 

@@ -1,0 +1,136 @@
+"""Routes: every path that the router answers, with its methods and who may ask for it.
+
+This table is the only place that says so: the router checks requests by it, passes on to instances what it marks as
+forwarded and nothing else, and the tests make their cases of it. A path that is not here is a 404, even if somebody
+adds a handler for it. So an engine's control endpoints (``/v1/pause``, ``/v1/update_weights``,
+``/v1/load_lora_adapter``) cannot be reached through the router, whoever asks.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = ["FORWARDED", "ROUTES", "Access", "Route", "find_route"]
+
+
+class Access(Enum):
+    """Who may ask for a path, where there are keys and tokens; the values are for people."""
+
+    OPEN = "everybody"
+    CLIENT = "clients"
+    CLIENT_OR_ADMIN = "clients, the admin"
+    INSTANCE = "instances, the admin"
+    INSTANCE_IF_ADMIN = "instances, the admin; without an admin token, everybody"
+    ADMIN = "the admin"
+
+
+class Route(NamedTuple):
+    """A path, and what may be done with it."""
+
+    path: str
+    """As FastAPI has it: ``{name}`` stands for one segment, ``{name:path}`` for one or several."""
+    methods: tuple[str, ...]
+    """HEAD may come for each GET."""
+    access: Access
+    is_forwarded: bool = False
+    """Whether an instance answers it."""
+
+    def takes(self, method: str) -> bool:
+        """Whether the path may be asked with this method."""
+        return method in self.methods or (method == "HEAD" and "GET" in self.methods)
+
+
+def _forward(path: str, *methods: str) -> Route:
+    return Route(path, methods or ("POST",), Access.CLIENT, is_forwarded=True)
+
+
+def _serve(access: Access, path: str, *methods: str) -> Route:
+    return Route(path, methods or ("GET",), access)
+
+
+ROUTES: tuple[Route, ...] = (
+    # What FastDeploy, vLLM and SGLang offer to clients.
+    _forward("/v1/chat/completions"),
+    _forward("/v1/chat/completions/batch"),
+    _forward("/v1/completions"),
+    _forward("/v1/responses"),
+    _forward("/v1/responses/{response_id}", "GET", "DELETE"),
+    _forward("/v1/responses/{response_id}/cancel"),
+    _forward("/v1/responses/{response_id}/input_items", "GET"),
+    _forward("/v1/messages"),
+    _forward("/v1/messages/count_tokens"),
+    _forward("/v1/embeddings"),
+    _forward("/v1/rerank"),
+    _forward("/v1/score"),
+    _forward("/v1/classify"),
+    _forward("/v1/reward"),
+    _forward("/v1/decisions"),
+    _forward("/v1/tokenize"),
+    _forward("/v1/detokenize"),
+    _forward("/v1/audio/transcriptions"),
+    _forward("/v1/audio/translations"),
+    _forward("/v1/audio/speech"),
+    _forward("/v1/images/generations"),
+    _forward("/v1/images/edits"),
+    _forward("/tokenize"),
+    _forward("/detokenize"),
+    _forward("/score"),
+    _forward("/rerank"),
+    _forward("/v2/rerank"),
+    _forward("/v2/embed"),
+    _forward("/pooling"),
+    _forward("/classify"),
+    # What the router answers itself, for clients.
+    _serve(Access.CLIENT, "/v1/models"),
+    _serve(Access.CLIENT, "/v1/models/{model_id:path}"),
+    _serve(Access.CLIENT_OR_ADMIN, "/v1/abort_requests", "POST"),
+    # For probes and monitoring.
+    _serve(Access.OPEN, "/health"),
+    _serve(Access.OPEN, "/ready"),
+    _serve(Access.OPEN, "/metrics"),
+    _serve(Access.OPEN, "/prometheus_targets"),
+    _serve(Access.OPEN, "/registered_number"),
+    _serve(Access.ADMIN, "/health_generate"),
+    # For instances, which may have a token of their own, and drain themselves before they end.
+    _serve(Access.INSTANCE, "/register", "POST"),
+    _serve(Access.INSTANCE, "/decode_instances"),
+    _serve(Access.INSTANCE_IF_ADMIN, "/admin/drain", "GET", "POST"),
+    # For operators.
+    _serve(Access.ADMIN, "/registered"),
+    _serve(Access.ADMIN, "/admin/pause", "POST"),
+    _serve(Access.ADMIN, "/admin/resume", "POST"),
+    _serve(Access.ADMIN, "/admin/weight", "POST"),
+    _serve(Access.ADMIN, "/admin/clear_prefix_cache", "POST"),
+    _serve(Access.ADMIN, "/admin/requests"),
+    _serve(Access.ADMIN, "/admin/explain/{request_id:path}"),
+    _serve(Access.ADMIN, "/admin/why_miss/{request_id:path}"),
+    _serve(Access.ADMIN, "/openapi.json"),
+    _serve(Access.ADMIN, "/docs"),
+    _serve(Access.ADMIN, "/redoc"),
+)
+"""All of them."""
+
+_EXACT = {route.path: route for route in ROUTES if "{" not in route.path}
+
+FORWARDED = tuple(path for path, route in _EXACT.items() if route.is_forwarded)
+"""The paths without a name in them that an instance answers."""
+
+
+def find_route(path: str) -> Route | None:
+    """The route of a path without query and escapes; None where the router has none."""
+    route = _EXACT.get(path)
+    if route is None:
+        route = next((each for pattern, each in _PATTERNS if pattern.fullmatch(path)), None)
+    return route
+
+
+def _compile_path(path: str) -> re.Pattern[str]:
+    # A segment has only characters that every server reads alike: no escape that could be resolved a second time, no
+    # ';', no backslash.
+    text = re.sub(r"\\{\w+:path\\}", ".+", re.escape(path))
+    return re.compile(re.sub(r"\\{\w+\\}", r"[A-Za-z0-9_.:~-]+", text), re.DOTALL)
+
+
+_PATTERNS = tuple((_compile_path(route.path), route) for route in ROUTES if "{" in route.path)
