@@ -56,7 +56,7 @@ from router.http.replies import error_reply, json_reply, raw_reply, refusal_repl
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path
 from router.http.tls import ListenerContext
-from router.http.usage import Usage, read_cached_figures, read_usage, set_figures
+from router.http.usage import TokenCount, Usage, read_cached_figures, read_usage, set_figures
 
 __all__ = [
     "CONTROL_BYTES",
@@ -86,6 +86,7 @@ __all__ = [
     "RouterProtocol",
     "StaleConnection",
     "TimedOut",
+    "TokenCount",
     "UpstreamError",
     "Usage",
     "echo_request_id",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-__all__ = ["Usage", "read_cached_figures", "read_usage", "set_figures"]
+__all__ = ["TokenCount", "Usage", "read_cached_figures", "read_usage", "set_figures"]
 
 _MARK = b'"usage"'
 # A longer one than any engine's is not read.
@@ -23,6 +23,14 @@ _CACHED_NAME = (
 )
 _CACHED_FIGURE = re.compile(rb'"(' + _CACHED_NAME + rb')"\s*:\s*(\d{1,15})\b')
 _INPUT_FIGURE = re.compile(rb'"(input_tokens)"\s*:\s*(\d{1,15})\b')
+# The ids of generated tokens, and their text, in an event of any API.
+_GENERATED_IDS = re.compile(rb'(?<!prompt_)token_ids"\s*:\s*\[\s*(\d[\d,\s]*)\]')
+_TEXT = re.compile(
+    rb'"(?:content|text|reasoning_content|reasoning|thinking|arguments|partial_json|delta)"\s*:\s*"'
+    rb'([^"\\]*(?:\\.[^"\\]*)*)"'
+)
+# Of a text that comes without ids; English has about four.
+_BYTES_PER_TOKEN = 4
 
 
 class Usage(NamedTuple):
@@ -107,3 +115,25 @@ def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
         return data
     pattern = rb'("(' + b"|".join(figures) + rb')"\s*:\s*)\d{1,15}\b'
     return data[:start] + re.sub(pattern, lambda found: found[1] + figures[found[2]], data[start:])
+
+
+class TokenCount:
+    """The tokens that an event stream has brought, for where its engine has not said its usage yet."""
+
+    __slots__ = ("_by_ids", "_by_text")
+
+    def __init__(self) -> None:
+        self._by_ids = self._by_text = 0
+
+    @property
+    def tokens(self) -> int:
+        """By the tokens' ids where the engine tells them; else by the text, and at least one for each event."""
+        return self._by_ids or self._by_text
+
+    def add(self, events: bytes) -> None:
+        """Count the tokens of these events, as they came from the engine."""
+        for ids in _GENERATED_IDS.findall(events):
+            self._by_ids += ids.count(b",") + 1
+        if not self._by_ids:
+            text = sum(map(len, _TEXT.findall(events)))
+            self._by_text += max(events.count(b"data:"), text // _BYTES_PER_TOKEN)

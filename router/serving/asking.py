@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from router.fleet import EngineKind, Instance
@@ -25,7 +25,7 @@ from router.serving.selection import Selection
 if TYPE_CHECKING:
     from router.telemetry import RequestTrace
 
-__all__ = ["Asking", "LegMaker", "ask_instances", "list_members"]
+__all__ = ["Asking", "LegMaker", "ask_for_usage", "ask_instances", "list_members"]
 
 _Data: TypeAlias = "bytes | tuple[bytes, ...]"
 
@@ -105,10 +105,26 @@ def list_members(
     return members
 
 
+def ask_for_usage(parsed: ParsedRequest, engine: EngineKind) -> dict[str, bytes]:
+    """The member by which a stream tells its usage, if it does not by itself and nothing else of it changes so.
+
+    Where engines of other kinds might refuse it, and where a client's own options mean something else with it, there
+    is none.
+    """
+    if parsed.body is None or not parsed.wants_stream or not parsed.api.is_continuable or engine is EngineKind.OPENAI:
+        return {}
+    options = parsed.body.members.get("stream_options")
+    if options is None:
+        options = {}
+    elif not isinstance(options, dict) or options.get("include_usage", True) or options.get("continuous_usage_stats"):
+        return {}
+    return {"stream_options": encode_member("stream_options", {**options, "include_usage": True})}
+
+
 class LegMaker:
     """Makes the legs of one attempt."""
 
-    __slots__ = ("_asking", "_fresh", "_members", "_parsed", "_trace", "_upstream")
+    __slots__ = ("_asking", "_is_fresh", "_members", "_parsed", "_trace", "_upstream")
 
     def __init__(
         self,
@@ -116,20 +132,20 @@ class LegMaker:
         parsed: ParsedRequest,
         asking: Asking,
         members: Mapping[str, bytes],
-        fresh: Container[str],
+        is_fresh: bool,
         trace: RequestTrace | None,
     ) -> None:
         """
         Args:
             members: those that each leg's body gets, in any dialect.
-            fresh: keys of instances to which a new connection is made.
+            is_fresh: each leg gets a new connection.
             trace: where the request is traced: each leg's head says which span it is.
         """
         self._upstream = upstream
         self._parsed = parsed
         self._asking = asking
         self._members = members
-        self._fresh = fresh
+        self._is_fresh = is_fresh
         self._trace = trace
 
     def make_legs(self) -> tuple[Leg, Leg | None]:
@@ -145,23 +161,26 @@ class LegMaker:
         answering = self._make_leg(selection.answering, asking.answering, data, decisions[-1].work)
         if selection.prefill is None or asking.prefill is None:
             return answering, None
-        if asking.prefill is not asking.answering:
-            data = self._encode_body(asking.prefill, self._cut_members(asking.prefill))
-        return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
+        try:
+            if asking.prefill is not asking.answering:
+                data = self._encode_body(asking.prefill, self._cut_members(asking.prefill))
+            return answering, self._make_leg(selection.prefill, asking.prefill, data, decisions[0].work)
+        except BaseException:
+            answering.finish()  # or else its instance would count it for good
+            raise
 
     def ask_decode(self, leg: Leg, answer: bytes) -> None:
         """Give decode's leg its request, now that prefill has answered."""
         asking = self._asking
         assert asking.pair is not None
         data = self._encode_body(asking.answering, _join(asking.pair.ask_after(answer), self._members))
-        address, is_fresh = leg.instance.address, leg.instance.key in self._fresh
         head = self._add_to_head(asking.answering.head, leg.span_id)
-        leg.exchange = self._upstream.prepare_exchange(address, head, data, is_fresh)
+        leg.exchange = self._upstream.prepare_exchange(leg.instance.address, head, data, self._is_fresh)
 
     def _make_leg(self, instance: Instance, ask: LegAsk, data: _Data, work: float) -> Leg:
         span_id = 0 if self._trace is None else self._trace.make_span_id()
         head = self._add_to_head(ask.head, span_id) if ask.head or span_id else self._parsed.head
-        exchange = self._upstream.prepare_exchange(instance.address, head, data, instance.key in self._fresh)
+        exchange = self._upstream.prepare_exchange(instance.address, head, data, self._is_fresh)
         return Leg(instance, exchange, self._parsed.features.prompt_tokens, work, span_id)
 
     def _add_to_head(self, lines: bytes, span_id: int) -> PreparedHead:
@@ -172,7 +191,7 @@ class LegMaker:
 
     def _cut_members(self, ask: LegAsk) -> dict[str, bytes]:
         """Of the members that each leg gets, those that do not undo the changes for prefill alone."""
-        undone = {*ask.members, *ask.dropped, "return_token_ids"} - {_PARAMS}
+        undone = {*ask.members, *ask.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 
     def _encode_body(self, ask: LegAsk, members: Mapping[str, bytes]) -> _Data:

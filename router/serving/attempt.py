@@ -15,6 +15,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from typing import TypedDict
 
 import orjson
 
@@ -22,6 +23,7 @@ from router.fleet import Instance
 from router.http import Exchange, Headers, NoRoom, Response, StaleConnection, TimedOut, UpstreamError
 from router.serving.aborts import Aborter
 from router.serving.reading.api import EngineIds
+from router.serving.retry import Reached, Trouble
 
 __all__ = ["REDIRECTIONS", "Attempt", "Leg", "LegFailed", "StreamStalled"]
 
@@ -31,6 +33,8 @@ ERROR_BYTES = 1024 * 1024
 # The body of a refusal comes with its head, or is not worth waiting for.
 REFUSAL_SECONDS = 2.0
 PD_ERROR = "PD Error"
+# Where one leg of a pair is lost, the other one may be, by the same request: so long is waited to know it.
+OTHER_LEG_SECONDS = 0.05
 # Decode began to answer, then prefill failed: if decode has the prompt's KV, its next bytes come in less.
 SILENCE_SECONDS = 30.0
 # Prefill's last bytes may come after decode's when the response is short; after this long it is aborted.
@@ -41,6 +45,10 @@ REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _PD_ERROR = PD_ERROR.encode()
 # FastDeploy's and SGLang's.
 _HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transfer|handshake) failed")
+# What vLLM answers with when its engine has died: of EngineDeadError, and of older versions.
+_ENGINE_DEATH = re.compile(
+    rb"EngineCore encountered an issue|EngineDeadError|Background loop (?:has errored|is stopped)"
+)
 # Of an answer of one token.
 ANSWER_BYTES = 16 * 1024 * 1024
 # What vLLM's streams begin with before there is a token: chat, responses, messages.
@@ -66,24 +74,20 @@ class LegFailed(Exception):
         message: str,
         response: Response | None = None,
         *,
-        stale: bool = False,
-        in_hand_over: bool = False,
+        reached: Reached = Reached.HEAD,
+        trouble: Trouble,
+        is_stale: bool = False,
     ) -> None:
         """
         Args:
-            stale: only an idle connection had been closed: the same instance may be asked again.
-            in_hand_over: prefill and decode did not come together; which of them is to blame is not known.
+            is_stale: an idle connection ended as the request was sent on it: most likely it had been closed before.
         """
         super().__init__(message)
         self.instance = instance
         self.response = response
-        self.stale = stale
-        self.in_hand_over = in_hand_over
-
-    @property
-    def another_may_serve(self) -> bool:
-        """Whether it says something of the instance, rather than of the request."""
-        return self.in_hand_over or self.response is None or self.response.status == 429 or self.response.status >= 500
+        self.reached = reached
+        self.trouble = trouble
+        self.is_stale = is_stale
 
 
 class Leg:
@@ -140,11 +144,13 @@ class Attempt:
         "_ask_decode",
         "_awaited",
         "_begun",
-        "_grace",
         "_hold_bytes",
         "_may_err_late",
         "_on_trouble",
+        "_prefill_end",
+        "_timer",
         "answering",
+        "deaths",
         "engine_ids",
         "is_event_stream",
         "prefill",
@@ -179,6 +185,8 @@ class Attempt:
         self.prefill = prefill
         self.engine_ids = engine_ids
         self.sent_at = 0.0
+        self.deaths = 0
+        """How many of its connections were lost after the request was sent on them."""
         self.prefilled_at = 0.0
         """When the first token was there, on ``time.perf_counter``; 0 until then."""
         self.prefill_answer = b""
@@ -191,7 +199,8 @@ class Attempt:
         self._aborter = aborter
         self._on_trouble = on_trouble
         self._begun = False
-        self._grace: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._prefill_end: asyncio.Future[None] | None = None
 
     def send(self, on_begin: Callable[[], None]) -> bool:
         """Send the legs now, and call ``on_begin`` once the answering one has a response, or has failed.
@@ -275,7 +284,7 @@ class Attempt:
             return
         message = f"{instance.key} stopped answering: {instance.trouble}"
         if not self._begun:
-            self._awaited.exchange.fail(LegFailed(instance, message))
+            self._awaited.exchange.fail(LegFailed(instance, message, **_judge(leg)))
         elif leg is self.answering and time.perf_counter() - leg.exchange.last_heard > silence:
             leg.exchange.fail(TimedOut(message))
 
@@ -292,18 +301,24 @@ class Attempt:
     def finish(self) -> None:
         """The client has the whole response; prefill gets a moment to end its own."""
         self.answering.finish()
+        if self._timer is not None:
+            self._timer.cancel()
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished:
             loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
+            self._timer = loop.call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
 
     def break_off(self, error: UpstreamError) -> None:
         """The answering leg failed in the middle of the response: give up the other one."""
-        self._on_trouble(self.answering.instance, error)
-        self.give_up(culprit=self.answering.instance)
+        instance = self.answering.instance
+        self._on_trouble(instance, error)
+        instance.record_failure(time.monotonic(), str(error))
+        self.give_up(culprit=instance)
 
     def give_up(self, culprit: Instance | None = None) -> None:
         """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
+        if self._timer is not None:
+            self._timer.cancel()
         for leg in (self.answering, self.prefill):
             if leg is not None:
                 self._give_up_leg(leg, culprit)
@@ -315,6 +330,13 @@ class Attempt:
         leg.finish()
         if runs and leg.instance is not culprit and self.engine_ids is not None:
             self._aborter.abort_soon(leg.instance, self.engine_ids.list_ids())
+
+    async def await_prefill_end(self) -> None:
+        """The answering leg was lost: wait a moment whether prefill's is lost, too, so that ``deaths`` counts it."""
+        prefill = self.prefill
+        if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
+            self._prefill_end = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._prefill_end}, timeout=OTHER_LEG_SECONDS)
 
     async def _await_prefill(self) -> bytes:
         """Send prefill's leg, and give its whole answer.
@@ -343,7 +365,8 @@ class Attempt:
     async def _read_answer_refusal(self) -> LegFailed:
         failure = await _read_refusal(self.answering)
         # Of vLLM's decode this is all that it says where it cannot have prefill's KV.
-        failure.in_hand_over |= self._may_err_late and _tells_late_error(failure.response)
+        if self._may_err_late and _tells_late_error(failure.response):
+            failure.trouble = Trouble.HAND_OVER
         return failure
 
     async def _read_preamble(self, first: bytes) -> bytes:
@@ -358,7 +381,7 @@ class Attempt:
         said = next((event for event in events if not _PREAMBLE.search(event)), b"")
         if _ERROR.search(said):
             message = f"{self.answering.instance.key} has an error instead of an answer: {said.decode()[:500]}"
-            raise LegFailed(self.answering.instance, message, in_hand_over=True)
+            raise LegFailed(self.answering.instance, message, trouble=Trouble.HAND_OVER)
         return first
 
     def _on_prefill_end(self) -> None:
@@ -370,18 +393,27 @@ class Attempt:
         self.prefill_answer = leg.exchange.kept_body
         failure = self._find_prefill_failure(leg)
         leg.finish()
-        if self._grace is not None:
-            self._grace.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._prefill_end is not None and not self._prefill_end.done():
+            self._prefill_end.set_result(None)
         if failure is None:
             self.prefilled_at = time.perf_counter()
             if leg.instance.breaker.failures:
                 leg.instance.record_success(time.monotonic())
-        elif self._begun:
-            _log.info("prefill failed after decode had begun to answer: %s", failure)
-            heard = self.answering.exchange.last_heard
-            asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._fail_if_silent, heard, str(failure))
+        elif isinstance(failure, LegFailed) and failure.trouble is Trouble.DEATH and not self._begun:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(OTHER_LEG_SECONDS, self._on_prefill_failed, failure)
         else:
+            self._on_prefill_failed(failure)
+
+    def _on_prefill_failed(self, failure: LegFailed | NoRoom) -> None:
+        if not self._begun:
             self.answering.exchange.fail(failure)
+            return
+        _log.info("prefill failed after decode had begun to answer: %s", failure)
+        heard, loop = self.answering.exchange.last_heard, asyncio.get_running_loop()
+        self._timer = loop.call_later(SILENCE_SECONDS, self._fail_if_silent, heard, str(failure))
 
     def _fail_if_silent(self, since: float, why: str) -> None:
         """Give up decode if nothing has come from it: its first bytes were no sign that it had the prompt's KV."""
@@ -401,14 +433,28 @@ class Attempt:
             return _make_refusal(leg, body)
         # FastDeploy's prefill says so to its own client alone, in a response of status 200.
         if body.find(_PD_ERROR) >= 0 and _tells_pd_error(body):
-            return LegFailed(leg.instance, f"{leg.instance.key} could not hand over to decode", in_hand_over=True)
+            message = f"{leg.instance.key} could not hand over to decode"
+            return LegFailed(leg.instance, message, trouble=Trouble.HAND_OVER)
         return None
 
     def _make_failure(self, leg: Leg, error: UpstreamError) -> LegFailed:
         self._on_trouble(leg.instance, error)
-        failure = LegFailed(leg.instance, str(error), stale=isinstance(error, StaleConnection))
+        failure = LegFailed(leg.instance, str(error), **_judge(leg), is_stale=isinstance(error, StaleConnection))
         failure.__cause__ = error
+        self.deaths += failure.trouble is Trouble.DEATH
         return failure
+
+
+class _Judgement(TypedDict):
+    reached: Reached
+    trouble: Trouble
+
+
+def _judge(leg: Leg) -> _Judgement:
+    """How far the request of a leg got that ended without a whole response, and what that says of the instance."""
+    if not leg.exchange.record.sent_at:
+        return {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
+    return {"reached": Reached.HEAD if leg.exchange.status else Reached.SENT, "trouble": Trouble.DEATH}
 
 
 def _is_event_stream(headers: Headers) -> bool:
@@ -443,7 +489,15 @@ async def _read_refusal(leg: Leg) -> LegFailed:
 def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
     response = Response(leg.exchange.status, leg.exchange.headers, body)
     message = f"{leg.instance.key} answered with {response.status}"
+    trouble = Trouble.REJECTION
     if response.status in REDIRECTIONS:
         message += ", a redirection, which the router neither follows nor passes on"
-    in_hand_over = response.status >= 500 and _HAND_OVER_ERROR.search(body) is not None
-    return LegFailed(leg.instance, message, response, in_hand_over=in_hand_over)
+    elif response.status >= 500:
+        trouble = Trouble.ERROR
+        if _HAND_OVER_ERROR.search(body):
+            trouble = Trouble.HAND_OVER
+        elif _ENGINE_DEATH.search(body):
+            trouble = Trouble.DEATH
+    elif response.status == 429:
+        trouble = Trouble.ERROR
+    return LegFailed(leg.instance, message, response, trouble=trouble)

@@ -6,16 +6,18 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from router.fleet import EngineKind
 from router.http import ApiError, TimedOut, UpstreamError
-from router.serving.asking import LegMaker, ask_instances, list_members
+from router.serving.asking import LegMaker, ask_for_usage, ask_instances, list_members
 from router.serving.attempt import Attempt, LegFailed, StreamStalled
 from router.serving.dialects import NotReady
 from router.serving.response import HELD_BYTES, MERGED_BYTES, RequestEnded
 from router.serving.resume import ResponseMerger, Resuming, StreamMerger, find_obstacle, make_merger
-from router.serving.retry import Retries
+from router.serving.retry import Reached, Retries, Sent, Trouble, classify
 from router.serving.selection import NoInstance
 
 if TYPE_CHECKING:
+    from router.http import ClientRequest
     from router.serving.reading.parsed_request import ParsedRequest
     from router.serving.request import Services
     from router.serving.response import ClientResponse
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ABORTED", "Attempts"]
 
-# A failed attempt excludes the instance that failed; or, the first time, takes its connection for stale.
-MAX_ATTEMPTS = 6
-
 ABORTED = ApiError(409, "the request was aborted", "aborted")
 
 
@@ -34,11 +33,12 @@ class Attempts:
     """Of one request. Its public attributes, but for ``ended`` and ``is_aborted``, are for reading."""
 
     __slots__ = (
-        *("_is_prepared", "_response", "_retries", "_services", "_story"),
-        *("current", "ended", "is_aborted", "number", "resuming"),
+        *("_is_prepared", "_request", "_response", "_retries", "_services", "_story"),
+        *("current", "ended", "end_reason", "is_aborted", "number", "resuming"),
     )
 
-    def __init__(self, services: Services, story: Story, response: ClientResponse) -> None:
+    def __init__(self, request: ClientRequest, services: Services, story: Story, response: ClientResponse) -> None:
+        self._request = request
         self._services = services
         self._story = story
         self._response = response
@@ -52,6 +52,8 @@ class Attempts:
         """There once an instance has put the request down."""
         self.ended: RequestEnded | None = None
         """Ends the request instead of the next attempt."""
+        self.end_reason = ""
+        """Why no other attempt follows the one that failed last."""
         self.is_aborted = False
         """Whether a client has told its engines to stop it: an attempt that fails now is the last."""
 
@@ -82,9 +84,7 @@ class Attempts:
             selection = selection or self._select_instances(parsed)
         except NoInstance as none:
             raise RequestEnded(self._explain_none(none)) from None
-        tried = 0
         while True:
-            tried += 1
             try:
                 attempt = self.current if self._is_prepared else None
                 self._is_prepared = False
@@ -99,11 +99,11 @@ class Attempts:
                         await self._learn_of_prefill(unready, selection)
                 return await attempt.begin()
             except LegFailed as failure:
-                self._note_failure(failure, selection)
-                if not failure.another_may_serve or tried == MAX_ATTEMPTS:
+                await self._note_failure(failure, selection)
+                if self.end_reason:
                     raise
                 self._services.metrics.count_retry(failure.instance.key)
-                await self._note_retry().record_failure_and_back_off(failure, selection)
+                await self._note_retry().exclude_and_back_off(failure, selection)
                 try:
                     selection = self._select_instances(parsed)
                 except NoInstance:
@@ -137,7 +137,8 @@ class Attempts:
             RequestEnded: it cannot be continued.
         """
         response, services, instance = self._response, self._services, attempt.answering.instance
-        if isinstance(exc, StreamStalled):
+        is_stall = isinstance(exc, StreamStalled)
+        if is_stall:
             attempt.give_up()
             error = ApiError(504, str(exc), "stream_stalled")
         else:
@@ -148,6 +149,10 @@ class Attempts:
         merger = response.merger if isinstance(response.merger, StreamMerger) else None
         if not response.is_event_stream or parsed.body is None or not services.settings.stream_resume_count:
             raise RequestEnded(error) from exc
+        reached = Reached.RELAYED if response.bytes_sent else Reached.HEAD
+        trouble = Trouble.STALL if is_stall else Trouble.DEATH
+        retries = self._note_retry()
+        end_reason = retries.find_end(reached, trouble, deaths=not is_stall)
         self.resuming = self.resuming or Resuming(services.settings)
         is_chat = parsed.api.is_chat
         failed = self.resuming.prepare_after_break(merger, parsed.body, instance, error, is_chat=is_chat)
@@ -155,11 +160,13 @@ class Attempts:
             engine = instance.registration.engine
             why = find_obstacle(parsed.body, engine, is_chat) if parsed.api.is_continuable else "its API has no way to"
             failed = self.resuming.explain(why or "its tokens' ids are not known")
+        if failed is None and end_reason and not (merger is not None and merger.complete):
+            failed = self.resuming.explain(end_reason)
         if failed is not None:
             raise RequestEnded(failed) from exc
         response.end_segment(attempt)
         services.metrics.count_resumption(instance.key)
-        self._note_retry().begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
+        retries.begin_again(instance.key, is_hung=isinstance(exc, TimedOut))
 
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Why no instance can be asked, and, of a stream that was broken off, why it was."""
@@ -171,6 +178,9 @@ class Attempts:
         """Those for the next attempt; raises ``NoInstance`` if there are none."""
         keeper = self._services.kept_responses.find_keeper(parsed.kept_id) if parsed.kept_id else None
         if keeper is not None:
+            if self._retries is not None and self._retries.excludes(keeper):
+                message = f"{keeper} keeps the response, and has failed"
+                raise NoInstance(ApiError(502, message, "keeper_failed", "previous_response_id"))
             return self._services.selector.choose_keeper(parsed.features, keeper)
         selector, is_completion = self._services.selector, parsed.body is not None
         if self._retries is not None:
@@ -180,8 +190,11 @@ class Attempts:
     def _note_retry(self) -> Retries:
         """The record of the attempts before, by which the next instances are chosen."""
         if self._retries is None:
-            self._retries = Retries()
+            self._retries = Retries(self._classify())
         return self._retries
+
+    def _classify(self) -> Sent:
+        return classify(self._request.method, self._request.path)
 
     async def _learn_of_prefill(self, unready: NotReady, selection: Selection) -> None:
         """Ask prefill for the facts that its pair needs.
@@ -194,7 +207,8 @@ class Attempts:
         try:
             await unready.learn(self._services.upstream)
         except UpstreamError as exc:
-            raise LegFailed(selection.prefill, str(exc)) from exc
+            unlearnt = {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
+            raise LegFailed(selection.prefill, str(exc), **unlearnt) from exc
 
     def _make_attempt(self, parsed: ParsedRequest, selection: Selection) -> Attempt:
         """Prepare the exchanges with the selected instances; nothing is sent yet.
@@ -225,8 +239,16 @@ class Attempts:
             )
         own_id = request_id if self._story.tag else ""
         members = list_members(parsed, engine, response.merger, self.resuming, own_id)
-        stale = self._retries.stale if self._retries is not None else ()
-        maker = LegMaker(services.upstream, parsed, asking, members, stale, self._story.trace)
+        if response.token_count is not None:
+            asked = ask_for_usage(parsed, engine)
+            members |= asked
+            response.hides_usage = bool(asked)
+            response.has_null_usages = bool(asked) and engine is not EngineKind.SGLANG  # which has them unasked
+        if self._retries is not None:
+            is_fresh = self._retries.wants_fresh
+        else:  # what is not sent again must not meet a connection that was just closed
+            is_fresh = parsed.body is None and self._classify() is Sent.ONCE
+        maker = LegMaker(services.upstream, parsed, asking, members, is_fresh, self._story.trace)
         answering, prefill = maker.make_legs()
         held = MERGED_BYTES if isinstance(response.merger, ResponseMerger) else HELD_BYTES
         self.current = Attempt(
@@ -241,13 +263,17 @@ class Attempts:
         )
         return self.current
 
-    def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
+    async def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
         """An attempt failed: end its other leg, and blame the instance where neither request nor partner is to blame.
 
         Raises:
             RequestEnded: it failed because its client aborted it.
         """
+        deaths = int(failure.trouble is Trouble.DEATH)
         if self.current is not None:
+            if deaths and failure.instance is self.current.answering.instance:
+                await self.current.await_prefill_end()
+            deaths = max(deaths, self.current.deaths)
             self.current.give_up(culprit=failure.instance)
         if selection.prefill is not None:
             self._services.pairs.forget_prefill(selection.prefill)
@@ -255,5 +281,8 @@ class Attempts:
         if self.is_aborted:
             raise RequestEnded(ABORTED) from failure
         is_broken = failure.response is None or failure.response.status >= 500
-        if is_broken and not failure.stale and not failure.in_hand_over:
+        if is_broken and not failure.is_stale and failure.trouble is not Trouble.HAND_OVER:
             failure.instance.record_failure(time.monotonic(), str(failure))
+        if failure.response is not None and failure.trouble is Trouble.DEATH:
+            self._services.health.probe_soon(failure.instance)
+        self.end_reason = self._note_retry().find_end(failure.reached, failure.trouble, deaths)

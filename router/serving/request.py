@@ -21,6 +21,7 @@ from router.http import (
     LargeBody,
     NoRoom,
     Refused,
+    TokenCount,
     UpstreamError,
     echo_request_id,
     end_to_end,
@@ -97,7 +98,7 @@ class ServingRequest:
         """When it arrived, on ``time.perf_counter``."""
         self._request = request
         self._response = response = ClientResponse(request)
-        self._attempts = Attempts(services, story, response)
+        self._attempts = Attempts(request, services, story, response)
         self._services = services
         self._parsed: ParsedRequest | None = None  # once it was read
         self._queueing: asyncio.Task[object] | None = None  # the task that waits in the line, while it does
@@ -271,6 +272,8 @@ class ServingRequest:
                 self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None
         self._charged = tokens
+        if services.auth.token_rates.get(client, services.settings.max_tokens_per_sec_per_key):
+            self._response.token_count = TokenCount()
 
     def _on_client_left(self) -> None:
         self.end_early(RequestEnded(None))
@@ -417,7 +420,8 @@ class ServingRequest:
         elif response is not None and is_own and not self._response.first_byte_at:
             self._response.end_with_refusal(response.status, response.body)
         else:
-            message = f"{role.value} instance failed: {failure}; no other {role.value} instance could take the request"
+            why = self._attempts.end_reason or f"no other {role.value} instance could take the request"
+            message = f"{role.value} instance failed: {failure}; {why}"
             raise RequestEnded(ApiError(502, message, f"{role.value}_failed"))
 
     def _end_with(self, error: ApiError | None) -> None:

@@ -14,6 +14,7 @@ from router.http import (
     ClientRequest,
     Headers,
     Refused,
+    TokenCount,
     Usage,
     end_to_end,
     read_cached_figures,
@@ -21,7 +22,7 @@ from router.http import (
     set_figures,
 )
 from router.serving.attempt import Attempt
-from router.serving.resume import ResponseMerger, StreamMerger
+from router.serving.resume import EngineFailed, ResponseMerger, StreamMerger, find_engine_failure, strip_usage
 
 __all__ = ["CLIENT_LEFT", "HELD_BYTES", "MERGED_BYTES", "ClientResponse", "RequestEnded"]
 
@@ -42,6 +43,8 @@ _COMMENT = b": keep-alive\n\n"
 _UNHELD = [*_EVENT_STREAM, (b"x-accel-buffering", b"no")]
 # So much of a refusal that is no JSON object with an error is quoted in an event.
 _QUOTED_CHARACTERS = 1000
+# In each event that says that the engine failed.
+_ERROR_MARK = b'"error"'
 # In each usage that says how much was cached.
 _CACHE_MARK = b'"cache'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
@@ -57,7 +60,7 @@ class RequestEnded(Exception):
 
 
 class ClientResponse:
-    """The response to one client. Its public attributes, but for ``merger``, are for reading.
+    """The response to one client. Its public attributes, but for ``merger`` and those of usage, are for reading.
 
     The router's own header lines, which say who served the request, are an argument wherever a head may be sent.
     """
@@ -71,11 +74,14 @@ class ClientResponse:
         "chunks",
         "error_code",
         "first_byte_at",
+        "has_null_usages",
+        "hides_usage",
         "is_event_stream",
         "is_resumed",
         "merger",
         "status",
         "tag",
+        "token_count",
     )
 
     def __init__(self, request: ClientRequest) -> None:
@@ -94,6 +100,10 @@ class ClientResponse:
         """Makes one response of segments; set with the first attempt, where there may be several."""
         self.tag = b""
         """What the client's id has behind it at engines, and not in the response; ``b""`` where nothing."""
+        self.token_count: TokenCount | None = None
+        """There where the client has a limit of tokens."""
+        self.hides_usage = self.has_null_usages = False
+        """Whether the engine was asked for a usage that the client did not ask for, and has one of null in events."""
         self._request = request
         # The last two pieces of the answer as the instance said it, in which the usage stands.
         self._before_last = self._last = b""
@@ -146,7 +156,7 @@ class ClientResponse:
             False if the instance preempted the request half-way, and another segment is to follow.
 
         Raises:
-            UpstreamError: the answering leg failed.
+            UpstreamError: the answering leg failed, or says that its engine has.
             RequestEnded: the one that the attempt was failed with.
         """
         request, exchange = self._request, attempt.answering.exchange
@@ -165,7 +175,13 @@ class ClientResponse:
                 data, held = held + data, b""
             if self.is_event_stream and not is_end:
                 data, held = _split_whole_events(data)
+            failure = None
+            if self.is_event_stream and data.find(_ERROR_MARK) >= 0:
+                failure = find_engine_failure(data)
+                data = data if failure is None else data[: failure[0]]
             if data:
+                if self.token_count is not None and self.is_event_stream:
+                    self.token_count.add(data)
                 if merger is not None:
                     data = merger.feed(data)
                 self._note_piece(data)
@@ -173,14 +189,18 @@ class ClientResponse:
                     data = self._correct_usage(attempt, data)
                 if self.tag and self.is_event_stream:  # of others the length is announced
                     data = data.replace(self.tag, b"")
+                if self.hides_usage:
+                    data = self._hide_usage(data)
                 if merger is not None and merger.preempted:
                     attempt.finish()
                     await request.send_piece(data)
                     return False
-            if is_end:
+            if is_end and failure is None:
                 break
             if data:
                 await request.send_piece(data)
+            if failure is not None:
+                raise EngineFailed(f"the engine of {attempt.answering.instance.key} failed: {failure[1]}")
             data = await exchange.chunk(None if held else pass_on)
         request.finish_response(data)
         attempt.finish()
@@ -291,8 +311,8 @@ class ClientResponse:
         if has_failed and self.status != CLIENT_LEFT:
             return 0
         usage = self.read_usage()
-        # Where the engine does not say how many tokens it made, each piece it sent stands for one.
-        completion = usage.completion_tokens or (self.chunks if self.is_event_stream else 0)
+        # A stream's usage comes last: of one that ended before, what came is counted.
+        completion = usage.completion_tokens or (self.token_count.tokens if self.token_count is not None else 0)
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
     def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
@@ -318,13 +338,26 @@ class ClientResponse:
                     return False
                 usual = merger.feed(data)
             sent = usual
+        elif self.is_event_stream and data.find(_ERROR_MARK) >= 0:
+            return False
+        if self.token_count is not None and self.is_event_stream:
+            self.token_count.add(data)
         self._note_piece(sent)
         if self.is_event_stream and sent.find(_CACHE_MARK) >= 0:
             sent = self._correct_usage(attempt, sent)
+        if self.hides_usage:
+            sent = self._hide_usage(sent)
         if self.tag and self.is_event_stream:
             sent = sent.replace(self.tag, b"")
-        self._request.write_piece(sent)
+        if sent:
+            self._request.write_piece(sent)
         return True
+
+    def _hide_usage(self, events: bytes) -> bytes:
+        """The events without the usage that the client did not ask for."""
+        left = strip_usage(events, has_nulls=self.has_null_usages)
+        self.bytes_sent -= len(events) - len(left)
+        return left
 
     def _note_piece(self, sent: bytes) -> None:
         if sent:

@@ -1,17 +1,36 @@
-"""Retries of one request: which instances may still be tried, and how long to wait before the next attempt."""
+"""Retries of one request: what may be sent again, to which instances, and how long to wait before.
+
+The table ``RULES`` is the only place that says whether a request is sent again. Its rows are of what was sent
+(``Sent``), how far that got (``Reached``) and what went wrong (``Trouble``); the first row that fits gives the number
+of attempts that may end so. Two rules stand behind the numbers:
+
+- A request that may have ended its instance ends at most two, in prefill and decode, before and within its answer
+  together: nobody can tell a request that kills instances from an instance that dies by chance.
+- What may change something at the instance is not sent again once it was sent (RFC 9110, 9.2.2).
+"""
 
 from __future__ import annotations
 
+import enum
+import itertools
 import random
 import time
 from asyncio import sleep
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from router.http import TimedOut, UpstreamError
 from router.policies import RequestFeatures
-from router.serving.attempt import LegFailed
+from router.serving.reading.api import GENERATING
 from router.serving.selection import NoInstance, Selection, Selector
 
-__all__ = ["Retries"]
+if TYPE_CHECKING:
+    from router.serving.attempt import LegFailed
+
+__all__ = ["MAX_ATTEMPTS", "MAX_DEATHS", "RULES", "Reached", "Retries", "Sent", "Trouble", "classify", "find_limit"]
+
+MAX_ATTEMPTS = 6
+MAX_DEATHS = 2
 
 # Before the second attempt after a failure that another instance may share, and doubled before each further one.
 BACK_OFF_SECONDS = 0.05
@@ -20,21 +39,113 @@ BACK_OFF_SECONDS = 0.05
 RETURN_SECONDS = 2.0
 
 _NONE: frozenset[str] = frozenset()
+# RFC 9110, 9.2.2.
+_IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
+# What engines compute at these paths depends on the request alone, and is kept nowhere.
+_COMPUTING_PATHS = frozenset(
+    {
+        *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify", "/tokenize", "/detokenize"),
+        *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/messages/count_tokens"),
+        *("/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/reward"),
+    }
+)
+
+
+class Sent(enum.Enum):
+    """What was sent."""
+
+    GENERATION = "generation"
+    """A request whose answer is generated: chat, completions, responses, messages."""
+    REPEATABLE = "repeatable"
+    """Another request that changes nothing more if it is served twice."""
+    ONCE = "once"
+    """Any other request: it may change something at the instance."""
+
+
+class Reached(enum.Enum):
+    """How far it got."""
+
+    UNSENT = "unsent"
+    """No instance has seen it."""
+    SENT = "sent"
+    """It was sent, and no byte came back."""
+    HEAD = "head"
+    """The response has begun, and the client has seen nothing of it."""
+    RELAYED = "relayed"
+    """The client has seen a part of the response."""
+
+
+class Trouble(enum.Enum):
+    """What went wrong."""
+
+    UNREACHABLE = "unreachable"
+    """No connection was made, or a pair was not ready."""
+    DEATH = "death"
+    """The connection ended or brought no HTTP, the instance stopped answering, or its engine says that it has died."""
+    ERROR = "error"
+    """The instance refused it, now or at all, for a reason of its own: 429 or 5xx."""
+    HAND_OVER = "hand-over"
+    """Prefill and decode did not come together; which of them is to blame is not known."""
+    REJECTION = "rejection"
+    """The instance refused it for a reason of the request's: another status that is no success."""
+    STALL = "stall"
+    """A stream brings nothing more, and its instance lives."""
+
+
+_ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)
+
+RULES: Sequence[tuple[frozenset[Sent], frozenset[Reached], frozenset[Trouble], int]] = (
+    # what was sent, how far it got, what went wrong: so many attempts may end so, 1 is no other attempt
+    (_ANY_SENT, _ANY_REACH, frozenset({Trouble.REJECTION}), 1),
+    (_ANY_SENT, frozenset({Reached.UNSENT}), _ANY_TROUBLE, MAX_ATTEMPTS),
+    (frozenset({Sent.ONCE}), _ANY_REACH, _ANY_TROUBLE, 1),
+    (frozenset({Sent.REPEATABLE}), frozenset({Reached.RELAYED}), _ANY_TROUBLE, 1),
+    # Deaths are counted together, before and within an answer; all others since the last byte that the client got.
+    (_ANY_SENT, _ANY_REACH, frozenset({Trouble.DEATH}), MAX_DEATHS),
+    # Streams that stall are resumed as often as --stream-resume-count says.
+    (_ANY_SENT, _ANY_REACH, _ANY_TROUBLE, MAX_ATTEMPTS),
+)
+
+
+def classify(method: str, path: str) -> Sent:
+    """What a request of a client is."""
+    if path in GENERATING:
+        return Sent.GENERATION
+    if method in _IDEMPOTENT_METHODS or path in _COMPUTING_PATHS:
+        return Sent.REPEATABLE
+    return Sent.ONCE
+
+
+def _list_limits() -> Iterator[tuple[tuple[Sent, Reached, Trouble], int]]:
+    for cell in itertools.product(Sent, Reached, Trouble):
+        row = next(row for row in RULES if all(value in allowed for value, allowed in zip(cell, row[:3], strict=True)))
+        yield cell, row[3]
+
+
+_LIMITS: Mapping[tuple[Sent, Reached, Trouble], int] = dict(_list_limits())
+
+
+def find_limit(sent: Sent, reached: Reached, trouble: Trouble) -> int:
+    """So many attempts at one request may end so; 1: it is not sent again."""
+    return _LIMITS[sent, reached, trouble]
 
 
 class Retries:
-    """The instances at which a request has failed, by their keys."""
+    """The attempts at one request that have failed, and the instances at which they did, by their keys."""
 
-    __slots__ = ("_avoided", "_excluded", "_failures", "_hung", "_returns", "stale")
+    __slots__ = ("_avoided", "_deaths", "_excluded", "_failed", "_hung", "_pauses", "_returns", "_sent", "wants_fresh")
 
-    def __init__(self) -> None:
-        self.stale = _NONE
-        """Instances whose idle connections had been closed: the next attempt uses a connection of its own there."""
+    def __init__(self, sent: Sent) -> None:
+        self.wants_fresh = False
+        """Whether idle connections had been closed: from now on each leg has a connection of its own."""
+        self._sent = sent
+        self._deaths = 0  # instances that ended as they served it, or may have
+        self._failed = 0  # attempts since the last byte that the client got
         self._excluded = _NONE  # not to be used again
         self._avoided = _NONE  # used again only if there is no other
         self._hung = _NONE
         self._returns: dict[str, float] | None = None  # of those excluded that may come back: from when on they may
-        self._failures = 0
+        self._pauses = 0
 
     def select(self, selector: Selector, features: RequestFeatures, is_completion: bool) -> Selection:
         """The instance or the pair for the next attempt.
@@ -53,9 +164,28 @@ class Retries:
                 pass  # rather one of those than none
         return choose(features, self._excluded)
 
+    def excludes(self, key: str) -> bool:
+        """Whether the request is not to be sent to this instance again."""
+        return key in self._excluded
+
     def avoid(self, key: str) -> None:
         """Use this instance again only if there is no other."""
         self._avoided |= {key}
+
+    def find_end(self, reached: Reached, trouble: Trouble, deaths: int) -> str:
+        """Note an attempt that failed; why the request is not sent again, ``""`` if it is.
+
+        Args:
+            deaths: so many instances ended in this attempt, or may have.
+        """
+        self._deaths += deaths
+        self._failed += 1
+        limit = find_limit(self._sent, reached, trouble)
+        if limit == 1:
+            return "a request of this kind is not sent again" if trouble is not Trouble.REJECTION else "it is refused"
+        if deaths and self._deaths >= find_limit(self._sent, reached, Trouble.DEATH):
+            return f"{self._deaths} instances have failed under the request, so it is not sent again"
+        return f"it was sent {self._failed} times" if self._failed >= limit else ""
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
         """The instance failed half-way: those that failed before may be used again, and it itself as a last resort.
@@ -67,21 +197,21 @@ class Retries:
             self._hung |= {key}
         self._excluded, self._returns = self._hung, None
         self._avoided = frozenset({key})
-        self._failures = 0
+        self._failed = self._pauses = 0
 
-    async def record_failure_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
+    async def exclude_and_back_off(self, failure: LegFailed, selection: Selection) -> None:
         """Note which instances the next attempt should not use, and give the others a moment."""
         key = failure.instance.key
-        if failure.stale and key not in self.stale:
-            self.stale |= {key}
+        if failure.is_stale:
+            self.wants_fresh = True
             return
-        if failure.in_hand_over and selection.prefill is not None:
+        if failure.trouble is Trouble.HAND_OVER and selection.prefill is not None:
             self._avoided |= {selection.prefill.key, selection.answering.key}
         else:
             self._excluded |= {key}
             cause = failure.__cause__
             if isinstance(cause, UpstreamError) and not isinstance(cause, TimedOut) and key not in self._hung:
                 self._returns = {**(self._returns or {}), key: time.monotonic() + RETURN_SECONDS}
-        self._failures += 1
-        if self._failures > 1:
-            await sleep(BACK_OFF_SECONDS * 2 ** (self._failures - 2) * random.uniform(0.5, 1.0))
+        self._pauses += 1
+        if self._pauses > 1:
+            await sleep(BACK_OFF_SECONDS * 2 ** (self._pauses - 2) * random.uniform(0.5, 1.0))

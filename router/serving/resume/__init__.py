@@ -26,6 +26,7 @@ resuming.py      how often a request was put down, and whether it is taken up ag
 
 from router.serving.resume.choice import make_merger
 from router.serving.resume.continuation import CannotContinue, continue_stream
+from router.serving.resume.events import EngineFailed, find_engine_failure, strip_usage
 from router.serving.resume.obstacles import find_obstacle, tells_ids
 from router.serving.resume.resuming import Resuming
 from router.serving.resume.stream import StreamMerger
@@ -33,11 +34,14 @@ from router.serving.resume.whole import ResponseMerger
 
 __all__ = [
     "CannotContinue",
+    "EngineFailed",
     "ResponseMerger",
     "Resuming",
     "StreamMerger",
     "continue_stream",
+    "find_engine_failure",
     "find_obstacle",
     "make_merger",
+    "strip_usage",
     "tells_ids",
 ]

@@ -8,16 +8,18 @@ from typing import Any
 
 import orjson
 
-from router.http import hide_escapes, show_escapes
+from router.http import UpstreamError, hide_escapes, show_escapes, whole_number
 
 __all__ = [
     "CACHE_TOLD",
     "DONE",
     "IDS_MARK",
     "PROMPT_IDS",
+    "EngineFailed",
     "count_integers",
     "encode_event",
     "find_choices",
+    "find_engine_failure",
     "find_ids",
     "find_message",
     "find_text",
@@ -29,6 +31,7 @@ __all__ = [
     "parse_object",
     "split_events",
     "strip_token_ids",
+    "strip_usage",
 ]
 
 DONE = b"data: [DONE]\n\n"
@@ -57,11 +60,52 @@ _FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?")
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
 # Every event that has one of the members has one whose name ends so.
 IDS_MARK = b'token_ids"'
+_USAGE_MARK = b'"usage"'
+_NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null')
+_QUOTED_CHARACTERS = 500
+
+
+class EngineFailed(UpstreamError):
+    """An event of a stream says that the engine failed: the stream is broken off, although its connection is not."""
+
+
+def find_engine_failure(events: bytes) -> tuple[int, str] | None:
+    """Where an event begins that says that the engine failed, and its message; None if there is none.
+
+    That is an error of code 500 or more without choices, as vLLM writes it when its engine has died. An error of the
+    request's own (4xx), and one by which a request is preempted, are none.
+    """
+    place = 0
+    for event in split_events(events):
+        chunk = parse_event(event) if event.find(b'"error"') >= 0 else None
+        error = chunk.get("error") if chunk is not None and not chunk.get("choices") else None
+        if isinstance(error, dict) and (whole_number(error.get("code")) or 0) >= 500 and not is_preemption(chunk or {}):
+            return place, str(error.get("message", ""))[:_QUOTED_CHARACTERS]
+        place += len(event)
+    return None
 
 
 def strip_token_ids(events: bytes) -> bytes:
     """The events without the members that ``return_token_ids`` adds; every other byte as it was."""
     return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
+
+
+def strip_usage(events: bytes, *, has_nulls: bool) -> bytes:
+    """The events without what ``stream_options.include_usage`` adds; every other byte as it was.
+
+    Args:
+        has_nulls: the other events have a usage of null because it was asked for.
+    """
+    if events.find(_USAGE_MARK) < 0:
+        return events
+    kept = [event for event in split_events(events) if event.find(_USAGE_MARK) < 0 or not _is_usage(event)]
+    left = b"".join(kept)
+    return _NULL_USAGE.sub(b"", left) if has_nulls else left
+
+
+def _is_usage(event: bytes) -> bool:
+    chunk = parse_event(event)
+    return chunk is not None and chunk.get("choices") == [] and isinstance(chunk.get("usage"), dict)
 
 
 def merge_usage(response: dict[str, Any], resent: int, cached: Mapping[str, int], reasoning: int = 0) -> None:

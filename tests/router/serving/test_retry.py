@@ -1,0 +1,252 @@
+"""The table of retries, cell by cell: how often a request that keeps failing in one way is sent.
+
+Each test runs a real router before eight stand-ins that all fail in the same way, so that no instance is left over
+only because there are too few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import httpx
+import pytest
+
+from router.serving.retry import MAX_ATTEMPTS, MAX_DEATHS, Reached, Sent, Trouble, classify, find_limit
+from tests.router.conftest import RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
+
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+INSTANCES = 8
+REQUESTS: dict[Sent, tuple[str, str]] = {
+    Sent.GENERATION: ("POST", "/v1/chat/completions"),
+    Sent.REPEATABLE: ("POST", "/v1/embeddings"),
+    Sent.ONCE: ("POST", "/v1/files"),
+}
+EVENT = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a", "completion_token_ids": [7]}}]}
+ENGINE_DEATH = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
+
+
+def cuts(data: bytes = b"") -> Behaviour:
+    """End the connection after these bytes."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        if data:
+            await respond.raw(data)
+            await asyncio.sleep(0.02)
+        respond.cut()
+
+    return behave
+
+
+def streams(*events: dict[str, Any], then: Behaviour) -> Behaviour:
+    """Send these events of a stream, and go on as ``then`` says."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        for event in events:
+            await respond.event(json.dumps(event))
+            await asyncio.sleep(0.02)
+        await then(request, respond)
+
+    return behave
+
+
+async def waits(request: Received, respond: Responder) -> None:
+    await respond.peer_left.wait()
+    respond.keep_alive = False
+
+
+async def ends(request: Received, respond: Responder) -> None:
+    await respond.event("[DONE]")
+    await respond.end_stream()
+
+
+# How instances fail, by how far the request got and what the trouble is: of a stream, and of other requests.
+FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
+    (Reached.SENT, Trouble.DEATH): [cuts(), cuts(b"\x16\x03\x01garbage\r\n\r\n")],
+    (Reached.HEAD, Trouble.DEATH): [
+        cuts(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"),
+        answers(500, json.dumps(ENGINE_DEATH).encode()),
+    ],
+    (Reached.HEAD, Trouble.ERROR): [answers(status, b"{}") for status in (429, 500, 502, 503)],
+    (Reached.HEAD, Trouble.REJECTION): [answers(status, b"{}") for status in (307, 400, 404, 422)],
+}
+STREAM_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
+    (Reached.HEAD, Trouble.DEATH): [streams(ENGINE_DEATH, then=ends)],
+    (Reached.RELAYED, Trouble.DEATH): [streams(EVENT, then=cuts()), streams(EVENT, ENGINE_DEATH, then=ends)],
+    (Reached.RELAYED, Trouble.STALL): [streams(EVENT, then=waits)],
+}
+OTHER_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
+    (Reached.RELAYED, Trouble.DEATH): [cuts(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n[1,2")],
+}
+
+
+def list_cells() -> list[Any]:
+    """Each cell of the table that can come about, with each way in which it does."""
+    cells = []
+    for sent, reached, trouble in product(Sent, Reached, Trouble):
+        faults = list(FAULTS.get((reached, trouble), ()))
+        if sent is Sent.GENERATION:
+            streamed = STREAM_FAULTS.get((reached, trouble), [])
+        else:
+            streamed, faults = [], faults + OTHER_FAULTS.get((reached, trouble), [])
+        for number, (fault, is_stream) in enumerate([(f, False) for f in faults] + [(f, True) for f in streamed]):
+            name = f"{sent.value}-{reached.value}-{trouble.value}-{number}"
+            cells.append(pytest.param(sent, fault, is_stream, find_limit(sent, reached, trouble), id=name))
+    return cells
+
+
+def ask(router: RouterUnderTest, sent: Sent, **body: Any) -> httpx.Response:
+    method, path = REQUESTS[sent]
+    return router.client.request(method, path, json={"messages": [], **body})
+
+
+def count_sent(instances: list[StandIn]) -> int:
+    return sum(len(each.received) for each in instances)
+
+
+@pytest.mark.parametrize(("sent", "fault", "is_stream", "limit"), list_cells())
+def test_a_request_that_always_fails_in_one_way_is_sent_as_often_as_the_table_says(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: Sent,
+    fault: Behaviour,
+    is_stream: bool,
+    limit: int,
+) -> None:
+    monkeypatch.setattr("router.serving.retry.BACK_OFF_SECONDS", 0.0)
+    instances = [stand_in("mixed", fault) for _ in range(INSTANCES)]
+    router = make_router(*instances, stream_stall_secs=0.1)
+    try:
+        ask(router, sent, **({"stream": True} if is_stream else {}))
+    except httpx.RemoteProtocolError:
+        pass  # what has begun, and is no stream of events, is cut
+    assert count_sent(instances) == limit
+
+
+@pytest.mark.parametrize("sent", Sent)
+def test_a_request_that_no_instance_has_seen_is_tried_at_others(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, sent: Sent
+) -> None:
+    monkeypatch.setattr("router.serving.retry.BACK_OFF_SECONDS", 0.0)
+    instances = [stand_in("mixed") for _ in range(INSTANCES)]
+    router = make_router(*instances)
+    for instance in instances[:-1]:
+        instance.stop()
+    statuses = {ask(router, sent).status_code for _ in range(2)}
+    assert statuses <= {200, 502}
+    assert 200 in statuses  # the first one finds six that refuse, or the seventh that does not; the second that one
+    assert max(len(record.attempts) for record in router.app.audit.records) <= MAX_ATTEMPTS
+    assert find_limit(sent, Reached.UNSENT, Trouble.UNREACHABLE) == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["new connections", "pooled connections"])
+@pytest.mark.parametrize("engine", ["fastdeploy", "vllm", "sglang"])
+def test_a_request_that_ends_every_instance_of_pairs_ends_two(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str, is_warm: bool
+) -> None:
+    ended: list[str] = []
+
+    async def dies_of_poison(request: Received, respond: Responder) -> None:
+        if b"poison" in request.body:
+            ended.append(request.target)
+            respond.cut()
+        else:
+            await answers()(request, respond)
+
+    instances = [stand_in(role, dies_of_poison) for role in ("prefill", "decode") for _ in range(4)]
+    for instance in instances:
+        instance.told["engine"] = engine
+    router = make_router(*instances, splitwise=True)
+    for _ in range(8 if is_warm else 0):
+        assert router.chat().status_code == 200
+    assert router.chat(user="poison").status_code == 502
+    assert len(ended) == MAX_DEATHS
+
+
+def test_deaths_before_and_within_an_answer_count_together(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    deaths = iter([cuts(), streams(EVENT, then=cuts())])
+
+    async def dies(request: Received, respond: Responder) -> None:
+        await next(deaths, streams(EVENT, then=ends))(request, respond)
+
+    instances = [stand_in("mixed", dies) for _ in range(INSTANCES)]
+    text = make_router(*instances).chat(stream=True).text
+    assert "2 instances have failed under the request, so it is not sent again" in text
+    assert count_sent(instances) == MAX_DEATHS
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "500"), (429, "429")])
+def test_the_keeper_of_a_response_that_fails_is_not_asked_again(
+    make_router: MakeRouter, stand_in: MakeStandIn, status: int, code: str
+) -> None:
+    async def keeps(request: Received, respond: Responder) -> None:
+        if request.json.get("previous_response_id"):
+            await respond.answer(status, b'{"error": {"code": "%s"}}' % code.encode())
+        else:
+            await respond.answer(200, b'{"id": "resp_1"}')
+
+    instances = [stand_in("mixed", keeps) for _ in range(2)]
+    router = make_router(*instances)
+    assert router.client.post("/v1/responses", json={"input": "a"}).status_code == 200
+    assert router.client.post("/v1/responses", json={"previous_response_id": "resp_1"}).status_code == status
+    assert count_sent(instances) == 2
+
+
+def test_an_engine_that_says_that_it_died_counts_as_a_broken_connection(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in("mixed", streams(EVENT, ENGINE_DEATH, then=ends))
+    router = make_router(instance, stream_resume_count=0)
+    text = router.chat(stream=True).text
+    assert text.count('"error"') == 1
+    assert "EngineCore encountered an issue." in text
+    assert text.endswith("data: [DONE]\n\n")
+    (known,) = router.app.registry
+    assert known.breaker.failures == 1
+    (record,) = router.app.audit.records
+    assert record.error == "mixed_failed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"error": {"message": "too long", "code": 400}},
+        {"error": {"message": "no", "type": "invalid_request_error", "code": None}},
+        {"error": "no"},
+        {"choices": [{"index": 0, "delta": {"content": "b"}}], "error": {"code": 500}},
+    ],
+)
+def test_an_error_that_says_nothing_of_the_engine_passes_through(
+    make_router: MakeRouter, stand_in: MakeStandIn, error: dict[str, Any]
+) -> None:
+    instances = [stand_in("mixed", streams(EVENT, error, then=ends)) for _ in range(2)]
+    router = make_router(*instances)
+    text = router.chat(stream=True).text
+    assert json.dumps(error) in text
+    assert count_sent(instances) == 1
+    assert [known.breaker.failures for known in router.app.registry] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent"),
+    [
+        ("POST", "/v1/chat/completions", Sent.GENERATION),
+        ("POST", "/v1/messages", Sent.GENERATION),
+        ("GET", "/v1/responses/resp_1", Sent.REPEATABLE),
+        ("DELETE", "/v1/responses/resp_1", Sent.REPEATABLE),
+        ("POST", "/tokenize", Sent.REPEATABLE),
+        ("POST", "/v1/responses/resp_1/cancel", Sent.ONCE),
+        ("POST", "/v1/batches", Sent.ONCE),
+        ("PATCH", "/v1/embeddings/1", Sent.ONCE),
+    ],
+)
+def test_what_is_sent_is_told_by_method_and_path(method: str, path: str, sent: Sent) -> None:
+    assert classify(method, path) is sent
