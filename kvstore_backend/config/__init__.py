@@ -15,6 +15,7 @@ from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
     ascend_buffer_pool,
+    engine_variables,
     fastdeploy_plugins,
     is_named_port_bound,
     library_folders,
@@ -48,6 +49,7 @@ __all__ = [
     "ascend_buffer_pool",
     "describe_override",
     "did_you_mean",
+    "engine_variables",
     "fastdeploy_plugins",
     "find_checkpoint",
     "has_active_port",

@@ -8,6 +8,7 @@ import pytest
 from kvstore_backend.config import (
     MooncakeSettings,
     ascend_buffer_pool,
+    engine_variables,
     fastdeploy_plugins,
     library_folders,
     named_model,
@@ -29,6 +30,11 @@ def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch
     assert os.environ["MC_TCP_SLICE_SIZE"] == "65536"
     assert os.environ["MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT"] == "500"
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
+
+
+def test_of_an_engines_variables_those_that_are_set_are_told() -> None:
+    environ = {"VLLM_B": "2", "VLLM_A": "", "HOME": "/root"}
+    assert list(engine_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
 
 
 def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
