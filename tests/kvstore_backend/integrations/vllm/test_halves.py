@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 
 from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
 from kvstore_backend.backend import Status, Value
@@ -696,6 +697,121 @@ def test_both_halves_count_under_their_namespace(two: tuple[Instance, Instance])
     assert (saved[1]["save ok"], looked_up[1]["lookup ok"], loaded[1]["load ok"]) == (5, 5, 5)
     assert loaded[1]["load bytes"] == 5 * LAYERS * 2 * BLOCK * 6 * 4
     assert second.workers[0].take_counts() == {}
+
+
+class Life:
+    """An instance whose requests begin, load, compute, end and are preempted in any order, over a faulty store."""
+
+    def __init__(self, route: Route) -> None:
+        self.store = FaultInjector(CheckedBackend(MemoryStore(1 << 20)))
+        self.instance = Instance(self.store, route=route)
+        self._requests: dict[str, tuple[Request, list[int]]] = {}
+        self._number = 0
+        self._free = list(range(NUM_BLOCKS))
+
+    def begin(self) -> None:
+        """A request of one of two prompts asks for its blocks, and gets them if there are any."""
+        if len(self._free) < 6:
+            return
+        self._number += 1
+        request = Request(str(self._number), [self._number % 2, *range(1, 22)])
+        matched = self.instance.match_request(request)
+        table = [self._free.pop() for _ in range(6)]
+        self._requests[request.request_id] = request, table
+        self.instance.scheduler.on_allocation(request, lambda: table, matched)
+
+    def compute(self) -> None:
+        """One step of six tokens for every request."""
+        running = {name: (request, table) for name, (request, table) in self._requests.items()}
+        counts = {name: min(6, 22 - request.num_computed_tokens) for name, (request, _) in running.items()}
+        self.instance.begin(counts, {name: table for name, (_, table) in running.items()})
+        for name, (request, _) in running.items():
+            request.num_computed_tokens += counts[name]
+
+    def end(self) -> None:
+        """The oldest request ends, or is aborted, wherever it is."""
+        if self._requests:
+            request, table = self._requests.pop(next(iter(self._requests)))
+            self.instance.scheduler.on_request_end(request, table)
+            self._free += [block for block in table if not self.instance.blocks.held[block]]
+
+    def preempt(self) -> None:
+        """The last one loses its blocks, and gets others."""
+        if self._requests and len(self._free) >= 6:
+            name, (request, _) = self._requests.popitem()
+            table = [self._free.pop() for _ in range(6)]
+            request.num_computed_tokens = 0
+            self._requests[name] = request, table
+            self.instance.scheduler.on_allocation(request, lambda: table, 0)
+
+    def report(self) -> None:
+        """What workers have to say arrives."""
+        self.instance.idle_step(Loaded())
+
+    def reset(self) -> None:
+        """vLLM's caches are reset."""
+        self.instance.reset()
+
+    def finish(self) -> None:
+        """All requests end, and the store does what it was asked."""
+        while self._requests:
+            self.end()
+        self.store.faults = []
+        self.store.go_on()
+        self.instance.begin({}, {})
+        self.instance.end_transfers()
+
+
+FAULTS = [Fault.FAILED, Fault.FAILED_HALF_WAY, Fault.RAISES, Fault.FALSE_ABSENT, Fault.FEWER_ANSWERS, Fault.NOTHING]
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+@settings(max_examples=25, deadline=None)
+@given(
+    actions=strategies.lists(
+        strategies.sampled_from(["begin", "compute", "end", "preempt", "report", "reset"]), max_size=25
+    ),
+    faults=strategies.lists(strategies.sampled_from(FAULTS), max_size=12),
+)
+def test_whatever_happens_to_requests_and_the_pool_nothing_stays_held(
+    route: Route, actions: list[str], faults: list[Fault]
+) -> None:
+    life = Life(route)
+    with contextlib.closing(life.instance):
+        life.store.faults = faults
+        for action in actions:
+            getattr(life, action)()
+        life.finish()
+        scheduler, worker = life.instance.scheduler, life.instance.workers[0]
+        assert life.instance.blocks.held == [0] * NUM_BLOCKS
+        assert (scheduler._pins, scheduler._requests, scheduler._barred) == ({}, {}, set())
+        assert (scheduler.num_open_lookups, scheduler.has_pins, worker._saving) == (0, False, set())
+
+
+def fail_to_begin(*arguments: object, **more: object) -> None:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+def test_a_load_that_cannot_begin_is_computed_and_gives_its_blocks_back(
+    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    monkeypatch.setattr(second.workers[0]._transfers, "load", fail_to_begin)
+    loaded = second.load(make_request(name="b"), [4, 8, 11, 10, 6, 0])
+    assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, {4, 8, 11, 10, 6}, set())
+    assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_a_save_that_cannot_begin_gives_its_blocks_back(
+    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = two
+    monkeypatch.setattr(first.workers[0]._transfers, "save", fail_to_begin)
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    assert first.blocks.held == [0] * NUM_BLOCKS
+    (counts,) = first.workers[0].take_counts().values()
+    assert counts == {"save dropped": 5}
 
 
 class TestMemory:
