@@ -40,6 +40,8 @@ _KEY_LENGTH = len("kv1-") + 32 + len("-") + 64
 _SAMPLE_BYTES = 64
 # Keys of a checkpoint's config.json that tell its origin and change nothing of its results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version")
+# What else in a folder changes results: how images become inputs, how weights are quantized, the model's code.
+_MORE_SETTINGS = ("*processor_config.json", "*quant*config.json", "params.json", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
 # The safetensors format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -131,7 +133,7 @@ def parse_key(key: str) -> tuple[bytes, bytes]:
 
 
 def fingerprint_model(folder: str | Path) -> str:
-    """Digest of a checkpoint folder: its configuration, its weights index, and a sample of every tensor's bytes.
+    """Digest of a checkpoint folder: its configurations, its code, its weights index, and samples of every tensor.
 
     Two fine-tunes of one base have equal configurations, equal tensor names and equal file sizes, so names alone
     would let them share KV. Of each safetensors file this reads the header and 64 bytes from the middle and from the
@@ -165,6 +167,9 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
     yield _read_configuration(folder)
+    for path in sorted({path for pattern in _MORE_SETTINGS for path in folder.glob(pattern)}):
+        yield path.name.encode()
+        yield path.read_bytes()
     for index in sorted(folder.glob("*.index.json")):
         yield index.read_bytes()
     weights = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))

@@ -113,8 +113,6 @@ TESTED_IN = {
     "kvstore_backend/staging/stand_in.py": "tests/kvstore_backend/staging/test_order.py",
     # Both halves of the connector beside each other.
     "kvstore_backend/integrations/vllm/cached.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/counts.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
-    "kvstore_backend/integrations/vllm/memory.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/names.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/scheduler.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",
     "kvstore_backend/integrations/vllm/messages.py": "tests/kvstore_backend/integrations/vllm/test_halves.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
@@ -59,6 +59,12 @@ def named_model(environ: Mapping[str, str] | None = None) -> str:
 def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
     """``ASCEND_BUFFER_POOL``, the buffers that Mooncake's transfers on Ascend cards go through; empty: not set."""
     return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
+
+
+def engine_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of an engine's own variables that are set, in the order of their names."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in sorted(names) if name in environ}
 
 
 def library_folders(environ: Mapping[str, str] | None = None) -> list[Path]:

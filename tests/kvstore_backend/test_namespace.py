@@ -213,6 +213,29 @@ def test_whatever_a_safetensors_file_holds_it_is_a_model_or_a_config_error(
         fingerprint_model(folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+        *("hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json", "modeling_own.py"),
+    ],
+)
+def test_models_whose_other_settings_or_code_differ_are_told_apart(tmp_path: Path, name: str) -> None:
+    folders = [checkpoint(tmp_path / str(number)) for number in range(4)]
+    for folder, content in zip(folders, ["{}", "{}", '{"a": 1}'], strict=False):
+        (folder / name).write_text(content)
+    one, two, other, none = map(fingerprint_model, folders)
+    assert one == two
+    assert len({one, other, none}) == 3
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "README.md"])
+def test_files_that_change_no_kv_do_not_tell_models_apart(tmp_path: Path, name: str) -> None:
+    one, two = (checkpoint(tmp_path / str(number)) for number in range(2))
+    (two / name).write_text("{}")
+    assert fingerprint_model(one) == fingerprint_model(two)
+
+
 def checkpoint(
     folder: Path,
     *,

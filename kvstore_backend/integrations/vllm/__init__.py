@@ -11,6 +11,8 @@ route.py      the route of blocks to the pool: by way of host buffers, or direct
 clock.py      how long steps take, on the host and on a GPU
 cached.py     vLLM's cached blocks that the pool was given, for putting them again where it has lost them
 names.py      the hashes of a request's blocks
+fields.py     which of vLLM's settings are part of the namespace, and why the others are not
+settings.py   those settings of one instance
 adapters.py   LoRA adapters: which bytes vLLM computes with
 counts.py     counters of a half, by name, which add up over workers
 """

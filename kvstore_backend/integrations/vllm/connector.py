@@ -23,7 +23,6 @@ import json
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import vllm
@@ -52,6 +51,7 @@ from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Plan, Report
 from kvstore_backend.integrations.vllm.route import choose_route, open_route, read_route
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
+from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
 from kvstore_backend.load_or_compute import DECISIONS
 from kvstore_backend.manifest import collect_facts
@@ -427,8 +427,9 @@ def _build_namespace(vllm_config: Any, kv_cache_config: Any, memory: KVMemory, k
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
     }
-    digest = hashlib.sha256(fingerprint_model(_find_checkpoint(model)).encode())
-    digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True, default=repr).encode())
+    folder = find_checkpoint(model, vllm_config.load_config.download_dir)
+    digest = hashlib.sha256(fingerprint_model(folder).encode())
+    digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True).encode())
     return Namespace(
         model=digest.hexdigest()[:32],
         kv_dtype=f"{cache.cache_dtype} {spec.dtype}".replace("torch.", ""),
@@ -461,36 +462,12 @@ def _find_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> Fa
 
 
 def _collect_facts(vllm_config: Any) -> dict[str, str]:
-    """The namespace's manifest says besides: the checkpoint, and the settings that ``Namespace.model`` was made of."""
-    folder = _find_checkpoint(vllm_config.model_config)
-    settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items() if value}
+    """What the manifest says of the checkpoint, and of the settings that ``Namespace.model`` was made of."""
+    folder = find_checkpoint(vllm_config.model_config, vllm_config.load_config.download_dir)
+    settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items()}
     software = f"vLLM {vllm.__version__}"
     return collect_facts(folder, software, "vLLM", checkpoint=fingerprint_model(folder), **settings)
 
 
 def _collect_settings(vllm_config: Any) -> dict[str, object]:
-    """Those of vLLM's settings that decide on the bytes of blocks that one checkpoint makes."""
-    model, drafts = vllm_config.model_config, vllm_config.speculative_config
-    rope = getattr(model.hf_text_config, "rope_parameters", None)
-    return {
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "hf_overrides": model.hf_overrides,
-        "draft": [drafts.method, drafts.model] if drafts is not None else None,
-        # Of Phi-3's two kinds of rotation an instance takes one for all prompts, by the longest that it is to take.
-        "longrope": model.max_model_len if "longrope" in str(rope) else None,
-        "random weights": vllm_config.load_config.load_format == "dummy",
-    }
-
-
-def _find_checkpoint(model: Any) -> Path:
-    """The folder the weights were loaded from; for a name of the Hugging Face hub, where they were downloaded to."""
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception as exc:
-        raise ConfigError(f"model {model.model!r} is no folder, and not in Hugging Face's cache here: {exc}") from exc
+    return collect_settings(vllm_config, envs.environment_variables)

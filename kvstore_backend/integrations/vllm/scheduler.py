@@ -9,9 +9,9 @@ request for one token is one for its KV where a router has marked it as prefill'
 ``kv_transfer_params``) or the instance only saves: it is answered when its blocks are in the pool (``Plan.awaited``),
 so that decode finds them. No other request waits for saves, as the wait holds up all requests of the instance.
 
-Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them up again and again,
-until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that are not there then
-it computes itself.
+Where both are given a request at once, decode waits for the blocks that prefill saves: it looks them up again and
+again, until all blocks of the prompt are there or nothing new has come for ``prefill_wait_s``. Blocks that are not
+there then it computes itself.
 
 Where loading the blocks that the pool has takes longer than computing them (``load_or_compute.py``), they are computed;
 not where they were computed by a prefill instance for this one, which has been decided before.

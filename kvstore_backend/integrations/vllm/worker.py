@@ -90,27 +90,35 @@ class WorkerHalf:
     def start_loads(self, loads: Iterable[Transfer]) -> None:
         """Begin to read; the end is told by ``take_outcomes``."""
         for load in loads:
-            self._transfers.load(
-                load.names,
-                load.blocks,
-                partial(self._on_load_end, load),
-                partial(self._on_release, load),
-                decide=partial(self._read_run, load, load.run) if load.run else None,
-            )
+            try:
+                self._transfers.load(
+                    load.names,
+                    load.blocks,
+                    partial(self._on_load_end, load),
+                    partial(self._on_release, load),
+                    decide=partial(self._read_run, load, load.run) if load.run else None,
+                )
+            except Exception:
+                logger.exception("Loading %d blocks could not begin; they will be computed", len(load.blocks))
+                with self._lock:
+                    self._on_release(load)
+                    self._on_load_end(load, Outcome(0, 0.0, True))
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
         """Begin to write blocks whose contents are complete."""
         for save in saves:
             if save.adapter is not None and not self.adapters.is_unchanged(save.adapter):
-                self._counts.add_operation("save", dropped=len(save.blocks))
-                with self._lock:
-                    self._report.ended[save.number] += 1
+                self._drop_save(save)
                 continue
             with self._lock:
                 self._saving.add(save.number)
-            self._transfers.save(
-                save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
-            )
+            try:
+                self._transfers.save(
+                    save.names, save.blocks, partial(self._on_save_end, save), partial(self._on_release, save)
+                )
+            except Exception:
+                logger.exception("Saving %d blocks could not begin", len(save.blocks))
+                self._drop_save(save)
 
     def wait_for_saves(self, numbers: Iterable[int]) -> bool:
         """Until others can read blocks that these saves brought to the pool; False: it takes too long, or failed."""
@@ -146,6 +154,13 @@ class WorkerHalf:
     def close(self) -> None:
         """Give running saves a moment, drop the rest, and leave the pool."""
         self._transfers.close()
+
+    def _drop_save(self, save: Transfer) -> None:
+        """Give the blocks of a save back that has not begun."""
+        self._counts.add_operation("save", dropped=len(save.blocks))
+        with self._lock:
+            self._saving.discard(save.number)
+            self._report.ended[save.number] += 1
 
     def _run_with_lock(self, event: Callable[[], None]) -> None:
         with self._lock:

@@ -32,6 +32,11 @@ def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
 
 
+def test_of_an_engines_variables_those_that_are_set_are_told() -> None:
+    environ = {"VLLM_B": "2", "VLLM_A": "", "HOME": "/root"}
+    assert list(engine_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
+
+
 def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_STORE_CLUSTER_ID", "of somebody before us")
     config = read_config("etcd://h:1?cluster_id=prod&protocol=tcp", environ={})

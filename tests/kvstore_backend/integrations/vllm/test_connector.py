@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,8 @@ from kvstore_backend.integrations.vllm.connector import (
     KVStoreConnector,
     KVStoreMetrics,
     KVStoreStats,
-    _collect_settings,
 )
+from kvstore_backend.integrations.vllm.fields import FIELDS, _find_default, collect_fields
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.stores.memory import MemoryStore
 
@@ -82,28 +84,27 @@ def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path
         connector.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("rope", "changed", "is_another"),
-    [
-        ("longrope", {"max_model_len": 8192}, True),
-        ("yarn", {"max_model_len": 8192}, False),
-        ("yarn", {"load_format": "dummy"}, True),
-        ("yarn", {"load_format": "safetensors"}, False),
-    ],
-)
-def test_settings_that_change_blocks_set_instances_apart(rope: str, changed: dict[str, Any], is_another: bool) -> None:
-    def settings(max_model_len: int = 4096, load_format: str = "auto") -> dict[str, object]:
-        model = SimpleNamespace(
-            dtype="float16",
-            quantization=None,
-            hf_overrides={},
-            hf_text_config=SimpleNamespace(rope_parameters={"rope_type": rope}),
-            max_model_len=max_model_len,
-        )
-        load = SimpleNamespace(load_format=load_format)
-        return _collect_settings(SimpleNamespace(model_config=model, speculative_config=None, load_config=load))
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_counted_field_of_vllms_own_classes_sets_instances_apart(kind: str) -> None:
+    """That defaults are found in these classes, too, and that nothing at its default counts."""
+    import vllm.config as configs
 
-    assert (settings(**changed) != settings()) is is_another
+    found = getattr(configs, kind, None) or importlib.import_module("vllm.config.diffusion").DiffusionConfig
+    plain = make_plain(found)
+    assert collect_fields(plain) == {}
+    for name in FIELDS[kind].counted.split():
+        changed = make_plain(found)
+        object.__setattr__(changed, name, "another")
+        assert len(collect_fields(changed)) == 1, name
+
+
+def make_plain(kind: Any) -> Any:
+    """One with all of its fields at their defaults, which vLLM does not ask whether they fit."""
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        default = _find_default(field)
+        object.__setattr__(made, field.name, None if dataclasses.is_dataclass(default) else default)
+    return made
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 
-from kvstore_backend import BlockPool, ConfigError, Namespace, StorageBackend, extend_block_hashes, root_hash
+from kvstore_backend import BlockPool, Namespace, StorageBackend, extend_block_hashes, root_hash
 from kvstore_backend.backend import Status, Value
 from kvstore_backend.integrations.vllm import scheduler
 from kvstore_backend.integrations.vllm.memory import KVMemory
@@ -698,44 +699,119 @@ def test_both_halves_count_under_their_namespace(two: tuple[Instance, Instance])
     assert second.workers[0].take_counts() == {}
 
 
-class TestMemory:
-    """Where a block's bytes lie."""
+class Life:
+    """An instance whose requests begin, load, compute, end and are preempted in any order, over a faulty store."""
 
-    def test_a_layer_is_one_span_where_its_part_of_a_block_lies_in_one_piece(self) -> None:
-        tensors = {f"l{i}": torch.arange(4 * 2 * 3 * 5.0).reshape(4, 2, 3, 5) for i in range(2)}
-        ((one,), (two,)) = ([value] for value in KVMemory(tensors, 4).locate_blocks([1, 3]))
-        assert [span.nbytes for span in one] == [120, 120]
-        assert [span.address for span in two] == [tensor.data_ptr() + 3 * 120 for tensor in tensors.values()]
+    def __init__(self, route: Route) -> None:
+        self.store = FaultInjector(CheckedBackend(MemoryStore(1 << 20)))
+        self.instance = Instance(self.store, route=route)
+        self._requests: dict[str, tuple[Request, list[int]]] = {}
+        self._number = 0
+        self._free = list(range(NUM_BLOCKS))
 
-    def test_heads_before_blocks_are_a_span_each(self) -> None:
-        tensor = torch.zeros(2, 4, 3, 5).transpose(0, 1)
-        memory = KVMemory({"l": tensor}, 4)
-        (value,) = memory.locate_blocks([2])
-        assert [span.nbytes for span in value] == [60, 60]
-        assert [span.address - tensor.data_ptr() for span in value] == [2 * 60, 4 * 60 + 2 * 60]
-        assert memory.layout == "torch.float32[h2,n3,c5]"
+    def begin(self) -> None:
+        """A request of one of two prompts asks for its blocks, and gets them if there are any."""
+        if len(self._free) < 6:
+            return
+        self._number += 1
+        request = Request(str(self._number), [self._number % 2, *range(1, 22)])
+        matched = self.instance.match_request(request)
+        table = [self._free.pop() for _ in range(6)]
+        self._requests[request.request_id] = request, table
+        self.instance.scheduler.on_allocation(request, lambda: table, matched)
 
-    def test_a_block_of_the_scheduler_may_be_several_of_the_kernel(self) -> None:
-        memory = KVMemory({"l": torch.zeros(8, 2, 3, 5)}, 4)
-        assert memory.block_bytes == 2 * 120
-        assert memory.layout == "torch.float32[k2,h2,n3,c5]"
+    def compute(self) -> None:
+        """One step of six tokens for every request."""
+        running = {name: (request, table) for name, (request, table) in self._requests.items()}
+        counts = {name: min(6, 22 - request.num_computed_tokens) for name, (request, _) in running.items()}
+        self.instance.begin(counts, {name: table for name, (_, table) in running.items()})
+        for name, (request, _) in running.items():
+            request.num_computed_tokens += counts[name]
 
-    def test_axes_that_lie_in_another_order_are_another_layout(self) -> None:
-        one, other = torch.zeros(4, 2, 3, 5), torch.zeros(4, 3, 2, 5).transpose(1, 2)
-        assert one.shape == other.shape
-        assert KVMemory({"l": one}, 4).layout != KVMemory({"l": other}, 4).layout
+    def end(self) -> None:
+        """The oldest request ends, or is aborted, wherever it is."""
+        if self._requests:
+            request, table = self._requests.pop(next(iter(self._requests)))
+            self.instance.scheduler.on_request_end(request, table)
+            self._free += [block for block in table if not self.instance.blocks.held[block]]
 
-    def test_layers_that_share_memory_count_once(self) -> None:
-        tensor = torch.zeros(4, 2, 3, 5)
-        assert KVMemory({"a": tensor, "b": tensor}, 4).num_layers == 1
+    def preempt(self) -> None:
+        """The last one loses its blocks, and gets others."""
+        if self._requests and len(self._free) >= 6:
+            name, (request, _) = self._requests.popitem()
+            table = [self._free.pop() for _ in range(6)]
+            request.num_computed_tokens = 0
+            self._requests[name] = request, table
+            self.instance.scheduler.on_allocation(request, lambda: table, 0)
 
-    def test_layers_that_differ_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="differ in layout"):
-            KVMemory({"a": torch.zeros(4, 2, 3, 5), "b": torch.zeros(4, 2, 3, 6)}, 4)
+    def report(self) -> None:
+        """What workers have to say arrives."""
+        self.instance.idle_step(Loaded())
 
-    def test_memory_that_is_neither_the_hosts_nor_a_gpus_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="host memory or on a GPU"):
-            KVMemory({"a": torch.zeros(4, 2, 3, 5, device="meta")}, 4)
+    def reset(self) -> None:
+        """vLLM's caches are reset."""
+        self.instance.reset()
+
+    def finish(self) -> None:
+        """All requests end, and the store does what it was asked."""
+        while self._requests:
+            self.end()
+        self.store.faults = []
+        self.store.go_on()
+        self.instance.begin({}, {})
+        self.instance.end_transfers()
+
+
+FAULTS = [Fault.FAILED, Fault.FAILED_HALF_WAY, Fault.RAISES, Fault.FALSE_ABSENT, Fault.FEWER_ANSWERS, Fault.NOTHING]
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+@settings(max_examples=25, deadline=None)
+@given(
+    actions=strategies.lists(
+        strategies.sampled_from(["begin", "compute", "end", "preempt", "report", "reset"]), max_size=25
+    ),
+    faults=strategies.lists(strategies.sampled_from(FAULTS), max_size=12),
+)
+def test_whatever_happens_to_requests_and_the_pool_nothing_stays_held(
+    route: Route, actions: list[str], faults: list[Fault]
+) -> None:
+    life = Life(route)
+    with contextlib.closing(life.instance):
+        life.store.faults = faults
+        for action in actions:
+            getattr(life, action)()
+        life.finish()
+        scheduler, worker = life.instance.scheduler, life.instance.workers[0]
+        assert life.instance.blocks.held == [0] * NUM_BLOCKS
+        assert (scheduler._pins, scheduler._requests, scheduler._barred) == ({}, {}, set())
+        assert (scheduler.num_open_lookups, scheduler.has_pins, worker._saving) == (0, False, set())
+
+
+def fail_to_begin(*arguments: object, **more: object) -> None:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+def test_a_load_that_cannot_begin_is_computed_and_gives_its_blocks_back(
+    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    monkeypatch.setattr(second.workers[0]._transfers, "load", fail_to_begin)
+    loaded = second.load(make_request(name="b"), [4, 8, 11, 10, 6, 0])
+    assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, {4, 8, 11, 10, 6}, set())
+    assert second.blocks.held == [0] * NUM_BLOCKS
+
+
+def test_a_save_that_cannot_begin_gives_its_blocks_back(
+    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = two
+    monkeypatch.setattr(first.workers[0]._transfers, "save", fail_to_begin)
+    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
+    assert first.blocks.held == [0] * NUM_BLOCKS
+    (counts,) = first.workers[0].take_counts().values()
+    assert counts == {"save dropped": 5}
 
 
 def learn_figures(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:

@@ -1,0 +1,142 @@
+"""The settings of a vLLM instance that its namespace has: fields that count by something other than their value."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore_backend import ConfigError
+from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES
+from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint
+from kvstore_backend.namespace import fingerprint_model
+from tests.kvstore_backend.integrations.vllm.test_fields import make_kind
+from tests.kvstore_backend.test_namespace import checkpoint
+
+
+class TestSpecialFields:
+    """Fields that count by something other than their value."""
+
+    @pytest.fixture(autouse=True)
+    def _no_hash_seed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    @staticmethod
+    def make(**changes: object) -> Any:
+        """The settings of an instance: ``<field of VllmConfig>__<field>`` as given."""
+        config = make_kind("VllmConfig")()
+        config.load_config.load_format = "auto"
+        config.model_config.model, config.model_config.dtype = "/model", "float16"
+        config.speculative_config = config.lora_config = config.model_config.multimodal_config = None
+        for path, value in changes.items():
+            *above, field = path.split("__")
+            found = config
+            for name in above:
+                if getattr(found, name) is None:
+                    setattr(found, name, SPARE[name]())
+                found = getattr(found, name)
+            setattr(found, field, value)
+        return config
+
+    @pytest.mark.parametrize(
+        ("rope", "changes", "is_another"),
+        [
+            ("longrope", {"model_config__max_model_len": 8192}, True),
+            ("yarn", {"model_config__max_model_len": 8192}, False),
+            ("yarn", {"load_config__load_format": "dummy"}, True),
+            ("yarn", {"load_config__load_format": "safetensors"}, False),
+            ("yarn", {"load_config__load_format": "hf"}, False),
+            ("yarn", {"load_config__load_format": "tensorizer"}, True),
+            ("yarn", {"model_config__seed": 3}, False),
+            ("yarn", {"lora_config__lora_dtype": "auto"}, False),
+            ("yarn", {"lora_config__lora_dtype": "float16"}, False),
+            ("yarn", {"lora_config__lora_dtype": "float32"}, True),
+            ("yarn", {"model_config__multimodal_config__mm_encoder_fp8_scale_path": "/nowhere"}, True),
+            ("yarn", {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"a": 1})}, True),
+            ("yarn", {"cache_config__prefix_caching_hash_algo": "sha256_cbor"}, True),
+            ("yarn", {"model_config__hf_config_path": "/elsewhere"}, False),
+            ("yarn", {"model_config__quantization_config": {"linear": "fp8"}}, True),
+            ("yarn", {"model_config__multimodal_config__video_pruning_rate": 0.5}, True),
+            ("yarn", {"model_config__multimodal_config__mm_processor_kwargs": {"do_normalize": False}}, True),
+        ],
+    )
+    def test_what_they_count_by(self, rope: str, changes: dict[str, Any], is_another: bool) -> None:
+        text_config = SimpleNamespace(rope_parameters={"rope_type": rope})
+        plain = self.make(model_config__hf_text_config=text_config)
+        changed = self.make(model_config__hf_text_config=text_config, **changes)
+        assert (collect_settings(plain) != collect_settings(changed)) is is_another
+
+    def test_random_weights_count_by_their_seed(self) -> None:
+        one, other = (self.make(load_config__load_format="dummy", model_config__seed=seed) for seed in (1, 2))
+        assert collect_settings(one) != collect_settings(other)
+
+    def test_scales_of_an_encoder_count_by_the_bytes_of_their_file(self, tmp_path: Path) -> None:
+        settings = []
+        for number, content in enumerate(["one", "one", "two"]):
+            (path := tmp_path / str(number)).write_text(content)
+            config = self.make(model_config__multimodal_config__mm_encoder_fp8_scale_path=str(path))
+            settings.append(collect_settings(config))
+        assert settings[0] == settings[1] != settings[2]
+
+    def test_a_draft_model_counts_by_its_weights(self, tmp_path: Path) -> None:
+        folder = checkpoint(tmp_path / "draft")
+        draft = SimpleNamespace(model=str(folder), revision=None)
+        settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
+        assert settings["SpeculativeConfig.draft_model_config"] == fingerprint_model(folder)
+
+    @pytest.mark.parametrize("draft", [None, SimpleNamespace(model="/model")])
+    def test_drafts_of_the_model_itself_have_no_weights_of_their_own(self, draft: Any) -> None:
+        settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
+        assert "SpeculativeConfig.draft_model_config" not in settings
+
+    def test_the_seed_of_hashes_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        assert collect_settings(self.make())["environment PYTHONHASHSEED"] == "0"
+
+    def test_variables_that_vllm_reads_count_unless_they_cannot_change_bytes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = ["VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_PORT", "VLLM_NOT_SET"]
+        monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "tf32")
+        monkeypatch.setenv("VLLM_PORT", "1")
+        assert "VLLM_PORT" in IGNORED_VARIABLES
+        assert collect_settings(self.make(), names) == {
+            "dtype": "float16",
+            "environment VLLM_FLOAT32_MATMUL_PRECISION": "tf32",
+        }
+
+
+SPARE = {
+    "speculative_config": lambda: make_kind("SpeculativeConfig")(),
+    "lora_config": lambda: make_kind("LoRAConfig")(lora_dtype="auto"),
+    "multimodal_config": lambda: make_kind("MultiModalConfig")(),
+}
+
+
+class TestCheckpoints:
+    """The folder of a model's weights."""
+
+    def test_a_folder_is_the_checkpoint(self, tmp_path: Path) -> None:
+        assert find_checkpoint(SimpleNamespace(model=str(tmp_path))) == tmp_path
+
+    def test_a_name_is_looked_up_where_vllm_downloads_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[Any] = []
+
+        def snapshot_download(name: str, **more: object) -> str:
+            asked.append((name, more))
+            return "/cache/snapshot"
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+        assert find_checkpoint(SimpleNamespace(model="a/b", revision="r"), "/cache") == Path("/cache/snapshot")
+        assert asked == [("a/b", {"revision": "r", "cache_dir": "/cache", "local_files_only": True})]
+
+    def test_a_name_that_is_not_there_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def snapshot_download(name: str, **more: object) -> str:
+            raise OSError("offline")
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+        with pytest.raises(ConfigError, match="'a/b' is no folder, and not in Hugging Face's cache here: offline"):
+            find_checkpoint(SimpleNamespace(model="a/b", revision=None))
