@@ -203,6 +203,12 @@ class BlockPool:
         """Remove every block of this namespace, for all who share it; ``FAILED`` where that cannot be said."""
         return self._stack.clear(self.namespace.prefix)
 
+    def move_to(self, namespace: Namespace) -> None:
+        """Use another namespace from the next call on, as where the weights have changed; its manifest follows."""
+        self.namespace = namespace
+        if self._keeper is not None:
+            self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
+
     def close(self) -> None:
         """Close the backend; a second call does nothing."""
         if self._keeper is not None:

@@ -19,11 +19,12 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
-def find_checkpoint(model: str, environ: Mapping[str, str] | None = None) -> str:
+def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revision: str = "") -> str:
     """The folder of a model that is named as at a hub; any other text is a folder's, and is returned as it is.
 
     Args:
         model: a folder, or ORGANISATION/NAME.
+        revision: a branch, tag or commit at the hub; empty: its default.
         environ: where ``FD_MODEL_CACHE``, ``HF_HOME`` and their like are looked up; not given, the process's.
 
     Raises:
@@ -31,7 +32,7 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None) -> str
     """
     if not is_hub_name(model):
         return model
-    places = list(_places(model, os.environ if environ is None else environ))
+    places = list(_places(model, os.environ if environ is None else environ, revision))
     for place in places:
         if (place / "config.json").is_file():
             return str(place)
@@ -42,7 +43,7 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None) -> str
     )
 
 
-def _places(model: str, environ: Mapping[str, str]) -> Iterator[Path]:
+def _places(model: str, environ: Mapping[str, str], revision: str) -> Iterator[Path]:
     """Where its checkpoint is if it was downloaded, FastDeploy's place first: there FastDeploy itself looks."""
     home = Path(environ.get("HOME") or Path.home())
     organisation, _, name = model.partition("/")
@@ -53,12 +54,14 @@ def _places(model: str, environ: Mapping[str, str]) -> Iterator[Path]:
         yield folder / "PaddlePaddle" / name
     yield folder / model
     cache = _hugging_face_cache(home, environ) / f"models--{organisation}--{name}"
+    # AI Studio's and ModelScope's name for it, which FastDeploy translates.
+    branch = "main" if revision in ("", "master") else revision
     try:
-        revision = (cache / "refs" / "main").read_text().strip()
+        commit = (cache / "refs" / branch).read_text().strip()
     except OSError:
-        yield cache
+        yield cache if branch == "main" else cache / "snapshots" / branch
     else:
-        yield cache / "snapshots" / revision
+        yield cache / "snapshots" / commit
 
 
 def _hugging_face_cache(home: Path, environ: Mapping[str, str]) -> Path:

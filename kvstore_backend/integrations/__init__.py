@@ -1,6 +1,7 @@
 """Other engines' contracts, met by our storage: one file or package an engine, loaded by that engine alone.
 
 fastdeploy.py       FastDeploy: a plugin that puts our client in the place of Mooncake's
+fastdeploy_engine.py    FastDeploy's engine as its processes see it: command line, environment, version, weights
 fastdeploy_settings.py  which of FastDeploy's settings decide on the bytes of a block
 mindie.py           MindIE: its server's configuration, read and checked as MindIE does
 settings.py         settings of an engine that decide on the bytes of its blocks, in the namespace and its manifest

@@ -8,26 +8,38 @@ two shapes already (one class per rank; or a scheduler's and a worker's, in two 
 has one. All of FastDeploy's calls that reach data go through it: ``register_buffer``, ``batch_put_from``,
 ``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (its warm-up), ``remove``, ``remove_all``.
 
-FastDeploy's keys name a version of the weights, a prefix's hash, a rank and a part (K, V, their scales), but no model,
-dtype, tensor-parallel size or layout. The namespace adds these from the command line of the process: the transfer
-process's where there is one (``--model_path --cache_dtype --mp_num --num_layers --key_cache_shape ...``), else the part
-that the engine's and the worker's command lines have in common: these two have to agree, as one looks blocks up and the
-other reads them. The rank is not part of it, as the scheduler asks for the blocks of rank 0.
+FastDeploy's keys name a version of the weights (those of its cache manager v1 do not), a prefix's hash, a rank and a
+part (K, V, their scales), but no model, dtype, tensor-parallel size or layout. The namespace adds these, the version of
+FastDeploy and every setting that may change KV (``fastdeploy_settings.py``): from the engine's command line and
+environment, which its children read as well (``fastdeploy_engine.py``), and the shapes from the transfer process's own
+(``--cache_dtype --mp_num --num_layers --key_cache_shape ...``). With the cache manager v1 the engine looks blocks up
+and its workers read them: all of it is then the engine's. The rank is not part of it, as look-ups ask for rank 0.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
-from kvstore_backend.config import fastdeploy_plugins, find_checkpoint, named_model
+from kvstore_backend.config import engine_variables, fastdeploy_plugins, find_checkpoint, named_model
+from kvstore_backend.integrations.fastdeploy_engine import Engine, Weights, find_engine, find_version
+from kvstore_backend.integrations.fastdeploy_settings import (
+    CANNOT_CHANGE_KV,
+    NEUTRAL_VARIABLES,
+    TOLD_OTHERWISE,
+    VARIABLE_PREFIXES,
+    VARIABLES_ON_KV,
+)
 from kvstore_backend.integrations.mooncake_client import PooledClient
+from kvstore_backend.integrations.settings import digest_settings, list_facts, read_json, read_settings
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.mooncake import replace_client
 
 __all__ = ["FastDeployClient", "activate", "process_namespace"]
@@ -35,10 +47,12 @@ __all__ = ["FastDeployClient", "activate", "process_namespace"]
 logger = logging.getLogger(__name__)
 
 _PLUGIN = "kvstore"
-# As FastDeploy's EngineArgs have them; the transfer process is told everything.
-_DEFAULTS = {"tensor_parallel_size": "1", "block_size": "64", "dtype": "bfloat16", "quantization": ""}
-# Settings that add layers to the model's own in a block.
-_SPECULATIVE = ("method", "model", "num_extra_cache_layer", "num_speculative_tokens")
+# As FastDeploy's EngineArgs have them, where its own parser cannot be asked.
+_DEFAULTS = {"tensor_parallel_size": 1, "block_size": 64}
+# Of the methods of speculation the only one that adds layers to a block.
+_DRAFTING = "mtp"
+# How FastDeploy 2.6 begins its keys, before the step of the weights.
+_VERSIONED = "prefix"
 
 
 def activate() -> None:
@@ -58,63 +72,113 @@ def activate() -> None:
 class FastDeployClient(PooledClient):
     """``MooncakeDistributedStore`` as FastDeploy's storage classes use it, in the namespace of this process."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights: Weights | None = None
+
     def namespace(self) -> Namespace:
-        return process_namespace(sys.argv)
+        engine = find_engine()
+        namespace = process_namespace(sys.argv, engine)
+        may_change = bool(engine.arguments.get("dynamic_load_weight"))
+        self._weights = Weights(_find_model(sys.argv, engine), may_change=may_change)
+        weights = self._weights.read()
+        return namespace if weights is None else replace(namespace, weights_version=weights.text)
 
     def facts(self) -> dict[str, str]:
-        return collect_facts(_find_model(_parse_options(sys.argv)), "FastDeploy", "FastDeploy")
+        engine = find_engine()
+        model = _find_model(sys.argv, engine)
+        checkpoint = fingerprint_model(model)
+        known = collect_facts(model, f"FastDeploy {find_version()}", "FastDeploy", checkpoint=checkpoint)
+        return {**known, **list_facts(_read_engine(engine), read_settings(engine.defaults))}
+
+    def find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
+        """The pool, in the namespace of the weights that the model has now.
+
+        None where that cannot be told: also while FastDeploy's keys still name other weights than the model's folder.
+        """
+        pool = super().find_pool(keys)
+        weights = self._weights.read() if self._weights is not None else None
+        if pool is None or weights is None:
+            return None
+        if any(key.startswith(_VERSIONED) and not key.startswith(f"{_VERSIONED}{weights.step}_") for key in keys[:1]):
+            return None
+        if pool.namespace.weights_version != weights.text:
+            logger.info("The model has other weights now: %s", weights.text)
+            pool.move_to(replace(pool.namespace, weights_version=weights.text))
+        return pool
 
 
-def process_namespace(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Namespace:
+def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
     """The namespace of the blocks that a process of FastDeploy with this command line holds.
 
     Args:
         argv: of the transfer process, a worker, or the engine.
-        environ: where ``KVSTORE_MODEL`` names the model of processes that are not told it; not given, the process's.
+        engine: what the engine was started with.
 
     Raises:
         ConfigError: the model is not named, or is no folder of a checkpoint; or a shape is none.
     """
     options = _parse_options(argv)
-    fingerprint = fingerprint_model(_find_model(options, environ))
+    model = digest_settings(fingerprint_model(_find_model(argv, engine)), _read_engine(engine))
     if "key_cache_shape" in options:
-        return _transfer_process_namespace(options, fingerprint)
-    options = {**_DEFAULTS, **options}
+        return _transfer_process_namespace(options, model)
+    arguments = {**_DEFAULTS, **engine.arguments}
     return Namespace(
-        model=fingerprint,
-        kv_dtype=f"{options['dtype']} {_normalize_quantization(options['quantization'])}".strip(),
-        block_size=_parse_number(options, "block_size"),
-        # By the model; a worker's command line does not say them.
+        model=model,
+        # By the model and the engine's settings, as are the shapes; a worker's command line does not say them.
+        kv_dtype="",
+        block_size=_parse_number(arguments, "block_size"),
         num_layers=0,
         num_kv_heads=0,
         head_size=0,
-        layout=f"fastdeploy v1 {_speculative_settings(options)}".strip(),
-        tp_size=_parse_number(options, "tensor_parallel_size"),
+        layout=f"fastdeploy {find_version()} v1",
+        tp_size=_parse_number(arguments, "tensor_parallel_size"),
     )
 
 
-def _find_model(options: Mapping[str, str], environ: Mapping[str, str] | None = None) -> str:
-    """The folder of the checkpoint that a process with these options serves.
+def _read_engine(engine: Engine) -> dict[str, str]:
+    """The settings of the engine that decide on KV."""
+    arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
+    if "speculative_config" in arguments:
+        arguments["speculative_config"] = _find_drafting(arguments["speculative_config"])
+    known = engine_variables((*VARIABLE_PREFIXES, *VARIABLES_ON_KV), engine.environ)
+    variables = {name: text for name, text in known.items() if name not in NEUTRAL_VARIABLES}
+    return read_settings({**arguments, **variables}, TOLD_OTHERWISE)
+
+
+def _find_drafting(value: object) -> object:
+    """The settings of speculation where it adds layers to blocks: all of them, the draft model by its content."""
+    settings = read_json(value)
+    if not isinstance(settings, Mapping):
+        return value
+    return settings if settings.get("method") == _DRAFTING else None
+
+
+def _find_model(argv: Sequence[str], engine: Engine) -> str:
+    """The folder of the checkpoint that a process with this command line serves.
 
     Raises:
         ConfigError: the model is not named, or is no folder here.
     """
-    model = options.get("model_path") or options.get("model") or named_model(environ)
-    if not model:
+    told = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
+    named = named_model(engine.environ)
+    if not told and not named:
         raise ConfigError(
-            "this version of FastDeploy does not tell its transfer process which model it serves, and without that "
-            "models would read each other's blocks: set KVSTORE_MODEL to the model's folder"
+            "FastDeploy's command line names no --model, and without it models would read each other's blocks: set "
+            "KVSTORE_MODEL to the model's folder"
         )
     try:
-        model = find_checkpoint(model, environ)
+        model = find_checkpoint(told or named, engine.environ, str(engine.arguments.get("revision") or ""))
     except ConfigError as exc:
-        raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
+        if not named:
+            raise ConfigError(f"{exc}, or set KVSTORE_MODEL to it") from None
+        model = named
     if not Path(model).is_dir():
         raise ConfigError(f"the model {model!r} is no folder here: set KVSTORE_MODEL to where its checkpoint lies")
     return model
 
 
-def _transfer_process_namespace(options: Mapping[str, str], fingerprint: str) -> Namespace:
+def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Namespace:
     """``--key_cache_shape`` is ``blocks,heads,block_size,head_dim``, of one layer and rank."""
     shape = options["key_cache_shape"].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
@@ -122,13 +186,13 @@ def _transfer_process_namespace(options: Mapping[str, str], fingerprint: str) ->
     _, heads, block_size, head_size = map(int, shape)
     value_shape = options.get("value_cache_shape", "").partition(",")[2]
     return Namespace(
-        model=fingerprint,
+        model=model,
         kv_dtype=f"{options.get('cache_dtype', 'bfloat16')} {options.get('default_dtype', '')}".strip(),
         block_size=block_size,
         num_layers=_parse_number(options, "num_layers"),
         num_kv_heads=heads,
         head_size=head_size,
-        layout=f"fastdeploy layer,head,token,dim value={value_shape} {_speculative_settings(options)}".strip(),
+        layout=f"fastdeploy {find_version()} layer,head,token,dim value={value_shape}",
         tp_size=_parse_number(options, "mp_num"),
     )
 
@@ -143,31 +207,8 @@ def _parse_options(argv: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _parse_number(options: Mapping[str, str], name: str) -> int:
+def _parse_number(options: Mapping[str, Any], name: str) -> int:
     try:
-        return int(options.get(name, "1"))
+        return int(options.get(name, 1))
     except ValueError:
         raise ConfigError(f"--{name} is {options[name]!r}; it must be a number") from None
-
-
-def _normalize_quantization(text: str) -> str:
-    """The engine is told a name or JSON, its worker always JSON: one text for both."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    if isinstance(value, dict) and set(value) == {"quantization"}:
-        value = value["quantization"]
-    return "" if not value else value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _speculative_settings(options: Mapping[str, str]) -> str:
-    """The settings in ``--speculative_config`` that decide which layers a block holds."""
-    try:
-        settings = json.loads(options.get("speculative_config") or "{}")
-    except ValueError:
-        return options["speculative_config"]
-    if not isinstance(settings, dict):
-        return ""
-    kept = {name: settings[name] for name in _SPECULATIVE if settings.get(name)}
-    return json.dumps(kept, sort_keys=True) if kept else ""

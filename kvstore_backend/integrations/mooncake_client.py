@@ -65,6 +65,10 @@ class PooledClient:
         """Facts for the namespace's manifest; asked once, by ``setup``."""
         return {}
 
+    def find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
+        """The pool for a call on these keys; None: the call fails."""
+        return self._pool
+
     def setup(
         self,
         local_hostname: str,
@@ -137,9 +141,10 @@ class PooledClient:
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """1 for each key that the pool has and said so in time, else 0: engines read any other code as a hit."""
-        if self._pool is None:
+        pool = self.find_pool(keys)
+        if pool is None:
             return [0] * len(keys)
-        return [int(status is Status.OK) for status in self._pool.exists(_hash_keys(keys))]
+        return [int(status is Status.OK) for status in pool.exists(_hash_keys(keys))]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
@@ -220,10 +225,11 @@ class PooledClient:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """Remove keys, and the sizes of those that ``put`` stored."""
-        if self._pool is None:
+        pool = self.find_pool(keys)
+        if pool is None:
             return [_FAILED] * len(keys)
         hashes = _hash_keys([*keys, *(key + _SIZE_SUFFIX for key in keys)])
-        return [_CODES[status] for status in self._pool.remove_blocks(hashes, force=force)[: len(keys)]]
+        return [_CODES[status] for status in pool.remove_blocks(hashes, force=force)[: len(keys)]]
 
     def remove_all(self, force: bool = False) -> int:
         """Remove everything of this namespace, read or not; others' blocks stay.
@@ -231,16 +237,17 @@ class PooledClient:
         Returns:
             0, where Mooncake tells how many there were; negative if it failed.
         """
-        return _FAILED if self._pool is None else _CODES[self._pool.clear()]
+        pool = self.find_pool()
+        return _FAILED if pool is None else _CODES[pool.clear()]
 
     def _put_values(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        pool = self._pool
+        pool = self.find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
         return [_CODES[status] for status in pool.put_blocks(_hash_keys(keys), values)]
 
     def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
-        pool = self._pool
+        pool = self.find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
         statuses = pool.get_blocks(_hash_keys(keys), targets)

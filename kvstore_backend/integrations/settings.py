@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.namespace import fingerprint_model
 
-__all__ = ["digest_settings", "list_facts", "read_settings"]
+__all__ = ["digest_settings", "list_facts", "read_json", "read_settings"]
 
 _CHUNK_BYTES = 1 << 20
 # A manifest takes sixteen facts, of which ``collect_facts`` and the integrations give five.
@@ -41,6 +41,14 @@ def read_settings(values: Mapping[str, object], neutral: Container[str] = ()) ->
     return {name: _write(value) for name, value in sorted(values.items()) if name not in neutral}
 
 
+def read_json(value: object) -> object:
+    """What a text says in JSON; all else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
     """``Namespace.model`` of a checkpoint that an engine serves with these settings.
 
@@ -62,11 +70,9 @@ def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 
 def _write(value: object) -> str:
     """One line of text; JSON but for texts."""
+    value = read_json(value)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return _write_text(str(value))
+        return _write_text(value)
     return json.dumps(_replace_paths(value), sort_keys=True, default=_name_object)
 
 

@@ -10,11 +10,13 @@ import signal
 import sys
 from typing import Any
 
+import pytest
+
 from kvstore_backend.backend import Status
 from kvstore_backend.config import load_config
 from kvstore_backend.integrations.fastdeploy import activate
 from kvstore_backend.pool import open_backend
-from tests.kvstore_backend.integrations.fastdeploy_double import OneClass, SchedulerAndWorker
+from tests.kvstore_backend.integrations.fastdeploy_double import OneClass, SchedulerAndWorker, engine_of, start_under
 from tests.support.memory import Memory
 
 __all__ = ["KINDS"]
@@ -34,24 +36,28 @@ def _join_as_pool(settings: dict[str, Any]) -> object:
     return backend
 
 
+def _activate() -> None:
+    """Put our client in the place of Mooncake's, as in a child of an engine that serves ``KVSTORE_MODEL``."""
+    os.environ["FD_PLUGINS"] = "kvstore"
+    start_under(engine_of(os.environ["KVSTORE_MODEL"]), pytest.MonkeyPatch())
+    activate()
+
+
 def _join_as_fastdeploy(settings: dict[str, Any]) -> object:
     """FastDeploy's older storage class over our client, with the warm-up that it asserts."""
-    os.environ["FD_PLUGINS"] = "kvstore"
-    activate()
+    _activate()
     return OneClass(settings)
 
 
 def _join_as_newer_fastdeploy(settings: dict[str, Any]) -> object:
     """FastDeploy's newer pair of classes over our client."""
-    os.environ["FD_PLUGINS"] = "kvstore"
-    activate()
+    _activate()
     return SchedulerAndWorker(settings)
 
 
 def _join_without_memory(settings: dict[str, Any]) -> object:
     """FastDeploy's older class told to give the pool none of its memory."""
-    os.environ["FD_PLUGINS"] = "kvstore"
-    activate()
+    _activate()
     return OneClass(settings, segment=0)
 
 

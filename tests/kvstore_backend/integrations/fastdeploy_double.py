@@ -12,13 +12,36 @@ import hashlib
 import pickle
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
+
+from kvstore_backend.integrations import fastdeploy
+from kvstore_backend.integrations.fastdeploy_engine import Engine
 from tests.support.memory import Memory
 
-__all__ = ["OneClass", "SchedulerAndWorker", "Storage", "TransferProcess", "block_hashes"]
+__all__ = [
+    "OneClass",
+    "SchedulerAndWorker",
+    "Storage",
+    "TransferProcess",
+    "block_hashes",
+    "engine_of",
+    "start_under",
+]
 
 Keys = Sequence[str]
+
+
+def engine_of(model: Path | str = "", environ: dict[str, str] | None = None, **arguments: Any) -> Engine:
+    """An engine that serves ``model`` with these arguments; without a model, one that names none."""
+    return Engine({**({"model": str(model)} if model else {}), **arguments}, environ=environ or {})
+
+
+def start_under(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Have this process take itself for one that ``engine`` started."""
+    patch.setattr(fastdeploy, "find_engine", lambda: engine)
 
 
 def block_hashes(token_blocks: Sequence[Sequence[int]]) -> list[str]:

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,24 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
+from kvstore_backend.integrations.fastdeploy_engine import Engine
+from kvstore_backend.integrations.fastdeploy_settings import (
+    CANNOT_CHANGE_KV,
+    DECIDE_ON_KV,
+    NEUTRAL_VARIABLES,
+    VARIABLES_ON_KV,
+)
+from kvstore_backend.manifest import Manifest
 from kvstore_backend.stores.mooncake import restore_client
+from kvstore_backend.why_miss import compare_setups
 from tests.kvstore_backend.integrations.fastdeploy_double import (
     OneClass,
     SchedulerAndWorker,
     Storage,
     TransferProcess,
     block_hashes,
+    engine_of,
+    start_under,
 )
 from tests.support.memory import Memory
 from tests.support.mooncake import MooncakeMaster, mooncake_master
@@ -86,9 +98,10 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 @contextlib.contextmanager
-def storage(shape: Shape, master: MooncakeMaster, command: list[str]) -> Iterator[Storage]:
+def storage(shape: Shape, master: MooncakeMaster, command: list[str], **arguments: object) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
+        start_under(engine_of(**arguments), patch)
         opened = shape(master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -219,11 +232,15 @@ def found_blocks(folder: Path) -> float | None:
 # In a process of its own, as Mooncake's client takes long to end without its master.
 SURVIVOR = """
 import json, os, sys
+import pytest
 from kvstore_backend.integrations.fastdeploy import activate
-from tests.kvstore_backend.integrations.fastdeploy_double import OneClass, SchedulerAndWorker, TransferProcess
+from tests.kvstore_backend.integrations.fastdeploy_double import (
+    OneClass, SchedulerAndWorker, TransferProcess, engine_of, start_under
+)
 from tests.kvstore_backend.integrations.test_fastdeploy import BLOCK, CONTENTS, HASHES
 settings = json.loads(sys.stdin.readline())
 activate()
+start_under(engine_of(), pytest.MonkeyPatch())
 processes = [TransferProcess(shape(settings), BLOCK) for shape in (OneClass, SchedulerAndWorker)]
 written = [process.write(HASHES, CONTENTS) for process in processes]
 print([process.match(HASHES) for process in processes], flush=True)
@@ -273,13 +290,19 @@ def test_after_it_was_closed_a_client_fails_every_call_and_crashes_nothing(
 
 # What the namespace is made of.
 
+WITHOUT = engine_of()
+
+
+def digest_of(command: list[str], engine: Engine = WITHOUT) -> str:
+    return process_namespace(command, engine).digest
+
 
 def test_ranks_and_roles_share_a_namespace_as_keys_name_the_rank(models: list[Path]) -> None:
     one, other = (
         argv(models[0]),
         argv(models[0], rank=1, device_id=1, splitwise_role="decode", key_cache_shape="7,2,64,16"),
     )
-    assert process_namespace(one) == process_namespace(other)
+    assert process_namespace(one, WITHOUT) == process_namespace(other, WITHOUT)
 
 
 @pytest.mark.parametrize(
@@ -292,57 +315,243 @@ def test_ranks_and_roles_share_a_namespace_as_keys_name_the_rank(models: list[Pa
         {"key_cache_shape": "100,4,64,16"},
         {"key_cache_shape": "100,2,128,16"},
         {"value_cache_shape": "100,2,64,8"},
-        {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
     ],
     ids=str,
 )
 def test_whatever_changes_a_blocks_bytes_changes_the_namespace(models: list[Path], changes: dict[str, object]) -> None:
-    assert process_namespace(argv(models[0])).digest != process_namespace(argv(models[0], **changes)).digest
+    assert digest_of(argv(models[0])) != digest_of(argv(models[0], **changes))
 
 
-def test_the_engine_and_its_worker_agree(models: list[Path]) -> None:
-    model = str(models[0])
-    engine = [
-        "api_server.py",
-        "--model",
-        model,
-        "--tensor-parallel-size",
-        "2",
-        "--quantization=wint4",
-        "--port",
-        "8000",
-    ]
-    worker = ["worker_process.py", "--model", model, "--tensor_parallel_size", "2", "--block_size", "64"]
-    worker += ["--dtype", "bfloat16", "--quantization", '{"quantization": "wint4"}', "--enable_prefix_caching"]
-    assert process_namespace(engine) == process_namespace(worker)
-    assert process_namespace(worker).digest != process_namespace(worker[:-3]).digest
+def commands(model: Path) -> dict[str, list[str]]:
+    """A process of each kind, by the lines that FastDeploy 2.6 and its cache manager v1 start them with."""
+    defaults = '{"num_speculative_tokens": 1, "num_model_steps": 1, "num_extra_cache_layer": 0}'
+    worker = ["worker_process.py", "--model", str(model), "--tensor_parallel_size", "2", "--block_size", "64"]
+    worker += ["--quantization", "null", "--speculative_config", defaults, "--enable_prefix_caching"]
+    return {"transfer": argv(model), "scheduler": ["api_server", "--model", str(model)], "worker": worker}
 
 
-def test_a_process_that_is_not_told_the_model_takes_the_one_named_beside(models: list[Path]) -> None:
+@pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
+def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_own(
+    models: list[Path], kind: str
+) -> None:
+    command = commands(models[0])[kind]
+    found = {digest_of(command, engine_of(models[0])): ""}
+    arguments = {name: engine_of(models[0], **{name: "another value"}) for name in DECIDE_ON_KV}
+    drafting = {"method": "mtp", "model": str(models[1])}
+    arguments["speculative_config"] = engine_of(models[0], speculative_config=json.dumps(drafting))
+    variables = {name: engine_of(models[0], {name: "another value"}) for name in VARIABLES_ON_KV}
+    unknown = {"unknown": engine_of(models[0], nobody_knows=1), "FD_X": engine_of(models[0], {"FD_X": "1"})}
+    for name, engine in {**arguments, **variables, **unknown}.items():
+        digest = digest_of(command, engine)
+        assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
+        found[digest] = name
+
+
+@pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
+def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(models: list[Path], kind: str) -> None:
+    command = commands(models[0])[kind]
+    told = dict.fromkeys(CANNOT_CHANGE_KV, "another value")
+    engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **told, speculative_config=None)
+    plain = engine_of(models[0], speculative_config=None)
+    assert digest_of(command, engine) == digest_of(command, plain)
+
+
+def test_arguments_with_a_field_of_their_own_change_it(models: list[Path]) -> None:
+    scheduler = commands(models[0])["scheduler"]
+    plain, changed = (
+        process_namespace(scheduler, engine_of(models[0], **each))
+        for each in ({}, {"tensor_parallel_size": 2, "block_size": 128})
+    )
+    assert (plain.tp_size, plain.block_size, changed.tp_size, changed.block_size) == (1, 64, 2, 128)
+    assert process_namespace(scheduler, engine_of(models[1])).digest != plain.digest
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tensor_parallel_size": 2, "quantization": "wint4"},
+        {"speculative_config": '{"method": "mtp", "model": "DRAFT"}'},
+    ],
+    ids=["plain", "quantized", "mtp"],
+)
+def test_the_engine_and_its_worker_agree(models: list[Path], settings: dict[str, Any]) -> None:
+    engine = engine_of(models[0], **settings)
+    kinds = commands(models[0])
+    assert process_namespace(kinds["scheduler"], engine) == process_namespace(kinds["worker"], engine)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "naive"])
+def test_speculation_without_a_draft_model_parts_no_instances(models: list[Path], method: str) -> None:
+    speculative = {"method": method, "num_speculative_tokens": 5}
+    with_it = engine_of(models[0], speculative_config=json.dumps(speculative))
+    assert digest_of(argv(models[0]), with_it) == digest_of(
+        argv(models[0]), engine_of(models[0], speculative_config=None)
+    )
+
+
+def test_a_draft_model_counts_by_its_content(models: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "copy").symlink_to(models[0])
+    texts = [json.dumps({"method": "mtp", "model": str(each)}) for each in (models[0], tmp_path / "copy", models[1])]
+    one, copy, other = (digest_of(argv(models[0]), engine_of(models[0], speculative_config=text)) for text in texts)
+    assert one == copy != other
+
+
+def test_int8_and_fp8_caches_share_no_blocks(models: list[Path]) -> None:
+    command = argv(models[0], cache_dtype="uint8")
+    kinds = [{"quantization": "wint4", "kv_cache_quant_type": kind} for kind in ("int8", "float8_e4m3fn")]
+    assert len({digest_of(command, engine_of(models[0], quantization=each)) for each in kinds}) == 2
+
+
+def test_another_version_of_fastdeploy_shares_no_blocks(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("fastdeploy")
+    module.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "fastdeploy", module)
+    for kind in ("transfer", "worker"):
+        found = set()
+        for build in ("2.6.0", "2.7.0"):
+            (tmp_path / "version.txt").write_text(f"fastdeploy version: {build}")
+            found.add(digest_of(commands(models[0])[kind], engine_of(models[0])))
+        assert len(found) == 2
+
+
+def test_why_miss_names_the_setting_that_parts_two_instances(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = []
+    monkeypatch.setattr(sys, "argv", argv(models[0]))
+    for settings in ({"quantization": "wint4"}, {"quantization": "wint8"}):
+        start_under(engine_of(models[0], {"FD_ATTENTION_BACKEND": "APPEND_ATTN"}, **settings), monkeypatch)
+        client = FastDeployClient()
+        manifests.append(Manifest(client.namespace().fields, client.facts()))
+    verdict = compare_setups(manifests[0], manifests[1])
+    assert verdict.reason == "other_settings"
+    assert "quantization ('wint4' of the first, 'wint8' of the second)" in verdict.sentence
+    assert "FD_ATTENTION_BACKEND" not in verdict.sentence
+
+
+def test_a_process_that_is_not_told_the_model_takes_the_engines(models: list[Path]) -> None:
     untold = argv(models[0])[:-2]
+    for engine in (engine_of(models[0]), engine_of(environ={"KVSTORE_MODEL": str(models[0])})):
+        assert digest_of(untold, engine) == digest_of(argv(models[0]), engine_of(models[0]))
     with pytest.raises(ConfigError, match="set KVSTORE_MODEL to the model's folder"):
-        process_namespace(untold, {})
-    assert process_namespace(untold, {"KVSTORE_MODEL": str(models[0])}) == process_namespace(argv(models[0]))
+        process_namespace(untold, engine_of())
 
 
 def test_a_hubs_name_is_the_folder_that_fastdeploy_downloads_it_to(models: list[Path], tmp_path: Path) -> None:
     (tmp_path / "PaddlePaddle").mkdir()
     (tmp_path / "PaddlePaddle" / "ERNIE").symlink_to(models[0])
-    named = process_namespace(argv(models[0], model_path="PaddlePaddle/ERNIE"), {"FD_MODEL_CACHE": str(tmp_path)})
-    assert named == process_namespace(argv(models[0]))
+    environ = {"FD_MODEL_CACHE": str(tmp_path)}
+    named = digest_of(argv(models[0], model_path="PaddlePaddle/ERNIE"), engine_of(environ=environ))
+    assert named == digest_of(argv(models[0]))
+
+
+def test_a_hubs_name_that_is_nowhere_is_the_model_that_is_named_for_it(models: list[Path], tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "KVSTORE_MODEL": str(models[0])}
+    named = digest_of(argv(models[0], model_path="PaddlePaddle/ERNIE"), engine_of(environ=environ))
+    assert named == digest_of(argv(models[0]))
+
+
+def test_the_revision_that_is_served_is_the_one_that_counts(models: list[Path], tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--name"
+    for name, model in (("main", models[0]), ("v2", models[1])):
+        (cache / "refs").mkdir(parents=True, exist_ok=True)
+        (cache / "snapshots").mkdir(exist_ok=True)
+        (cache / "refs" / name).write_text(f"commit-of-{name}")
+        (cache / "snapshots" / f"commit-of-{name}").symlink_to(model)
+    environ = {"HF_HUB_CACHE": str(tmp_path), "HOME": str(tmp_path)}
+    command = argv(models[0], model_path="org/name")
+    for revision, model in (("master", models[0]), ("v2", models[1]), ("commit-of-v2", models[1])):
+        assert digest_of(command, engine_of(environ=environ, revision=revision)) == digest_of(argv(model))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_path": "PaddlePaddle/ERNIE"}, "no folder here"),
+        ({"model_path": "/nowhere"}, "'/nowhere' is no folder here"),
         ({"key_cache_shape": "100,2"}, "--key_cache_shape is '100,2'; four numbers are known here"),
         ({"mp_num": "two"}, "--mp_num is 'two'; it must be a number"),
     ],
 )
-def test_what_makes_no_namespace_is_refused(models: list[Path], changes: dict[str, object], message: str) -> None:
+def test_what_makes_no_namespace_is_refused(
+    models: list[Path], tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        process_namespace(argv(models[0], **changes))
+        process_namespace(argv(models[0], **changes), engine_of(environ={"HOME": str(tmp_path)}))
+
+
+# Weights that change while instances run.
+
+
+@pytest.fixture
+def changing(models: list[Path], tmp_path: Path) -> Path:
+    """A model in training: it says which weights it has."""
+    for file in models[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "version.yaml").write_text("version: RL-STEP1-17-a")
+    return tmp_path
+
+
+class VersionedProcess(TransferProcess):
+    """FastDeploy 2.6 in training: its keys begin with the step that it has read from ``version.yaml``."""
+
+    step = "RL-STEP1"
+
+    def keys(self, hashes: Sequence[str]) -> list[list[str]]:
+        kinds = super().keys(hashes)
+        return [[key.replace("prefix_", f"prefix{self.step}_") for key in kind] for kind in kinds]
+
+
+class UnversionedProcess(TransferProcess):
+    """FastDeploy's cache manager v1: its keys say nothing of weights."""
+
+    def keys(self, hashes: Sequence[str]) -> list[list[str]]:
+        kinds = super().keys(hashes)
+        return [[key.removeprefix("prefix_") for key in kind] for kind in kinds]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(VersionedProcess, OneClass), (UnversionedProcess, SchedulerAndWorker)])
+def test_after_an_update_kv_of_old_weights_is_never_read(
+    activated: None, master: MooncakeMaster, changing: Path, kind: type[TransferProcess], shape: Shape
+) -> None:
+    with storage(shape, master, argv(changing), dynamic_load_weight=True) as opened:
+        process = kind(opened, BLOCK)
+        assert process.write(HASHES, CONTENTS) == [0] * 8
+        assert process.match(HASHES) == 4
+        (changing / "version.yaml").write_text("version: RL-STEP2-18-b")
+        vars(process)["step"] = "RL-STEP2"
+        assert process.match(HASHES) == 0
+        assert process.write(HASHES[:1], [b"of the new weights"]) == [0, 0]
+        with storage(shape, master, argv(changing), dynamic_load_weight=True) as started_later:
+            other = kind(started_later, BLOCK)
+            vars(other)["step"] = "RL-STEP2"
+            assert other.read(HASHES) == [[filled(b"of the new weights", BLOCK)] * 2]
+
+
+def test_while_keys_name_other_weights_than_the_folder_nothing_is_read_or_stored(
+    activated: None, master: MooncakeMaster, changing: Path
+) -> None:
+    with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
+        process = VersionedProcess(opened, BLOCK)
+        assert process.write(HASHES, CONTENTS) == [0] * 8
+        (changing / "version.yaml").write_text("version: RL-STEP2-18-b")
+        assert process.match(HASHES) == 0
+        assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}
+
+
+def test_weights_that_may_change_need_a_version(
+    activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=r"--dynamic-load-weight lets weights change, and .*version.yaml does not tell"
+        ),
+        storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
+    ):
+        pass
 
 
 # How FastDeploy loads it.

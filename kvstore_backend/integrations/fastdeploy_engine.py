@@ -1,0 +1,197 @@
+"""FastDeploy's engine as each of its processes can see it: its command line, its environment, its version, its weights.
+
+The engine looks blocks up, and its children move them: transfer processes, or workers. They are told different parts of
+the settings, and in other forms. What decides on KV is therefore read by all of them at one place: the process that
+a person started, FastDeploy's API server, which is the process itself or one above it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvstore_backend.backend import ConfigError
+from kvstore_backend.integrations.fastdeploy_settings import CANNOT_CHANGE_KV, DECIDE_ON_KV, TOLD_OTHERWISE
+
+__all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version", "parse_arguments"]
+
+_SERVER = re.compile(r"(?:.*/)?fastdeploy[./]entrypoints[./](?:.*[./])?(?:api_server|run_batch)(?:\.py)?")
+_ARGUMENTS = sorted({*CANNOT_CHANGE_KV, *DECIDE_ON_KV, *TOLD_OTHERWISE})
+_SHORT = {"-tp": "--tensor-parallel-size"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the engine was started with.
+
+    Attributes:
+        arguments: by their names with underscores; values as FastDeploy reads them.
+        defaults: of these arguments, as far as they are known.
+        environ: of the engine's process, when it was started: what it has set since follows from the arguments.
+    """
+
+    arguments: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_engine(proc: Path = Path("/proc"), pid: str = "self") -> Engine:
+    """The engine that this process is, or that started it.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    while pid != "0":
+        try:
+            words = [word.decode(errors="replace") for word in (proc / pid / "cmdline").read_bytes().split(b"\0")[:-1]]
+            start = next((i for i, word in enumerate(words) if _SERVER.fullmatch(word)), None)
+            if start is not None:
+                arguments, defaults = parse_arguments(words[start + 1 :])
+                return Engine(arguments, defaults, _read_environ(proc / pid / "environ"))
+            status = (proc / pid / "status").read_text()
+        except OSError as exc:
+            raise ConfigError(f"FastDeploy's command line cannot be read: {exc}") from exc
+        found = re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE)
+        pid = found[1] if found else "0"
+    raise ConfigError(
+        "neither this process nor one above it is FastDeploy's API server, whose command line tells the settings that "
+        "decide on KV: start FastDeploy with python -m fastdeploy.entrypoints.openai.api_server"
+    )
+
+
+def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a command line and their defaults: by FastDeploy's own parser; where it is not, those given.
+
+    Raises:
+        ConfigError: FastDeploy would not take it.
+    """
+    try:
+        from fastdeploy.entrypoints.openai.utils import make_arg_parser
+        from fastdeploy.utils import FlexibleArgumentParser
+    except ImportError:
+        return _read_words(words), {}
+    parser = make_arg_parser(FlexibleArgumentParser())
+    try:
+        arguments = vars(parser.parse_args(list(words)))
+    except SystemExit:
+        raise ConfigError(f"FastDeploy does not take its own command line: {' '.join(words)}") from None
+    return arguments, {name: parser.get_default(name) for name in arguments}
+
+
+def _read_words(words: Sequence[str]) -> dict[str, Any]:
+    """The arguments as argparse reads them, from a command line and the YAML file that it names."""
+    given: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        option, equals, value = _SHORT.get(word, word).partition("=")
+        if not option.startswith("--"):
+            if name:
+                given[name] = word if given[name] is True else f"{given[name]} {word}"
+            continue
+        name = _complete(option[2:].replace("-", "_"))
+        given[name] = value if equals else True
+        if equals:
+            name = ""
+    config = given.pop("config", None)
+    if config is None:
+        return given
+    try:
+        named = yaml.safe_load(Path(str(config)).read_text())
+    except (OSError, yaml.YAMLError) as exc:
+        raise ConfigError(f"FastDeploy's --config {config} cannot be read: {exc}") from exc
+    return {**(named if isinstance(named, dict) else {}), **given}
+
+
+def _complete(name: str) -> str:
+    """The one argument that ``name`` begins the name of; an unknown name stays as it is."""
+    found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
+    return found[0] if len(found) == 1 else name
+
+
+def _read_environ(path: Path) -> dict[str, str]:
+    pairs = (entry.decode(errors="replace").partition("=") for entry in path.read_bytes().split(b"\0") if entry)
+    return {name: text for name, _, text in pairs}
+
+
+def find_version() -> str:
+    """The version of the FastDeploy that this process has loaded, and a digest that differs for each build.
+
+    A build has a ``version.txt``; without one, as in a tree of sources, the cache manager's own files count.
+    """
+    module = sys.modules.get("fastdeploy")
+    if module is None or not getattr(module, "__file__", None):
+        return "of no known version"
+    folder = Path(str(module.__file__)).parent
+    try:
+        told = (folder / "version.txt").read_bytes()
+    except OSError:
+        files = sorted((folder / "cache_manager").rglob("*.py"))
+        told = b"\0".join(file.read_bytes() for file in files)
+    version = getattr(module, "__version__", "Unknown")
+    return f"{version} {hashlib.sha256(told).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """Which weights a model has: ``text`` differs whenever they do.
+
+    Attributes:
+        text: for the namespace.
+        step: how FastDeploy 2.6 begins its keys after ``prefix``; empty: there is no ``version.yaml``.
+    """
+
+    text: str
+    step: str
+
+
+class Weights:
+    """``version.yaml`` in a model's folder, which a trainer writes; read again when it has changed.
+
+    Args:
+        folder: the model's.
+        may_change: whether weights can be updated while the instance runs; then there must be that file.
+
+    Raises:
+        ConfigError: it is missing or says no version, where weights may change.
+    """
+
+    def __init__(self, folder: str | Path, *, may_change: bool) -> None:
+        self._file = Path(folder) / "version.yaml"
+        self._may_change = may_change
+        self._seen: tuple[int, ...] | None = ()
+        self._version: WeightsVersion | None = None
+        if self.read() is None:
+            raise ConfigError(
+                f"--dynamic-load-weight lets weights change, and {self._file} does not tell which they are, so that KV "
+                'of old weights would be read: write one there, as FastDeploy wants it ("version: RL-STEP1-...")'
+            )
+
+    def read(self) -> WeightsVersion | None:
+        """The version that the folder names now; None: it cannot be told, so no block can be used."""
+        try:
+            stat = self._file.stat()
+            seen: tuple[int, ...] | None = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except OSError:
+            seen = None
+        if seen != self._seen:
+            self._version = self._parse() if seen is not None else None
+            self._seen = seen
+        if self._version is None and not self._may_change:
+            return WeightsVersion("", "")
+        return self._version
+
+    def _parse(self) -> WeightsVersion | None:
+        try:
+            content = self._file.read_bytes()
+            version = yaml.safe_load(content)["version"]
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            return None
+        text = f"{version} {hashlib.sha256(content).hexdigest()[:12]}"
+        return WeightsVersion(text, "-".join(str(version).split("-", 2)[:2]))
