@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,9 @@ class BlockPool:
     **When a call returns, the memory that it was given is the caller's again.** A native call cannot be interrupted:
     one that is given up at its deadline may still read or write there. So ``load``, ``save``, ``get_blocks`` and
     ``put_blocks`` then wait until it has ended, and answer as they would have at the deadline.
+
+    That wait has no limit, and can have none: whoever is given memory back puts other blocks there, and a late read
+    would write into those. The process can end meanwhile (``threads.py``).
 
     The other way, to move all bytes through memory of the pool's own, costs every call for the sake of very few: 32
     reads of 1 MiB from a Mooncake client's own memory, on 2 cores, came at 6.4 GB/s directly and at 3.8 GB/s by way of
@@ -315,27 +319,36 @@ def open_backend(
     if config.backend == "mooncake":
         mooncake.require_library()
     rejected: Counter[str] = Counter()
-    fast = (
-        _guard_store(CheckedBackend(open_store(PoolConfig(config.fast)), rejected)) if config.fast is not None else None
-    )
 
     def open_with_checks() -> StorageBackend:
-        store = open_store(config)
-        if on_open is not None:
-            on_open(store)
-        return CheckedBackend(store, rejected, is_summed=is_summed)
+        with contextlib.ExitStack() as undo:
+            store = open_store(config)
+            undo.callback(store.close)
+            if on_open is not None:
+                on_open(store)
+            checked = CheckedBackend(store, rejected, is_summed=is_summed)
+            undo.pop_all()
+        return checked
 
-    guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
-    whole: Stack = guarded
-    write_behind = None
-    if fast is not None:
-        whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")
-        write_behind = tiered.write_behind
-    elif config.async_write:
-        whole = write_behind = WriteBehindBackend(whole)
-    if registry is not None:
-        whole = MeteredBackend(whole, registry)
-        registry.register(StateCollector(guarded, rejected, write_behind))
+    with contextlib.ExitStack() as undo:
+        fast = None
+        if config.fast is not None:
+            fast = _guard_store(CheckedBackend(open_store(PoolConfig(config.fast)), rejected))
+            undo.callback(fast.close)
+        guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
+        undo.callback(guarded.close)
+        whole: Stack = guarded
+        write_behind = None
+        if fast is not None:
+            whole = tiered = TieredBackend(fast, whole, "back" if config.async_write else "through")
+            write_behind = tiered.write_behind
+        elif config.async_write:
+            whole = write_behind = WriteBehindBackend(whole)
+        undo.callback(whole.close)
+        if registry is not None:
+            whole = MeteredBackend(whole, registry)
+            registry.register(StateCollector(guarded, rejected, write_behind))
+        undo.pop_all()
     return whole
 
 
@@ -360,7 +373,10 @@ def default_backend() -> str:
 
 
 def _guard_store(opened: StorageBackend) -> GuardedBackend:
-    guarded = GuardedBackend(lambda: opened)
+    with contextlib.ExitStack() as undo:
+        undo.callback(opened.close)
+        guarded = GuardedBackend(lambda: opened)
+        undo.pop_all()
     guarded.wait_ready(None)
     return guarded
 

@@ -58,17 +58,22 @@ class DaemonThreads:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"the threads {self._name} were closed")
+            self._work.put(_Work(future, work))  # first: a thread without work counts as idle
             if self._started < self._count and not self._idle.acquire(blocking=False):
-                run = _Runner(self._work, self._idle, self._start_thread)
-                try:
-                    threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()
-                except RuntimeError:
-                    if not self._started:
-                        raise  # else one of those that run comes to it
-                else:
-                    self._started += 1
-            self._work.put(_Work(future, work))
+                self._start_another(future)
         return future
+
+    def _start_another(self, future: Future[Any]) -> None:
+        """Start a thread; where there can be none, the others do the work of ``future``, or nobody does."""
+        run = _Runner(self._work, self._idle, self._start_thread)
+        try:
+            threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()
+        except RuntimeError:
+            if not self._started:
+                future.cancel()
+                raise
+        else:
+            self._started += 1
 
     def close(self) -> None:
         """Take no more work, and drop what has not begun. What runs is not waited for."""

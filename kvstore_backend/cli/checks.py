@@ -27,6 +27,7 @@ from kvstore_backend.config import (
     set_native_defaults,
 )
 from kvstore_backend.stores.file.folder import find_refusal, scan_blocks
+from kvstore_backend.stores.file.ledger import find_size
 from kvstore_backend.stores.mooncake import INSTALL, send_http_probe
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, find_admin, list_clusters_in_etcd
 from kvstore_backend.stores.ssd_folder import DEFAULT_FOLDER
@@ -397,7 +398,7 @@ def check_capacity(
     """Whether the pool has room, and for how much of the model's KV."""
     others = used = 0
     if isinstance(settings, FileSettings):
-        own, setting = settings.size, "size"
+        own, setting = find_size(settings.path, settings.size), "size"
     else:
         own, setting = settings.global_segment_size, "global_segment_size"
         if admin is not None:
@@ -461,8 +462,9 @@ def check_folder(settings: FileSettings) -> Iterator[Finding]:
     holds = (
         f"holds {format_bytes(held)} of" if existing == path else "does not exist, is made when it is first used, for"
     )
-    text = f"{path} {holds} {format_bytes(settings.size)}; its filesystem has {format_bytes(room)} free"
-    if held + room < settings.size:
+    size = find_size(path, settings.size)
+    text = f"{path} {holds} {format_bytes(size)}; its filesystem has {format_bytes(room)} free"
+    if held + room < size:
         remedy = "lower size, or make room: blocks that nobody uses may be deleted with the whole folder"
         if str(path).startswith("/dev/shm"):
             remedy += "; a container gets more with --shm-size"

@@ -27,6 +27,7 @@ from kvstore_backend.config import (
 )
 from kvstore_backend.integrations.mindie import find_mistakes, is_server_config, read_server
 from kvstore_backend.pool_timing import Comparison, InstanceUnavailable, time_computing, time_loading
+from kvstore_backend.stores.file.ledger import find_size
 from kvstore_backend.stores.mooncake_admin import find_admin
 
 __all__ = ["add_arguments", "diagnose", "run"]
@@ -269,7 +270,7 @@ def _describe_config(config: PoolConfig) -> str:
         case MooncakeSettings() as store:
             text = f"mooncake: master {store.master_server_addr}, metadata {store.metadata_server}, {store.protocol}"
         case FileSettings() as store:
-            text = f"file: {store.path}, {format_bytes(store.size)}"
+            text = f"file: {store.path}, {format_bytes(find_size(store.path, store.size))}"
         case MemorySettings() as store:
             text = f"memory: {format_bytes(store.size)}"
     return f"{text}{', asynchronous writes' if config.async_write else ''}{', a fast tier' if config.fast else ''}"

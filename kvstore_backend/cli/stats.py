@@ -28,6 +28,7 @@ from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSetting
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
 from kvstore_backend.stores.file.folder import scan_blocks
+from kvstore_backend.stores.file.ledger import find_size
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_clients_gone
 
 __all__ = ["add_arguments", "run"]
@@ -210,7 +211,9 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
         raise PoolUnavailable(f"folder {settings.path} cannot be read: {exc.strerror}") from exc
     names = Counter(_namespace_of(unquote(Path(block.path).stem)) for block in blocks)
     used = sum(block.nbytes for block in blocks)
-    return _PoolFigures("file", len(blocks), used, settings.size, keys_by_namespace=dict(names.most_common()))
+    return _PoolFigures(
+        "file", len(blocks), used, find_size(settings.path, settings.size), keys_by_namespace=dict(names.most_common())
+    )
 
 
 def _namespace_of(key: str) -> str:

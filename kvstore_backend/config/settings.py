@@ -109,13 +109,14 @@ class FileSettings:
 
     Attributes:
         path: the folder, on a tmpfs (quick) or an SSD (large).
-        size: bytes at which the least recently used blocks are evicted.
+        size: bytes at which the least recently used blocks are evicted, the same for all who have it open; None: as
+            the folder has it, and 1 GiB for a new one.
     """
 
     backend: ClassVar[str] = "file"
 
     path: Path = field(default_factory=default_folder, metadata=_read_from("KVSTORE_FILE_PATH", parse_folder))
-    size: int = field(default=1 << 30, metadata=_read_from("KVSTORE_FILE_SIZE", parse_positive_size))
+    size: int | None = field(default=None, metadata=_read_from("KVSTORE_FILE_SIZE", parse_positive_size))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,8 +43,11 @@ class StagedMemory:
         buffer_bytes: int = _BUFFER_BYTES,
     ) -> None:
         self._device: Device = device or (CudaDevice(kv.device) if kv.device.type == "cuda" else StandInDevice())
-        self._incoming = _Lane(kv, registry, codec, self._device, buffer_bytes)
-        self._outgoing = _Lane(kv, registry, codec, self._device, buffer_bytes)
+        with contextlib.ExitStack() as undo:
+            self._incoming = _Lane(kv, registry, codec, self._device, buffer_bytes)
+            undo.callback(self._incoming.ring.close)
+            self._outgoing = _Lane(kv, registry, codec, self._device, buffer_bytes)
+            undo.pop_all()
 
     def record_event(self) -> Event | None:
         return self._device.record_event()
@@ -53,7 +57,11 @@ class StagedMemory:
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
         window = _StagedWindow(self._outgoing, blocks, after)
-        window.fetch()
+        try:
+            window.fetch()
+        except BaseException:
+            window.take_back()
+            raise
         return window
 
 
@@ -71,10 +79,10 @@ class _Lane:
         self._codec = codec
         self._stride = HEADROOM_BYTES + nbytes
         self.capacity = max(1, min(kv.num_blocks, buffer_bytes // nbytes))
-        self.ring = Ring(device, registry, self.capacity, nbytes)
         self._stream = device.open_stream()
         self._staging = device.allocate(self.capacity * self._stride)
         self._index = device.allocate(self.capacity * 8).view(torch.int64)
+        self.ring = Ring(device, registry, self.capacity, nbytes)  # last: what is registered is taken back
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
         """Begin to copy ``blocks`` to the beginning of the buffer."""

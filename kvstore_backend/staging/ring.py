@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections import deque
 from typing import Protocol
@@ -14,6 +14,8 @@ from kvstore_backend.staging.device import Device
 from kvstore_backend.transfers import Event
 
 __all__ = ["Buffer", "Registry", "Ring"]
+
+logger = logging.getLogger(__name__)
 
 # One that the pool reads or writes, and one that is copied meanwhile.
 _DEPTH = 2
@@ -79,7 +81,13 @@ class Ring:
         self._capacity = capacity
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._free = deque(self._add() for _ in range(_DEPTH))
+        self._free: deque[Buffer] = deque()
+        try:
+            for _ in range(_DEPTH):
+                self._free.append(self._add())
+        except BaseException:
+            self.close()
+            raise
 
     def take(self) -> Buffer:
         """The buffer that was given back first, once its copy has ended."""
@@ -88,8 +96,13 @@ class Ring:
         if buffer is None:
             return self._add()
         if buffer.copied is not None:
-            with contextlib.suppress(Exception):  # whoever began the copy hears how it went
+            try:
                 buffer.copied.synchronize()
+            except Exception as exc:  # whoever began the copy hears how it went
+                logger.debug("The last copy of a buffer failed: %s", exc)
+            except BaseException:
+                self.give_back(buffer)
+                raise
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
@@ -100,6 +113,11 @@ class Ring:
                 self._free.append(buffer)
         if not is_wanted:
             self._registry.unregister(*buffer.span)
+
+    def close(self) -> None:
+        """Have the registry forget the buffers that are here."""
+        while self._free:
+            self._registry.unregister(*self._free.pop().span)
 
     def _add(self) -> Buffer:
         buffer = Buffer(self._device, self._capacity, self._nbytes)

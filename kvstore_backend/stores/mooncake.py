@@ -119,15 +119,17 @@ class MooncakeStore(StorageBackend):
         self._settings = settings
         self._calls = threading.Condition()
         self._running = 0
+        self.raised_calls = 0
+        """How many native calls raised; the first is logged."""
         self._closed = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
-        try:
-            self._native = join_cluster(settings)
-        except PoolUnavailable:
+        with contextlib.ExitStack() as undo:
             if self._ssd is not None:
-                self._ssd.give_up()
-            raise
-        self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
+                undo.callback(self._ssd.give_up)
+            self._native = join_cluster(settings)
+            undo.callback(self._native.close)
+            self._own_memory = _prefer_memory_of(self._native) if settings.global_segment_size else None
+            undo.pop_all()
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
 
     def __repr__(self) -> str:
@@ -313,7 +315,9 @@ class MooncakeStore(StorageBackend):
                 try:
                     codes.extend(call(keys, *arguments))
                 except Exception:
-                    logger.exception("Mooncake raised on %d keys", len(keys))
+                    self.raised_calls += 1
+                    level = logging.ERROR if self.raised_calls == 1 else logging.DEBUG
+                    logger.log(level, "Mooncake raised on %d keys", len(keys), exc_info=True)
         codes.extend([None] * (len(keys) - len(codes)))
         return codes
 

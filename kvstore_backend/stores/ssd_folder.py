@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from kvstore_backend.stores.file.ledger import BOOT_ID_FILE
+
 __all__ = ["DEFAULT_FOLDER", "SsdFolder"]
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_FOLDER = "/data/file_storage"
 """Mooncake's own, where none is named."""
 _PREFIX = "kvstore-owner-"
-_LEFT = b"left"
+_LEFT = "left"
 # The master's --client_ttl, 10 s by default, and the second after which it looks again.
 _MISSED_SECONDS = 12.0
 
@@ -55,7 +57,7 @@ class SsdFolder:
         """Note that this process, which has been in the pool, leaves it now."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
-                self._mark.write(_LEFT)
+                self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
             self._mark.close()
             self._mark = None
 
@@ -74,8 +76,23 @@ def _take_dead_marks(folder: Path) -> float:
     for mark in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), mark.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_left = file.read() == _LEFT
-            age = time.time() - mark.stat().st_mtime if has_left else 0.0
+            age = _seconds_since(file.read().decode(errors="replace"))
             mark.unlink()
-            seconds = max(seconds, _MISSED_SECONDS - max(0.0, age))
+            seconds = max(seconds, _MISSED_SECONDS - age)
     return seconds
+
+
+def _seconds_since(mark: str) -> float:
+    """How long ago the owner of a mark left; 0 where that cannot be said: it crashed, or the machine was started since.
+
+    By a clock that nobody sets, and that all processes have in common from one start of the machine to the next.
+    """
+    left, _, left_at = mark.rpartition(" ")
+    try:
+        return max(0.0, time.monotonic() - float(left_at)) if left == f"{_LEFT} {_boot_id()}" else 0.0
+    except ValueError:
+        return 0.0
+
+
+def _boot_id() -> str:
+    return BOOT_ID_FILE.read_text().strip()

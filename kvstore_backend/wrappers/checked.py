@@ -203,8 +203,10 @@ class CheckedBackend(Wrapper):
 
     def close(self) -> None:
         self._is_closed = True
-        self._drop_scratch()
-        self._store.close()
+        try:
+            self._drop_scratch()
+        finally:
+            self._store.close()
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:

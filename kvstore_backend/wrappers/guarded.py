@@ -149,12 +149,14 @@ class GuardedBackend(Stack):
     Attributes:
         late_calls: how many calls were given up while they ran, ever.
         times_opened: how often the breaker opened after the store had been opened.
+        raised_calls: how many calls raised, which no store may do; the first is logged.
     """
 
     def __init__(self, open_store: Callable[[], StorageBackend], deadlines: Deadlines | None = None) -> None:
         self.deadlines = deadlines or Deadlines()
         self.late_calls = 0
         self.times_opened = 0
+        self.raised_calls = 0
         self._open_store = open_store
         self._changed = threading.Condition()  # guards everything below; told when late calls end, and of every state
         self._store: StorageBackend | None = None
@@ -329,7 +331,9 @@ class GuardedBackend(Stack):
             try:
                 call.answer = call.work()
             except Exception:
-                logger.exception("A store broke its word and raised; the call counts as failed")
+                self.raised_calls += 1
+                level = logging.ERROR if self.raised_calls == 1 else logging.DEBUG
+                logger.log(level, "A store raised, which it may not; the call counts as failed", exc_info=True)
             self._end_call(call)
 
     def _end_call(self, call: _Call) -> None:

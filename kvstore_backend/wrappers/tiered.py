@@ -132,8 +132,10 @@ class TieredBackend(Stack):
         return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
 
     def close(self) -> None:
-        self._large.close()
-        self._fast.close()
+        try:
+            self._large.close()
+        finally:
+            self._fast.close()
 
     def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
         """The large tier's answers to a put or get, once the fast tier has copies of the values that are there."""

@@ -14,6 +14,7 @@ the pool may still refuse it, which is counted in ``dropped`` and is for readers
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore_backend.backend import HEADROOM_BYTES, Span, Status, StorageBackend, Value
+from kvstore_backend.threads import after_fork
 from kvstore_backend.wrappers.wrapper import StackWrapper
 
 __all__ = ["WriteBehindBackend"]
@@ -84,14 +86,19 @@ class WriteBehindBackend(StackWrapper):
         self._flush_seconds = flush_seconds
         self._arena: NDArray[np.uint8] = np.empty(arena_bytes, dtype=np.uint8)
         self._base: int = self._arena.ctypes.data
-        self._store.register(self._base, arena_bytes, headroom=True)
         self._changed = threading.Condition()  # guards everything below
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # in the order of the ring
         self._tail = 0  # where the newest block ends
         self._is_closed = False
         self._gave_up = False  # closed, and the time for writing the rest is over
         self._sender = threading.Thread(target=self._run_sender, name="pool-write-behind", daemon=True)
-        self._sender.start()
+        self._has_raised = False
+        with contextlib.ExitStack() as undo:
+            self._store.register(self._base, arena_bytes, headroom=True)
+            undo.callback(self._store.unregister, self._base, arena_bytes)
+            self._sender.start()
+            undo.pop_all()
+        after_fork(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._blocks)} blocks on their way"
@@ -177,14 +184,21 @@ class WriteBehindBackend(StackWrapper):
             self._changed.wait_for(lambda: not self._blocks, self._flush_seconds)
             self._gave_up = True
             self._changed.notify_all()
-        self._sender.join(self._flush_seconds)
-        if self._sender.is_alive() or not self._store.wait_for_late_calls(0):
-            _ABANDONED.append(self._arena)
-        else:
-            self._store.unregister(self._base, self._arena.nbytes)
-        with self._changed:
-            self._drop_blocks(set(self._blocks), "closed")
-        self._store.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._store.close)
+            self._sender.join(self._flush_seconds)
+            with self._changed:
+                self._drop_blocks(set(self._blocks), "closed")
+            if self._sender.is_alive() or not self._store.wait_for_late_calls(0):
+                _ABANDONED.append(self._arena)
+            else:
+                self._store.unregister(self._base, self._arena.nbytes)
+
+    def on_fork(self) -> None:
+        """Be closed in a child process, which has no sender: what is on its way is its parent's to write."""
+        self._changed = threading.Condition()
+        self._is_closed = True
+        self._blocks = OrderedDict()
 
     def _accept_block(self, key: str, value: Value) -> Status:
         nbytes = sum([nbytes for _, nbytes in value])
@@ -239,7 +253,7 @@ class WriteBehindBackend(StackWrapper):
         while batch := self._next_batch():
             give_up_at = time.monotonic() + self._retry_seconds
             pause = _FIRST_PAUSE_SECONDS
-            while not self._send_batch(batch, is_last=time.monotonic() + pause > give_up_at):
+            while not self._try_batch(batch, is_last=time.monotonic() + pause > give_up_at):
                 with self._changed:
                     self._changed.wait_for(lambda: self._gave_up, pause)
                     if self._gave_up:
@@ -259,6 +273,18 @@ class WriteBehindBackend(StackWrapper):
                 batch[key] = block
                 block.is_sending = True
             return batch
+
+    def _try_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
+        """``_send_batch``; a store that raises has refused the blocks, and the sender goes on."""
+        try:
+            return self._send_batch(batch, is_last=is_last)
+        except Exception:
+            if not self._has_raised:
+                logger.exception("A store raised on %d blocks, which it may not; said once", len(batch))
+            self._has_raised = True
+            if is_last:
+                self._finish_blocks(batch, set(batch), "refused")
+            return not batch
 
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
         """Write the blocks of ``batch`` that the pool lacks; False where some stay in it, to be tried again."""

@@ -1,8 +1,10 @@
 """The accounts of a shared folder: who may write how much, which blocks are evicted, the files of killed writers.
 
     folder/
-    ├── ledger              bytes and number of values, and the boot they were stored in; its lock guards the folder
-    │                       (at 0 both numbers, at 16 the boot's id, at 63 whether somebody is changing the blocks)
+    ├── ledger              bytes and number of values, the boot they were stored in, and the bytes at which values are
+    │                       evicted; its lock guards the folder
+    │                       (at 0 both numbers, at 16 the boot's id, at 54 the size, at 63 whether somebody is changing
+    │                       the blocks)
     ├── blocks/<2 hex>/...  one file a value, complete from the moment it has a name here
     └── writers/<name>/     one a process, locked as long as that process lives: values being written
 
@@ -38,18 +40,32 @@ from kvstore_backend.stores.file.folder import (
     scan_blocks,
 )
 
-__all__ = ["BOOT_ID_FILE", "SAMPLE_SIZE", "Accounts", "Draft", "FolderRemoved", "Ledger", "write_accounts"]
+__all__ = [
+    "BOOT_ID_FILE",
+    "DEFAULT_BYTES",
+    "SAMPLE_SIZE",
+    "Accounts",
+    "Draft",
+    "FolderRemoved",
+    "Ledger",
+    "find_size",
+    "write_accounts",
+]
 
 logger = logging.getLogger(__name__)
 
 _ACCOUNTS = struct.Struct("<QQ")
-_ACCOUNTS_AT, _BOOT_ID_AT, _STATE_AT = 0, 16, 63
+_SIZE = struct.Struct("<Q")
+_ACCOUNTS_AT, _BOOT_ID_AT, _SIZE_AT, _STATE_AT = 0, 16, 54, 63
 _CONSISTENT, _CHANGING = b"\1", b"\0"
 _WRITER = re.compile(r"\d+-[0-9a-f]{8}")
 # An eviction makes more room than was asked for, so that not every put must: this share of the values it looked at.
 _EVICTED_SHARE = 0.05
 # A filesystem needs the rest for itself, beside the bytes of its files.
 _FILLED_SHARE = 0.95
+
+DEFAULT_BYTES = 1 << 30
+"""The size of a new folder for which none is named."""
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 """Holds an id that the kernel draws at each start of the machine."""
@@ -79,14 +95,17 @@ class FolderRemoved(OSError):
 
 
 class Ledger:
-    """Keeps a folder under ``capacity`` bytes for all processes that open it.
+    """Keeps a folder under one size for all processes that open it.
+
+    The folder has the size. Who names none takes it as it is. Who names another one is refused while somebody has the
+    folder open, and changes it where nobody has: else the smallest size of all who write would count for all.
 
     The ledger is trusted: it says so while somebody changes the folder, and a process that takes the lock and finds it
     saying that, since another was killed in the middle of a change, counts anew. All methods raise ``OSError`` where
     something is wrong with the folder, and may be called from several threads.
     """
 
-    def __init__(self, folder: Path, capacity: int) -> None:
+    def __init__(self, folder: Path, size: int | None) -> None:
         """Open ``folder``, which is made where it is missing; clean up after writers that were killed.
 
         A folder with other contents is refused: nothing but values and writers' drafts is ever removed. Values from
@@ -112,6 +131,7 @@ class Ledger:
             if os.pread(ledger, 1, _STATE_AT) != _CONSISTENT or not self.blocks.is_dir():
                 self._recount_blocks(ledger)
             self._remove_dead_writers(ledger)
+            self.size = self._settle_size(ledger, size)
             for part in (self.blocks, self._writers):
                 part.mkdir(mode=0o700, exist_ok=True)
             self._own.mkdir(mode=0o700)
@@ -123,10 +143,10 @@ class Ledger:
             filesystem = os.statvfs(folder)
             undo.pop_all()
         room = used + filesystem.f_bavail * filesystem.f_frsize
-        self.capacity = min(capacity, int(room * _FILLED_SHARE))
-        """Bytes at which values are evicted."""
-        if self.capacity < capacity:
-            logger.warning("%s has room for %d of the %d bytes asked for", folder, self.capacity, capacity)
+        self.capacity = min(self.size, int(room * _FILLED_SHARE))
+        """Bytes at which values are evicted: the size, or less where the filesystem has not that much room."""
+        if self.capacity < self.size:
+            logger.warning("%s has room for %d of the %d bytes asked for", folder, self.capacity, self.size)
 
     def read_accounts(self) -> Accounts:
         """The folder's figures now."""
@@ -201,6 +221,10 @@ class Ledger:
         """Leave the folder; its values stay for the others."""
         with contextlib.suppress(OSError), self._lock_ledger() as ledger:
             _remove_writer(ledger, self._own)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close what this process has open, and leave the folder as it is."""
         os.close(self._alive)
 
     @contextlib.contextmanager
@@ -217,6 +241,16 @@ class Ledger:
             yield ledger
         finally:
             os.close(ledger)
+
+    def _settle_size(self, ledger: int, named: int | None) -> int:
+        """The size of the folder, which becomes ``named`` where nobody else has it open."""
+        recorded = _read_size(ledger)
+        size = named or recorded or DEFAULT_BYTES
+        if recorded and size != recorded and any(_WRITER.fullmatch(each.name) for each in list_folders(self._writers)):
+            text = f"it has a size of {recorded} bytes for all who have it open now, and {size} were asked for; "
+            raise OSError(errno.EINVAL, text + "name the same size or none, or end those processes first to change it")
+        os.pwrite(ledger, _SIZE.pack(size), _SIZE_AT)
+        return size
 
     def _evict_blocks(self, ledger: int, nbytes: int) -> None:
         """Remove values used least recently until ``nbytes`` more fit, and some to spare."""
@@ -291,6 +325,24 @@ def _remove_files(ledger: int, *values: Block | Draft) -> None:
         os.unlink(value.path)
     nbytes = sum(value.nbytes for value in values)
     write_accounts(ledger, Accounts(max(0, used - nbytes), max(0, keys - len(values))))
+
+
+def find_size(folder: Path, named: int | None) -> int:
+    """The size that a folder has if it is opened so by somebody who is alone; reads no more than the ledger."""
+    try:
+        ledger = os.open(folder / "ledger", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return named or DEFAULT_BYTES
+    try:
+        return named or _read_size(ledger) or DEFAULT_BYTES
+    finally:
+        os.close(ledger)
+
+
+def _read_size(ledger: int) -> int:
+    """The size in the ledger; 0 where none was recorded yet."""
+    record = os.pread(ledger, _SIZE.size, _SIZE_AT)
+    return int(_SIZE.unpack(record)[0]) if len(record) == _SIZE.size else 0
 
 
 def _read_accounts(ledger: int) -> Accounts:

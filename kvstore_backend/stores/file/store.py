@@ -28,6 +28,7 @@ from kvstore_backend.backend import (
     memory_views,
 )
 from kvstore_backend.stores.file.ledger import FolderRemoved, Ledger
+from kvstore_backend.threads import after_fork
 
 __all__ = ["FileStore"]
 
@@ -46,27 +47,28 @@ class FileStore(StorageBackend):
     root is refused, and so is one that others may write to.
     """
 
-    def __init__(self, folder: str | Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: str | Path, capacity_bytes: int | None) -> None:
         """Open the folder, which is made where it is missing.
 
         Args:
             folder: on a filesystem of this machine, not a network's.
-            capacity_bytes: limit for all processes together; less where the filesystem has not that much room.
+            capacity_bytes: limit for all processes together; less where the filesystem has not that much room. None:
+                the one that the folder has, ``DEFAULT_BYTES`` where it is new.
 
         Raises:
             ValueError: ``capacity_bytes`` is not positive.
-            PoolUnavailable: the folder cannot be made, written to or trusted.
+            PoolUnavailable: the folder cannot be made, written to or trusted, or is open with another limit.
         """
-        if capacity_bytes <= 0:
+        if capacity_bytes is not None and capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be positive")
         self._folder = Path(folder).absolute()
-        self._asked_bytes = capacity_bytes
         self._closed = False
         self._opening = threading.Lock()  # guards which ledger is in use, and that none is opened after ``close``
         try:
             self._ledger = Ledger(self._folder, capacity_bytes)
         except OSError as exc:
             raise PoolUnavailable(f"folder {self._folder} cannot be used as a store: {exc.strerror}") from exc
+        after_fork(self)
 
     def __repr__(self) -> str:
         return f"FileStore({self._folder}, {'closed' if self._closed else f'up to {self._ledger.capacity} bytes'})"
@@ -117,6 +119,16 @@ class FileStore(StorageBackend):
                 self._closed = True
                 self._ledger.close()
 
+    def on_fork(self) -> None:
+        """Be closed in a child process, which opens the folder itself: this writer's drafts and lock are its parent's.
+
+        A lock lasts as long as anybody has the file open: the child closes it, so that it ends with the parent.
+        """
+        self._opening = threading.Lock()
+        if not self._closed:
+            self._closed = True
+            self._ledger.let_go()
+
     def _try_call(self, call: Callable[..., object], key: str, *value: Value) -> Status:
         """``OK`` unless ``call`` failed, which is given the path of the key's file."""
         if self._closed:
@@ -145,7 +157,7 @@ class FileStore(StorageBackend):
             if self._closed:
                 raise reason
             if self._ledger is ledger:
-                self._ledger = Ledger(self._folder, self._asked_bytes)
+                self._ledger = Ledger(self._folder, ledger.size)
                 ledger.close()
                 logger.warning("Folder %s is opened anew: %s", self._folder, reason.strerror)
             return self._ledger

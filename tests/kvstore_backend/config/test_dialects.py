@@ -177,7 +177,7 @@ def test_what_only_another_engine_needs_is_left_out_and_that_is_said(
             MooncakeSettings("etcd://h1:2379;h2:2379", "P2PHANDSHAKE", protocol="tcp", cluster_id="prod"),
         ),
         ("file:///dev/shm/kvpool?size=4GiB", FileSettings(Path("/dev/shm/kvpool"), 4 * GIB)),
-        ("file:///srv/a%20b", FileSettings(Path("/srv/a b"), GIB)),
+        ("file:///srv/a%20b", FileSettings(Path("/srv/a b"))),
         ("memory:?size=2GiB", MemorySettings(2 * GIB)),
         ("memory:", MemorySettings(GIB)),
     ],

@@ -23,7 +23,7 @@ def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path)
-    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}")
 
 
 def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
@@ -31,7 +31,7 @@ def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
 ) -> None:
     monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}", size=GIB)
+    assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.file import ledger as file_ledger
+from tests.support.forking import in_forked_child
 from tests.support.memory import Memory
 from tests.support.peer import Peer
 from tests.support.waiting import wait_until
@@ -408,8 +410,18 @@ class TestTheFolder:
         before = os.listdir("/proc/self/fd"), os.listdir(folder / "writers")
         monkeypatch.setattr(os, "statvfs", refuse)
         with pytest.raises(PoolUnavailable, match="Input/output error"):
-            FileStore(folder, BLOCK)
+            FileStore(folder, 100 * BLOCK)
         assert (os.listdir("/proc/self/fd"), os.listdir(folder / "writers")) == before
+
+    def test_in_a_forked_child_it_is_closed_and_its_lock_ends_with_the_parent(
+        self, store: FileStore, folder: Path
+    ) -> None:
+        def say() -> str:
+            locked = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+            return f"{put(store, 'key')} {store.health().ok} {any('writers' in path for path in locked)}"
+
+        assert in_forked_child(say) == "[<Status.FAILED: 'failed'>] False False"
+        assert put(store, "key") == [OK]
 
     def test_a_stray_file_among_its_folders_keeps_nobody_out(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
@@ -477,10 +489,10 @@ class TestTheFolder:
         assert anew.stats().used_bytes == bytes_in(folder)
         anew.close()
 
-    def test_a_value_cut_short_by_somebody_fails(self, store: FileStore, folder: Path) -> None:
+    def test_a_value_cut_short_by_somebody_is_absent(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
         os.truncate(files(folder)[0], BLOCK - 1)
-        assert get(store, "key") is FAILED
+        assert get(store, "key") is ABSENT
 
     def test_a_filesystem_that_moves_few_bytes_a_call_is_asked_again(
         self, store: FileStore, monkeypatch: pytest.MonkeyPatch
@@ -575,3 +587,61 @@ def _change_and_die(store: FileStore, change: str) -> None:
         store.clear("key")
     else:
         put(store, "another")
+
+
+class TestSize:
+    def test_who_names_another_size_is_refused_while_somebody_has_it_open(self, store: FileStore, folder: Path) -> None:
+        assert put(store, *numbered(40)) == [OK] * 40
+        for size in (2 * BLOCK, 1000 * BLOCK):
+            with pytest.raises(
+                PoolUnavailable, match=f"has a size of {100 * BLOCK} bytes for all .* {size} were asked"
+            ):
+                FileStore(folder, size)
+        assert store.stats().keys == 40
+        FileStore(folder, 100 * BLOCK).close()
+
+    def test_who_names_none_takes_the_size_that_it_has(self, store: FileStore, folder: Path) -> None:
+        put(store, *numbered(40))
+        tool = FileStore(folder, None)
+        assert tool.stats().capacity_bytes == 100 * BLOCK
+        assert put(tool, *numbered(10, 50)) == [OK] * 10
+        assert store.stats().keys == 50
+        tool.close()
+        store.close()
+        assert file_ledger.find_size(folder, None) == 100 * BLOCK
+        with contextlib.closing(FileStore(folder, None)) as later:
+            assert later.stats().capacity_bytes == 100 * BLOCK
+
+    def test_it_changes_where_nobody_else_has_it_open(self, store: FileStore, folder: Path) -> None:
+        put(store, *numbered(40))
+        store.close()
+        with contextlib.closing(FileStore(folder, 20 * BLOCK)) as smaller:
+            assert put(smaller, "one more") == [OK]
+            assert smaller.stats().keys <= 20
+        assert file_ledger.find_size(folder, None) == 20 * BLOCK
+        assert file_ledger.find_size(folder, 30 * BLOCK) == 30 * BLOCK, "as it would be opened"
+
+    def test_a_killed_process_holds_no_size(self, folder: Path) -> None:
+        with Peer(partial(FileStore, folder, 100 * BLOCK)), pytest.raises(PoolUnavailable, match="the same size"):
+            FileStore(folder, 20 * BLOCK)
+        FileStore(folder, 20 * BLOCK).close()
+
+    def test_a_new_folder_for_which_none_is_named_has_the_usual_one(self, folder: Path) -> None:
+        assert file_ledger.find_size(folder, None) == file_ledger.DEFAULT_BYTES
+        with contextlib.closing(FileStore(folder, None)) as opened:
+            assert opened.stats().capacity_bytes == file_ledger.DEFAULT_BYTES
+
+    def test_a_folder_of_before_there_was_a_recorded_size_takes_the_first_that_is_named(self, folder: Path) -> None:
+        FileStore(folder, BLOCK).close()
+        with (folder / "ledger").open("r+b") as ledger:
+            ledger.seek(54)
+            ledger.write(bytes(8))
+        FileStore(folder, 20 * BLOCK).close()
+        assert file_ledger.find_size(folder, None) == 20 * BLOCK
+
+    def test_a_folder_that_was_deleted_is_made_with_the_size_that_it_had(self, store: FileStore, folder: Path) -> None:
+        tool = FileStore(folder, None)
+        shutil.rmtree(folder)
+        assert put(tool, "a") == put(store, "b") == [OK]
+        assert tool.stats().capacity_bytes == store.stats().capacity_bytes == 100 * BLOCK
+        tool.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -47,15 +46,26 @@ def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: P
 
 @pytest.mark.parametrize(("age", "wait"), [(0, 12.0), (9, 3.0), (60, None)])
 def test_a_folder_that_was_left_in_order_is_taken_so_long_after_that(
-    tmp_path: Path, waits: list[float], age: int, wait: float | None
+    tmp_path: Path, waits: list[float], age: int, wait: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SsdFolder(str(tmp_path)).leave()
     (mark,) = list_marks(tmp_path)
-    left_at = mark.stat().st_mtime - age
-    os.utime(mark, (left_at, left_at))
+    now = time.monotonic() + age
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that somebody set says nothing
     SsdFolder(str(tmp_path)).give_up()
     assert waits == ([] if wait is None else [pytest.approx(wait, abs=1.0)])
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", ["left", "left another-start-of-the-machine 1.0", "left {boot} soon", "", "x y z"])
+def test_a_mark_that_does_not_say_when_its_owner_left_is_one_of_just_now(
+    tmp_path: Path, waits: list[float], text: str
+) -> None:
+    boot_id = ssd_folder.BOOT_ID_FILE.read_text().strip()
+    (tmp_path / "kvstore-owner-x").write_text(text.format(boot=boot_id))
+    SsdFolder(str(tmp_path)).give_up()
+    assert waits == [12.0]
 
 
 def test_two_that_live_use_one_folder(tmp_path: Path, waits: list[float]) -> None:

@@ -1,0 +1,153 @@
+"""Threads that keep no process, and no forked child waiting."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from kvstore_backend.threads import DaemonThreads, after_fork
+from tests.support.forking import in_forked_child
+from tests.support.waiting import wait_until
+
+
+def running(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def test_work_runs_on_as_many_daemons_as_it_needs_and_no_more() -> None:
+    threads, together = DaemonThreads(2, "test-some"), threading.Barrier(2)
+    assert not running("test-some")
+    assert threads.submit(lambda: 1).result(30) == 1
+    wait_until(lambda: threads._idle._value == 1, "the thread to be idle")
+    assert threads.submit(lambda: 2).result(30) == 2
+    assert len(running("test-some")) == 1, "one that is idle is used again"
+    both = [threads.submit(lambda: together.wait(30)) for _ in range(2)]
+    assert sorted(each.result(30) for each in both) == [0, 1]
+    assert [threads.submit(lambda i=i: i).result(30) for i in range(5)] == [0, 1, 2, 3, 4]  # type: ignore[misc]
+    assert len(running("test-some")) == 2
+    assert all(thread.daemon for thread in running("test-some"))
+    threads.close()
+
+
+def test_what_work_raises_its_future_raises() -> None:
+    threads = DaemonThreads(1, "test-raises")
+
+    def fail() -> None:
+        raise KeyError("the reason")
+
+    with pytest.raises(KeyError, match="the reason"):
+        threads.submit(fail).result(30)
+    assert threads.submit(lambda: "the thread goes on").result(30)
+    threads.close()
+
+
+def test_closing_drops_what_has_not_begun_and_waits_for_nothing() -> None:
+    threads, begun, go = DaemonThreads(1, "test-closing"), threading.Event(), threading.Event()
+    running_work = threads.submit(lambda: (begun.set(), go.wait(30)))
+    waiting = threads.submit(lambda: None)
+    assert begun.wait(30)
+    threads.close()
+    with pytest.raises(CancelledError):
+        waiting.result(30)
+    with pytest.raises(RuntimeError, match="test-closing were closed"):
+        threads.submit(lambda: None)
+    go.set()
+    assert running_work.result(30)
+    wait_until(lambda: not running("test-closing"), "the end of the thread")
+
+
+def test_threads_end_when_nobody_has_them_any_more() -> None:
+    threads = DaemonThreads(2, "test-forgotten")
+    together = threading.Barrier(2)
+    for each in [threads.submit(lambda: together.wait(30)) for _ in range(2)]:
+        each.result(30)
+    del threads
+    gc.collect()
+    wait_until(lambda: not running("test-forgotten"), "the end of the threads")
+
+
+def test_a_thread_whose_beginning_fails_works_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError("no permission")
+
+    threads = DaemonThreads(1, "test-begins", fail)
+    assert threads.submit(lambda: 1).result(30) == 1
+    assert "no permission" in caplog.text
+    threads.close()
+
+
+def test_each_thread_begins_as_it_is_told() -> None:
+    begun: list[str] = []
+    threads = DaemonThreads(1, "test-begin", lambda: begun.append(threading.current_thread().name))
+    threads.submit(lambda: None).result(30)
+    threads.submit(lambda: None).result(30)
+    assert begun == ["test-begin-0"]
+    threads.close()
+
+
+class TestWithoutAThread:
+    """A machine that has no room for another thread."""
+
+    @pytest.fixture
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        is_full = [True]
+        start = threading.Thread.start
+
+        def maybe(self: threading.Thread) -> None:
+            if is_full[0]:
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", maybe)
+        return is_full
+
+    def test_the_first_work_says_so(self, full: list[bool]) -> None:
+        threads = DaemonThreads(1, "test-full")
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit(lambda: None)
+        full[0] = False
+        assert threads.submit(lambda: 1).result(30) == 1
+        threads.close()
+
+    def test_later_work_waits_for_the_threads_that_there_are(self, full: list[bool]) -> None:
+        full[0] = False
+        threads, go = DaemonThreads(2, "test-full"), threading.Event()
+        first = threads.submit(lambda: go.wait(30))
+        full[0] = True
+        second = threads.submit(lambda: 2)
+        go.set()
+        assert first.result(30)
+        assert second.result(30) == 2
+        threads.close()
+
+
+def test_in_a_forked_child_work_runs_on_threads_of_its_own() -> None:
+    threads, begun, go = DaemonThreads(1, "test-fork"), threading.Event(), threading.Event()
+    busy = threads.submit(lambda: (begun.set(), go.wait(30)))
+    assert begun.wait(30)
+    with threads._lock:
+        assert in_forked_child(lambda: threads.submit(lambda: "done there").result(30)) == "done there"
+    go.set()
+    assert busy.result(30)
+    threads.close()
+
+
+def test_what_cannot_be_made_new_in_a_child_keeps_nothing_else_from_it() -> None:
+    class Fails:
+        def on_fork(self) -> None:
+            raise RuntimeError("no")
+
+    class Counts:
+        calls = 0
+
+        def on_fork(self) -> None:
+            self.calls += 1
+
+    fails, counts = Fails(), Counts()
+    after_fork(fails)
+    after_fork(counts)
+    assert in_forked_child(lambda: str(counts.calls)) == "1"
+    assert counts.calls == 0
