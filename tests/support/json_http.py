@@ -36,7 +36,7 @@ class JsonServer(ThreadedServer):
                 self._answer(None)
 
             def do_POST(self) -> None:
-                self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self._answer(json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"null"))
 
             def _answer(self, body: Any) -> None:
                 status, content = answer(Asked(self.path, self.headers, body))

@@ -6,22 +6,28 @@
     blocks.jsonl              a line each: hash, bytes, SHA-256
     blocks/ab/ab01...ef.block as they are stored: a header that names the block, and its bytes
 
-``namespace.json`` is written last: a folder without it is no whole export. A folder may have come from anywhere, so
-every block is checked twice, against its line and against its own header, before it goes into a pool.
+``namespace.json`` is written last: a folder without it is no whole export. A folder that was exported to before is
+added to: what the pool has now replaces what the folder had under the same name, and what it does not have stays.
+
+Every block is checked twice, against its line and against its own header, before it goes into a pool. That finds damage
+and mistakes; whoever wrote the folder wrote all three, and can make any block say anything. What a folder may do is
+bounded: only regular files are opened, none is read beyond the size that its line says, and no line says too much.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.config import DEFAULT_TENANT
@@ -36,6 +42,10 @@ _FORMAT = "kvstore-export-1"
 _SUMMARY, _INDEX = "namespace.json", "blocks.jsonl"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_MAX_SUMMARY_BYTES = 1 << 20
+_MAX_LINE_BYTES = 512
+# Of one block: all layers of 1,024 tokens of a large model, and more than a Mooncake client moves at once.
+_MAX_BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -54,13 +64,13 @@ class ArchivedBlock:
 
 
 class ArchiveWriter:
-    """Writes one namespace; blocks that the folder has already are not written again."""
+    """Writes one namespace; blocks that the folder has already, with the same bytes, are not written again."""
 
     def __init__(self, folder: Path, digest: str) -> None:
-        """Begin, or go on with an export that was cut short.
+        """Begin, or go on with an export to this folder.
 
         Raises:
-            ConfigError: the folder has something else in it.
+            ConfigError: the folder has something else in it, or an index that cannot be read.
             PoolUnavailable: it cannot be written to.
         """
         self._folder = folder
@@ -74,7 +84,8 @@ class ArchiveWriter:
             raise ConfigError(f"folder {folder} holds {', '.join(strange[:3])}: name a new or an empty one")
         if (folder / _SUMMARY).exists() and (other := ArchiveReader(folder).digest) != digest:
             raise ConfigError(f"folder {folder} has namespace {other}: name another folder for {digest}")
-        self._blocks: dict[str, ArchivedBlock] = {}
+        is_begun = (folder / _INDEX).exists()
+        self._blocks = {block.name: block for block in _read_index(folder / _INDEX)} if is_begun else {}
 
     def add(self, key: str, value: StoredBytes) -> None:
         """Write one block, whole or not at all.
@@ -85,12 +96,15 @@ class ArchiveWriter:
         data = value.tobytes()
         block = ArchivedBlock(key.removeprefix(key_prefix(self._digest)), len(data), hashlib.sha256(data).hexdigest())
         path = _block_path(self._folder, block.name)
-        if not (path.exists() and path.stat().st_size == len(data)):
+        if _read_regular(path, len(data), len(data)) != data:
+            if block.name in self._blocks:
+                self._retract_summary()  # until the index tells of the new bytes
             self._write_file(path, data)
         self._blocks[block.name] = block
 
     def finish(self, tenant: str, manifest: Manifest | None) -> dict[str, Any]:
-        """Write the index and the summary, which is returned."""
+        """Write the index and the summary, which is returned; lines of files that are gone are left out."""
+        self._blocks = {name: block for name, block in self._blocks.items() if self._has_file(block)}
         lines = "".join(json.dumps(vars(block)) + "\n" for block in self._blocks.values())
         self._write_file(self._folder / _INDEX, lines.encode())
         summary = {
@@ -104,6 +118,19 @@ class ArchiveWriter:
         }
         self._write_file(self._folder / _SUMMARY, json.dumps(summary, indent=2).encode())
         return summary
+
+    def _has_file(self, block: ArchivedBlock) -> bool:
+        try:
+            found = _block_path(self._folder, block.name).lstat()
+        except OSError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == block.nbytes
+
+    def _retract_summary(self) -> None:
+        try:
+            (self._folder / _SUMMARY).unlink(missing_ok=True)
+        except OSError as exc:
+            raise PoolUnavailable(f"folder {self._folder} cannot be written to: {exc.strerror}") from exc
 
     def _write_file(self, path: Path, data: bytes) -> None:
         draft = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -138,52 +165,90 @@ class ArchiveReader:
         self.digest: str = summary["namespace"]
         self.tenant: str = summary.get("tenant", DEFAULT_TENANT)
         self.manifest = _read_manifest(summary.get("manifest"), self.digest)
-        self.blocks = list(self._read_index())
+        self.blocks = list(_read_index(folder / _INDEX, summary["blocks"] + 1))
         if len(self.blocks) != summary["blocks"]:
-            told = f"{len(self.blocks)} blocks, where {_SUMMARY} says {summary['blocks']}"
+            count = f"more than {summary['blocks']}" if len(self.blocks) > summary["blocks"] else len(self.blocks)
+            told = f"{count} blocks, where {_SUMMARY} says {summary['blocks']}"
             raise ConfigError(f"{folder / _INDEX} lists {told}: export it again")
 
     def read_block(self, block: ArchivedBlock) -> tuple[str, StoredBytes] | str:
         """The key and the value of a block; or, in a few words, why it cannot be used."""
         key = key_prefix(self.digest) + block.name
-        try:
-            data = _block_path(self._folder, block.name).read_bytes()
-        except OSError as exc:
-            return f"cannot be read: {exc.strerror}"
-        if len(data) != block.nbytes or hashlib.sha256(data).hexdigest() != block.sha256:
+        data = _read_regular(_block_path(self._folder, block.name), block.nbytes, block.nbytes)
+        if data is None:
+            return f"is no file of {block.nbytes} bytes that can be read"
+        if hashlib.sha256(data).hexdigest() != block.sha256:
             return "is not what the index says"
         value = wrap_bytes(data)
         fault = find_fault(key, value)
         return (key, value) if fault is None else f"has a wrong {fault} in its header"
 
     def _read_summary(self) -> Mapping[str, Any]:
+        path = self._folder / _SUMMARY
+        if not os.path.lexists(path):
+            raise ConfigError(f"{self._folder} is no whole export: it has no {_SUMMARY}")
+        if (data := _read_regular(path, 0, _MAX_SUMMARY_BYTES)) is None:
+            raise ConfigError(f"{path} is no file of at most {_MAX_SUMMARY_BYTES} bytes that can be read")
         try:
-            summary = json.loads((self._folder / _SUMMARY).read_bytes())
-        except FileNotFoundError:
-            raise ConfigError(f"{self._folder} is no whole export: it has no {_SUMMARY}") from None
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"{self._folder / _SUMMARY} cannot be read: {exc}") from None
+            summary = json.loads(data)
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(f"{path} cannot be read: {exc}") from None
         if not isinstance(summary, dict) or summary.get("format") != _FORMAT:
             raise ConfigError(f"{self._folder / _SUMMARY} does not say that it is of format {_FORMAT}")
         is_named = isinstance(summary.get("namespace"), str) and _DIGEST.fullmatch(summary["namespace"])
-        if not is_named or not isinstance(summary.get("tenant", ""), str) or type(summary.get("blocks")) is not int:
+        if not is_named or not isinstance(summary.get("tenant", ""), str) or not _is_count(summary.get("blocks")):
             raise ConfigError(f"{self._folder / _SUMMARY} does not name a namespace, a tenant and a number of blocks")
         return summary
 
-    def _read_index(self) -> Iterator[ArchivedBlock]:
-        try:
-            lines = (self._folder / _INDEX).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{self._folder / _INDEX} cannot be read: {exc}") from None
-        for number, line in enumerate(lines, 1):
+
+def _read_index(path: Path, most: int | None = None) -> Iterator[ArchivedBlock]:
+    """The lines of an index, ``most`` at most.
+
+    Raises:
+        ConfigError: it cannot be read, or has a line that is none.
+    """
+    file = _open_regular(path)
+    if file is None:
+        raise ConfigError(f"{path} is no file that can be read")
+    with file:
+        lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
+        for number, line in enumerate(itertools.islice(lines, most), 1):
             try:
                 block = ArchivedBlock(**json.loads(line))
-                is_sound = _HASH.fullmatch(block.name) and type(block.nbytes) is int and _HASH.fullmatch(block.sha256)
-            except (ValueError, TypeError):
+                is_sound = _HASH.fullmatch(block.name) and _HASH.fullmatch(block.sha256) and _is_count(block.nbytes)
+            except (ValueError, TypeError, RecursionError, OSError):
                 is_sound = None
-            if not is_sound:
-                raise ConfigError(f"line {number} of {self._folder / _INDEX} is no line of an index")
+            if not is_sound or block.nbytes > _MAX_BLOCK_BYTES:
+                raise ConfigError(f"line {number} of {path} is no line of an index")
             yield block
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _read_regular(path: Path, least: int, most: int) -> bytes | None:
+    """The bytes of a regular file whose size is in this range; None: there is none, or it cannot be read."""
+    file = _open_regular(path)
+    if file is None:
+        return None
+    with file, contextlib.suppress(OSError):
+        if least <= os.fstat(file.fileno()).st_size <= most:
+            data = file.read(most + 1)
+            return data if least <= len(data) <= most else None
+    return None
+
+
+def _open_regular(path: Path) -> BinaryIO | None:
+    """The file, if it is a regular one; a link, pipe or device is not opened, or not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    return None
 
 
 def _read_manifest(told: object, digest: str) -> Manifest | None:

@@ -92,7 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _must_ask(arguments: argparse.Namespace) -> bool:
-    return not arguments.yes and not arguments.json and sys.stdin.isatty() and sys.stdout.isatty()
+    return not arguments.yes and not arguments.json and _is_terminal()
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _is_confirmed(counts: dict[str, int]) -> bool:

@@ -29,7 +29,10 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
     add_scope_arguments(parser, verb="copy")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be copied")
-    parser.epilog = "Nothing is taken out of the pool. Blocks that the folder has already are not written again."
+    parser.epilog = (
+        "Nothing is taken out of the pool. In a folder with an earlier export, blocks that changed are written again, "
+        "and those that the pool has no more stay."
+    )
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,10 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
     parser.add_argument("--namespace", metavar="DIGEST", help="only if the folder has this namespace")
     parser.add_argument("--dry-run", action="store_true", help="check the folder, and only say what would be stored")
-    parser.epilog = "Every block is checked before it is stored; blocks that the pool has stay as they are."
+    parser.epilog = (
+        "Every block is checked before it is stored; blocks that the pool has stay as they are. Checks find damage, not "
+        "forgery: whoever wrote the folder decides what these blocks say for their prompts. Import only what you trust."
+    )
 
 
 def export_blocks(arguments: argparse.Namespace) -> int:
@@ -124,6 +130,7 @@ def _print_import(arguments: argparse.Namespace, archive: ArchiveReader, counts:
         return
     verb = "would be stored" if arguments.dry_run else "stored"
     print(f"{counts['stored']} blocks of namespace {archive.digest} {verb}, {counts['present']} were there already")
+    print("they were checked for damage, not for forgery: who wrote the folder is trusted with this model's answers")
 
 
 def _import_part(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from kvstore_backend.cli.operator import clear
 from kvstore_backend.config import load_config
 from kvstore_backend.manifest import manifest_key
 from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
 from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
+from tests.support.json_http import Asked, JsonServer
 
 FIRST, SECOND = space("first"), space("second")
 PROMPT = list(range(12))
@@ -92,3 +95,127 @@ def test_a_text_is_named_by_its_checkpoints_tokens(tmp_path: Path, url: str, kvs
     named = ["--namespace", FIRST.digest, "--prefix", "0 1 2 3 4", "--model", tmp_path]
     assert kvstore("clear", url, *named).output == f"1 blocks removed of namespace {FIRST.digest}\n"
     assert count(tmp_path) == {"first": 2, "second": 3}
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> list[str]:
+    """A terminal on which somebody answers so; what it asked."""
+    asked: list[str] = []
+
+    def reply(question: str) -> str:
+        asked.append(question)
+        if not answer:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("builtins.input", reply)
+    monkeypatch.setattr(clear, "_is_terminal", lambda: True)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_removed"), [("y", True), ("Yes ", True), ("n", False), ("no", False), ("", False)]
+)
+def test_on_a_terminal_somebody_is_asked_first(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch, answer: str, is_removed: bool
+) -> None:
+    asked = terminal(monkeypatch, answer)
+    ended = kvstore("clear", url, "--namespace", FIRST.digest)
+    assert asked == ["remove them? [y/N] "]
+    assert f"3 blocks of namespace {FIRST.digest}\n" in ended.output
+    assert ended.status == (0 if is_removed else 1)
+    assert ("nothing was removed" in ended.output) != is_removed
+    assert count(tmp_path) == {"first": 0 if is_removed else 3, "second": 3}
+
+
+@pytest.mark.parametrize("flags", [["--yes"], ["--json"], ["--dry-run"]])
+def test_scripts_are_not_asked(url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    asked = terminal(monkeypatch, "n")
+    assert kvstore("clear", url, "--all", *flags).status == 0
+    assert asked == []
+
+
+class Fleet:
+    """A router and its instances, in one server: each path as it would be at one of them."""
+
+    def __init__(self, answers: dict[str, tuple[int, object]]) -> None:
+        self.asked: list[str] = []
+        self._answers = answers
+
+    def answer(self, request: Asked) -> tuple[int, object]:
+        self.asked.append(request.path)
+        return self._answers.get(request.path, (404, {}))
+
+
+@pytest.mark.parametrize(
+    ("digest", "cached", "sentence"),
+    [
+        (FIRST.digest, 31, "has 31 blocks of this model in its own cache still; --caches clears it"),
+        (FIRST.digest, 0, "has nothing in its own cache"),
+        (SECOND.digest, 31, ""),
+        (None, None, "does not say what is in its own cache; --caches clears it"),
+    ],
+)
+def test_instances_are_asked_what_they_hold_still(
+    url: str, kvstore: Commands, digest: str | None, cached: int | None, sentence: str
+) -> None:
+    told = {"digest": digest, "cached_blocks": cached} if digest else {"error": "no path"}
+    fleet = Fleet({"/kvcache": (200 if digest else 404, told)})
+    with JsonServer(fleet.answer) as server:
+        ended = kvstore("clear", url, "--namespace", FIRST.digest, "--instances", server.address)
+        assert ended.status == 0, ended.errors
+        told = kvstore("clear", url, "--namespace", FIRST.digest, "--json", "--instances", server.address).told
+        assert told["cached_blocks"] == ({server.address: cached} if sentence else {})
+    assert ended.output.splitlines()[1:] == ([f"{server.address} {sentence}"] if sentence else [])
+
+
+def test_caches_are_cleared_by_whichever_path_an_instance_has(url: str, kvstore: Commands) -> None:
+    fleet = Fleet({"/flush_cache": (200, {}), "/kvcache": (200, {"digest": FIRST.digest, "cached_blocks": 0})})
+    with JsonServer(fleet.answer) as server:
+        named = ["--namespace", FIRST.digest, "--caches", "--instances", server.address]
+        assert kvstore("clear", url, *named).status == 0
+    assert fleet.asked == ["/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache", "/kvcache"]
+
+
+def test_an_instance_that_does_not_clear_its_cache_is_named(tmp_path: Path, url: str, kvstore: Commands) -> None:
+    with JsonServer(Fleet({"/clear_prefix_cache": (503, {})}).answer) as server:
+        ended = kvstore("clear", url, "--all", "--caches", "--instances", server.address)
+    assert ended.sentence == f"the instance at {server.address} did not clear its own cache: it answered 503"
+    assert count(tmp_path) == {"first": 0, "second": 0}
+
+
+def test_a_routers_instances_are_asked_and_cleared_by_it(tmp_path: Path, url: str, kvstore: Commands) -> None:
+    answers: dict[str, tuple[int, object]] = {"/kvcache": (200, {"digest": FIRST.digest, "cached_blocks": 2})}
+    fleet = Fleet(answers)
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with JsonServer(fleet.answer) as server:
+        host, _, port = server.address.partition(":")
+        answers["/registered"] = 200, {"mixed": [{"host_ip": host, "port": int(port)}], "prefill": [], "decode": []}
+        answers["/admin/clear_prefix_cache"] = 502, {"instances": {"a:1": "success", "b:2": "it is away"}}
+        named = ["--namespace", FIRST.digest, "--router", server.address, "--token-file", token]
+        assert f"{server.address} has 2 blocks" in kvstore("clear", url, *named).output
+        assert kvstore("clear", url, *named, "--caches").sentence == "b:2 did not clear its cache: it is away"
+        answers["/admin/clear_prefix_cache"] = 401, {}
+        assert "cleared no caches: it answered 401" in kvstore("clear", url, *named, "--caches").sentence
+
+
+def test_a_pool_that_takes_no_mark_is_cleared_and_said_so(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clear, "_write_mark", lambda holdings, key: False)
+    assert "the pool took no mark of this clear" in kvstore("clear", url, "--namespace", FIRST.digest).sentence
+    assert count(tmp_path) == {"first": 0, "second": 3}
+
+
+def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("MOONCAKE_", "KVSTORE_"))]:
+        monkeypatch.delenv(name)
+    fleet = Fleet({"/kvcache": (200, {"pool": {"url": url}, "digest": FIRST.digest, "cached_blocks": 0})})
+    with JsonServer(fleet.answer) as server:
+        assert kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address).status == 0
+    assert count(tmp_path) == {"first": 0, "second": 3}
+    with JsonServer(Fleet({"/kvcache": (200, {"pool": None})}).answer) as server:
+        ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address)
+    assert ended.sentence == f"the instance at {server.address} does not say which pool it uses: name the pool"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvstore_backend.cli.operator.archive import ArchiveWriter
 from kvstore_backend.config import load_config
 from kvstore_backend.pool import open_store
-from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space, stored_keys
+from kvstore_backend.wrappers.checked import CheckedBackend
+from tests.kvstore_backend.cli.operator.pools import Commands, chain, fill_pool, folder_url, space, stored_keys
+from tests.support.memory import Memory
 
 FIRST, SECOND = space("first"), space("second")
 PROMPT = list(range(12))
@@ -60,6 +66,153 @@ def test_an_export_that_was_cut_short_is_no_whole_one_and_goes_on(
     assert "is no whole export: it has no namespace.json" in kvstore("import", tmp_path / "out", target).sentence
     assert kvstore(*export).status == 0
     assert kvstore("import", tmp_path / "out", target).output.startswith("3 blocks of namespace ")
+
+
+def recompute(url: str, key: str, nbytes: int) -> None:
+    """Put other bytes in the place of a block, as where it was evicted and computed in another batch."""
+    store = open_store(load_config(url))
+    checked = CheckedBackend(store)
+    memory = Memory(b"other bytes".ljust(nbytes))
+    checked.remove([key], force=True)
+    assert all(checked.put([key], [memory.value]))
+    checked.close()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 2000])
+def test_exporting_again_takes_what_changed_and_keeps_what_was_evicted(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, nbytes: int
+) -> None:
+    export = ["export", tmp_path / "out", source, "--namespace", FIRST.digest]
+    assert kvstore(*export).status == 0
+    changed, evicted, _ = (FIRST.key(each) for each in chain(PROMPT))
+    recompute(source, changed, nbytes)
+    store = open_store(load_config(source))
+    assert all(store.remove([evicted], force=True))
+    store.close()
+    ended = kvstore(*export)
+    assert (ended.status, ended.output.split()[0]) == (0, "2")
+    summary = json.loads((tmp_path / "out" / "namespace.json").read_text())
+    assert (summary["blocks"], summary["bytes"]) == (3, 2 * 1128 + 128 + nbytes)
+    assert kvstore("import", tmp_path / "out", target, "--json").told == {
+        "dry_run": False,
+        "namespace": FIRST.digest,
+        "stored": 3,
+        "present": 0,
+        "damaged": 0,
+        "refused": 0,
+    }
+    [stored] = (tmp_path / "target").glob(f"blocks/*/{changed}.block")
+    assert stored.read_bytes()[128:] == b"other bytes".ljust(nbytes)
+
+
+def test_exporting_again_repairs_a_damaged_file_and_leaves_out_one_that_is_gone(
+    tmp_path: Path, source: str, target: str, kvstore: Commands
+) -> None:
+    export = ["export", tmp_path / "out", source, "--namespace", FIRST.digest]
+    kvstore(*export)
+    one, other, _ = sorted((tmp_path / "out").glob("blocks/*/*"))
+    one.write_bytes(one.read_bytes()[:-1] + b"x")
+    other.unlink()
+    store = open_store(load_config(source))
+    assert all(store.remove([FIRST.prefix + other.stem], force=True))
+    store.close()
+    assert kvstore(*export).status == 0
+    assert kvstore("import", tmp_path / "out", target, "--json").told["stored"] == 2
+
+
+def test_an_export_that_replaces_blocks_and_is_cut_short_is_no_whole_one(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = ["export", tmp_path / "out", source, "--namespace", FIRST.digest]
+    kvstore(*export)
+    recompute(source, FIRST.key(chain(PROMPT)[0]), 1000)
+    with monkeypatch.context() as cut:
+        cut.setattr(ArchiveWriter, "finish", lambda *_: sys.exit(1))
+        assert kvstore(*export).status == 1
+    assert "is no whole export" in kvstore("import", tmp_path / "out", target).sentence
+    assert kvstore(*export).status == 0
+    assert kvstore("import", tmp_path / "out", target, "--json").told["stored"] == 3
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_huge(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(1 << 42)  # takes no room on the disk
+
+
+def make_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(10)
+
+
+HOSTILE = [replace_by_pipe, replace_by_device, replace_by_link, replace_by_folder, make_huge, make_short]
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+@pytest.mark.parametrize("name", ["a block", "namespace.json", "blocks.jsonl"])
+def test_a_hostile_folder_neither_hangs_import_nor_is_read_whole(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, name: str, change: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    change(next(out.glob("blocks/*/*")) if name == "a block" else out / name)
+    sentence = kvstore("import", out, target).sentence
+    if name == "a block":
+        assert "1 blocks of the folder are damaged and were left out" in sentence
+        assert len(stored_keys(tmp_path / "target")) == 3  # two blocks, and the manifest
+    else:
+        assert str(out / name) in sentence
+        assert stored_keys(tmp_path / "target") == []
+
+
+@pytest.mark.parametrize("nbytes", [-1, True, 1.5, "1128", None, (1 << 30) + 1, 1 << 42], ids=lambda each: f"{each!r}")
+def test_an_index_with_a_wrong_size_is_none(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, nbytes: object
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    lines = [json.loads(line) for line in (out / "blocks.jsonl").read_text().splitlines()]
+    lines[1]["nbytes"] = nbytes
+    (out / "blocks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    if nbytes == 1 << 42:
+        make_huge(out / "blocks" / lines[1]["name"][:2] / f"{lines[1]['name']}.block")
+    assert f"line 2 of {out / 'blocks.jsonl'} is no line of an index" in kvstore("import", out, target).sentence
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 4, -1, True])
+def test_an_index_of_more_or_fewer_lines_than_told_is_refused(
+    tmp_path: Path, source: str, target: str, kvstore: Commands, blocks: int
+) -> None:
+    out = tmp_path / "out"
+    kvstore("export", out, source, "--namespace", FIRST.digest)
+    summary = json.loads((out / "namespace.json").read_text())
+    (out / "namespace.json").write_text(json.dumps({**summary, "blocks": blocks}))
+    sentence = kvstore("import", out, target).sentence
+    assert "does not name a namespace, a tenant and a number of blocks" in sentence or "export it again" in sentence
+
+
+def test_import_says_whom_it_trusts(tmp_path: Path, source: str, target: str, kvstore: Commands) -> None:
+    kvstore("export", tmp_path / "out", source, "--namespace", FIRST.digest)
+    assert "not for forgery: who wrote the folder is trusted" in kvstore("import", tmp_path / "out", target).output
 
 
 def test_damaged_blocks_stay_out(tmp_path: Path, source: str, target: str, kvstore: Commands) -> None:
