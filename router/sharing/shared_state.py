@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -275,7 +276,7 @@ class SharedState:
             try:
                 self._take_message(sender, message)
             except Exception:  # the messages after it count nonetheless
-                _log.exception("a message of router %s was not understood: %.200r", sender, message)
+                _log.exception("a message of router %s was not understood: %s", sender, reprlib.repr(message))
 
     def _take_message(self, sender: str, message: list[Any]) -> None:
         if message[0] == "publish":
@@ -322,7 +323,7 @@ def _can_be_sent(message: tuple[Any, ...]) -> bool:
     try:
         pack(["", [message]])
     except ValueError as exc:
-        _log.error("a message is not sent to the other routers: %s: %.200r", exc, message)
+        _log.error("a message is not sent to the other routers: %s: %s", exc, reprlib.repr(message))
         return False
     return True
 
