@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from router.settings import ROUTER_GONE_SECONDS, SettingsError
 from router.sharing.records import STALE_SECONDS
@@ -55,6 +55,8 @@ PREFIXES_SECONDS = 1.5
 # A full memory of prefixes takes 13 MB; one that takes more than this is not sent. Redis drops those not fetched.
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 KEPT_PREFIXES_SECONDS = 10
+
+_PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
 class SharedState:
@@ -336,9 +338,9 @@ def _make_client(url: str) -> Redis:
             "server.shared-state needs redis-py: pip install 'fastdeploy-kvstore[shared-state]'"
         ) from None
     try:
-        parts = urlsplit(url)
-        if parts.scheme in ("redis", "rediss") and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
-            raise ValueError(f"{parts.path!r} is no database; it must be a number")
+        path = _PATH.match(url)
+        if path is not None and not path[1].isdecimal():  # redis-py would take it for 0
+            raise ValueError(f"{path[1]!r} is no database; it must be a number")
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
     except ValueError as exc:
         raise SettingsError(
