@@ -48,8 +48,8 @@ SPEAKERS = {
 # Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
 # the figure for autoscalers one, and the end of a router that says so first another. The attempts at a request, and the
 # look through a large body, once parts of serving/request.py, have one each; asking instances why a request was a miss
-# has one, to router/http.
-MAX_ARROWS = 98
+# has one, to router/http; the supervisor's clock, which is that of the probes of instances, one.
+MAX_ARROWS = 99
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that

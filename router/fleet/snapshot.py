@@ -33,6 +33,8 @@ _log = logging.getLogger("router.fleet.snapshot")
 _FORMAT = "kvrouter snapshot 1"
 # The document without its policies, and of each role the policy's name and the function that encodes its memory.
 _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
+# Monotonic over processes, but not over starts of the machine, which this file names.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # By then, caches have turned over, and ports may have been given to others.
 STALE_SECONDS = 600.0
 
@@ -52,6 +54,14 @@ class PersistentPolicy(Protocol):
         """
 
 
+def read_boot_clock() -> tuple[str, float]:
+    """Which start of the machine this is, and the seconds since then; ``""`` where the system does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return "", 0.0
+
+
 class Snapshot:
     """The snapshot file of one router."""
 
@@ -61,12 +71,14 @@ class Snapshot:
         registry: Registry,
         policies: Mapping[Role, object],
         clock: Callable[[], float] = time.time,
+        boot_clock: Callable[[], tuple[str, float]] = read_boot_clock,
     ) -> None:
         """
         Args:
             path: the file; a file of its name with ``.new`` behind it is written first.
             policies: each role's policy; the memory of each ``PersistentPolicy`` is kept.
-            clock: seconds since the epoch, because it must outlive the process.
+            clock: seconds since the epoch, by which a file of another start of the machine, or of another one, is old.
+            boot_clock: as of ``read_boot_clock``.
 
         Raises:
             SettingsError: there is no folder for the file, or it is a folder itself.
@@ -79,6 +91,7 @@ class Snapshot:
         self._registry = registry
         self._policies = policies
         self._clock = clock
+        self._boot_clock = boot_clock
         # One that is cancelled in ``keep_writing`` goes on in its thread while ``save`` begins.
         self._one_at_a_time = threading.Lock()
 
@@ -110,10 +123,15 @@ class Snapshot:
         for registration, entry in document["instances"]:
             self._restore_instance(registration, entry, now)
         for role, state in document["policies"].items():
-            self._restore_policy(role, state)
+            try:
+                self._restore_policy(role, state)
+            except Exception:  # whatever a file has, the router starts
+                _log.exception("what the snapshot %s has of the %s policy is left aside", self._path, role)
         _log.info("the snapshot %s gave back %d instances", self._path, len(document["instances"]))
 
     def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:
+        if registration.role not in self._registry.roles:
+            return
         known = self._registry.get(registration.key)
         if known is None:
             if entry["permanent"]:
@@ -138,9 +156,12 @@ class Snapshot:
 
     def _gather_contents(self) -> _Contents:
         """The file's contents; requests are relayed only once this has returned."""
+        boot, since_boot = self._boot_clock()
         document: dict[str, Any] = {
             "format": _FORMAT,
             "written_at": self._clock(),
+            "boot": boot,
+            "since_boot": since_boot,
             "splitwise": self._registry.splitwise,
             "instances": [
                 {
@@ -181,11 +202,12 @@ class Snapshot:
             }
             new = self._path.with_name(self._path.name + ".new")
             try:
-                new.write_bytes(orjson.dumps(document))
+                new.unlink(missing_ok=True)
+                _write_private(new, orjson.dumps(document))
                 os.replace(new, self._path)
+                _flush_folder(self._path.parent)
             except OSError:
-                with contextlib.suppress(OSError):
-                    new.unlink()
+                new.unlink(missing_ok=True)
                 raise
 
     def _read_file(self) -> dict[str, Any]:
@@ -200,7 +222,7 @@ class Snapshot:
             document: dict[str, Any] = orjson.loads(data)
             if document["format"] != _FORMAT:
                 raise ValueError(f"its format is {document['format']!r}, not {_FORMAT!r}")
-            age = self._clock() - document["written_at"]
+            age = self._measure_age(document)
             splitwise = document["splitwise"]
             document["instances"] = [
                 (Registration.from_fields(entry["registration"]), _read_orders(entry))
@@ -212,11 +234,42 @@ class Snapshot:
             }
         except (orjson.JSONDecodeError, RegistrationError, KeyError, TypeError, AttributeError, binascii.Error) as exc:
             raise ValueError(f"it is damaged: {exc or type(exc).__name__}") from exc
-        if not 0 <= age <= STALE_SECONDS:
+        if not 0 <= age <= STALE_SECONDS:  # nan is none either
             raise ValueError(f"it was written {age:.0f} s ago; it is used up to {STALE_SECONDS:.0f} s")
         if splitwise is not self._registry.splitwise:
             raise ValueError(f"it is of a router {'with' if splitwise else 'without'} --splitwise")
         return document
+
+    def _measure_age(self, document: dict[str, Any]) -> float:
+        """The seconds since it was written; by no clock that may be set, if the machine has not been started since."""
+        boot, since_boot = self._boot_clock()
+        if boot and document.get("boot") == boot:
+            age: float = since_boot - document["since_boot"]
+        else:
+            age = self._clock() - document["written_at"]
+        return age
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Write a new file to the disk, for this user alone; what somebody has put in its place is not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Let a change of names in ``folder`` outlast a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_orders(entry: dict[str, Any]) -> dict[str, Any]:

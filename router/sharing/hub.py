@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -127,7 +128,7 @@ class Hub:
             case "answer", [asker, number, content]:
                 self._note_answer((asker, number), sender, [] if content is None else [content])
             case _:
-                _log.error("worker %s sent a message that is none: %.200r", sender, message)
+                _log.error("worker %s sent a message that is none: %s", sender, reprlib.repr(message))
 
     def on_distant_message(self, message: list[Any]) -> None:
         """Take a message of another router."""
@@ -155,7 +156,7 @@ class Hub:
             case "answers", [asker, number, router, answers]:
                 self._note_answer((asker, number), router, answers)
             case _:
-                _log.error("another router sent a message that is none: %.200r", message)
+                _log.error("another router sent a message that is none: %s", reprlib.repr(message))
 
     async def share_prefixes(self, prefixes: dict[str, Any]) -> None:
         """Let all workers know prefixes that another router knows, and wait until they do."""

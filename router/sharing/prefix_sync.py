@@ -71,8 +71,8 @@ class PrefixSync:
             try:
                 if num_chunks > self._policies[role].num_chunks:
                     self._policies[role].load_dump(dump)
-            except (KeyError, ValueError) as exc:
-                _log.warning("the prefixes of another process are not taken over: %s", exc)
+            except Exception as exc:  # they are a help, without which this process serves, too
+                _log.warning("the prefixes of another process are not taken over: %r", exc)
 
     async def _dump_prefixes(self, _: None) -> _Prefixes:
         dumps = {role: (policy.num_chunks, policy.prepare_dump()) for role, policy in self._policies.items()}

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from router.settings import ROUTER_GONE_SECONDS, SettingsError
 from router.sharing.records import STALE_SECONDS
@@ -54,6 +55,8 @@ PREFIXES_SECONDS = 1.5
 # A full memory of prefixes takes 13 MB; one that takes more than this is not sent. Redis drops those not fetched.
 MAX_PREFIXES_BYTES = 64 * 1024 * 1024
 KEPT_PREFIXES_SECONDS = 10
+
+_PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
 class SharedState:
@@ -275,7 +278,7 @@ class SharedState:
             try:
                 self._take_message(sender, message)
             except Exception:  # the messages after it count nonetheless
-                _log.exception("a message of router %s was not understood: %.200r", sender, message)
+                _log.exception("a message of router %s was not understood: %s", sender, reprlib.repr(message))
 
     def _take_message(self, sender: str, message: list[Any]) -> None:
         if message[0] == "publish":
@@ -322,7 +325,7 @@ def _can_be_sent(message: tuple[Any, ...]) -> bool:
     try:
         pack(["", [message]])
     except ValueError as exc:
-        _log.error("a message is not sent to the other routers: %s: %.200r", exc, message)
+        _log.error("a message is not sent to the other routers: %s: %s", exc, reprlib.repr(message))
         return False
     return True
 
@@ -335,9 +338,9 @@ def _make_client(url: str) -> Redis:
             "server.shared-state needs redis-py: pip install '/path/to/this/repository[shared-state]'"
         ) from None
     try:
-        parts = urlsplit(url)
-        if parts.scheme in ("redis", "rediss") and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
-            raise ValueError(f"{parts.path!r} is no database; it must be a number")
+        path = _PATH.match(url)
+        if path is not None and not path[1].isdecimal():  # redis-py would take it for 0
+            raise ValueError(f"{path[1]!r} is no database; it must be a number")
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
     except ValueError as exc:
         raise SettingsError(

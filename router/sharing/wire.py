@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import reprlib
 import socket
 from collections.abc import Callable
 from typing import Any, cast
@@ -46,7 +47,7 @@ class Wire(asyncio.Protocol):
             try:
                 self._on_message(message)
             except Exception:  # the messages after it count nonetheless
-                _log.exception("a message of another process was not understood: %.200r", message)
+                _log.exception("a message of another process was not understood: %s", reprlib.repr(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""

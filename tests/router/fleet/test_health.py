@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from router.fleet import AwakeClock, HealthMonitor, Instance, Registry, Tasks, health
 from router.fleet.breaker import FAILURES
+from router.http import (
+    Address,
+    ConnectFailed,
+    ConnectRefused,
+    NameUnresolved,
+    NoRoom,
+    Response,
+    TimedOut,
+    UpstreamError,
+)
+from router.settings import RouterSettings
 from tests.router.conftest import RouterUnderTest
+from tests.router.fleet.registrations import registration
 from tests.router.stand_in import Received, Responder, StandIn, chat_answer
 from tests.support.waiting import wait_until
 
@@ -173,3 +191,172 @@ def test_who_asks_for_health_does_not_hasten_the_verdict(make_router: MakeRouter
     for _ in range(3):
         assert router.client.get("/health_generate").status_code == 503
     assert states(router) == ["healthy"]
+
+
+def fail_with(router: RouterUnderTest, error: Exception) -> Instance:
+    """Let a live request's connection to the only instance fail so."""
+    (instance,) = router.app.registry
+
+    async def fail() -> None:
+        router.app.health.on_trouble(instance, error)
+
+    router.thread.run(fail())
+    return instance
+
+
+@pytest.mark.parametrize("error", [ConnectFailed("not in time"), NameUnresolved("try again"), TimedOut("late")])
+def test_a_connection_that_is_not_made_for_another_reason_leads_to_a_probe_only(
+    make_router: MakeRouter, stand_in: MakeStandIn, error: UpstreamError
+) -> None:
+    instance = stand_in()
+    router = make_router(instance, health_failure_threshold=3)
+    before = instance.probes
+    known = fail_with(router, error)
+    assert known.healthy
+    wait_until(lambda: instance.probes > before, "a probe")
+    assert known.healthy
+
+
+def test_a_refused_connection_is_believed_at_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    known = fail_with(make_router(stand_in()), ConnectRefused("nobody listens"))
+    assert not known.healthy
+
+
+class Upstream:
+    """Connections whose probes end as the test says."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.on_fetch: Callable[[], None] = lambda: None
+        self.probed: list[str] = []
+
+    async def fetch(self, address: Address, method: str, target: str, *, timeout: float) -> Response:
+        self.probed.append(str(address))
+        self.on_fetch()
+        if self.error is not None:
+            raise self.error
+        return Response(200, (), b"")
+
+
+class Watched:
+    """A monitor of some instances."""
+
+    def __init__(self, count: int = 1, **settings: Any) -> None:
+        self.upstream = Upstream()
+        self.registry = Registry(splitwise=False)
+        self.lost: list[str] = []
+        self.registry.subscribe_to_lost_caches(self.lost.append)
+        self.instances = [
+            self.registry.register(registration(role="mixed", port=number + 1, models=["m"]), time.monotonic())
+            for number in range(count)
+        ]
+        self.tasks = Tasks()
+        self.monitor = HealthMonitor(RouterSettings(**settings), self.registry, self.upstream, self.tasks)  # type: ignore[arg-type]
+        self.now = 100.0
+        self.monitor.awake = AwakeClock(lambda: self.now)
+
+    def check(self, times: int = 1) -> None:
+        for _ in range(times):
+            asyncio.run(self.monitor.check_all())
+
+
+def test_where_no_name_server_answers_instances_stay_as_they_are_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watched = Watched()
+    watched.upstream.error = NameUnresolved("cannot connect: Temporary failure in name resolution")
+    watched.check(5)
+    assert watched.instances[0].healthy
+    assert caplog.text.count("was not probed, and is taken for as healthy as before") == 1
+    watched.upstream.error = None
+    watched.check()
+    watched.upstream.error = NoRoom("Too many open files")
+    watched.check(2)
+    assert caplog.text.count("was not probed, and is taken for as healthy as before") == 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_lost"),
+    [
+        ([ConnectFailed("no connection in time")] * 3, False),
+        ([ConnectFailed("no connection in time"), ConnectFailed("TLS"), ConnectRefused("nobody listens")], True),
+        ([ConnectRefused("nobody listens")] + [ConnectFailed("no connection in time")] * 2, True),
+        ([TimedOut("no answer")] * 3, True),
+    ],
+)
+def test_the_cache_of_one_that_was_only_out_of_reach_is_not_forgotten(errors: list[Exception], is_lost: bool) -> None:
+    watched = Watched()
+    (instance,) = watched.instances
+    for error in errors:
+        watched.upstream.error = error
+        watched.check()
+    assert not instance.healthy
+    watched.upstream.error = None
+    watched.check(2)
+    assert instance.healthy
+    assert bool(watched.lost) is is_lost
+    assert (instance.weight(time.monotonic()) < 1.0) is is_lost
+
+
+@pytest.mark.parametrize("error", [TimedOut("no answer in time"), ConnectFailed("no connection in time")])
+def test_a_probe_that_was_late_while_this_process_did_not_run_says_nothing(error: Exception) -> None:
+    watched = Watched()
+    watched.upstream.error = error
+
+    def stall() -> None:
+        watched.now += 8.0
+
+    watched.upstream.on_fetch = stall
+    watched.check(5)
+    assert watched.instances[0].healthy
+    watched.upstream.on_fetch = lambda: None
+    watched.check(3)
+    assert not watched.instances[0].healthy
+
+
+def test_seconds_in_which_this_process_did_not_run_make_no_instance_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(heartbeat_expiry_secs=30.0)
+    (instance,) = watched.instances
+    instance.has_heartbeat = True
+    began = instance.last_registered
+    now = began + 100.0
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def nothing() -> None:
+        pass
+
+    watched.now += 90.25
+    asyncio.run(watched.monitor._run_round(nothing))
+    assert list(watched.registry) == [instance]
+    asyncio.run(watched.monitor._run_round(nothing))
+    assert list(watched.registry) == [instance]
+    now += 21.0
+    asyncio.run(watched.monitor._run_round(nothing))
+    assert list(watched.registry) == []
+
+
+def test_probes_are_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(count=10, health_check_interval_secs=5.0)
+    probed: list[int] = []
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        probed.append(len(watched.upstream.probed))
+        pauses.append(seconds)
+        await sleep(0)
+
+    sleep = asyncio.sleep
+    monkeypatch.setattr(health, "asyncio", SimpleNamespace(sleep=pause))
+    asyncio.run(watched.monitor._probe_one_by_one())
+    assert pauses[:10] == [0.5] * 10
+    assert probed[:10] == list(range(10))
+    assert len(pauses) == 11
+
+
+def test_one_that_is_removed_meanwhile_is_not_probed() -> None:
+    watched = Watched(count=2, health_check_interval_secs=0.02)
+    watched.upstream.on_fetch = lambda: (
+        watched.registry.remove(watched.instances[1]) if len(list(watched.registry)) > 1 else None
+    )
+    asyncio.run(watched.monitor._probe_one_by_one())
+    assert watched.upstream.probed == [watched.instances[0].key]

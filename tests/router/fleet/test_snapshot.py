@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import stat
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +52,7 @@ def mixed(port: int, **fields: Any) -> Registration:
 def snapshot(
     path: Path, registry: Registry | None = None, policy: object | None = None, at: float = 1000.0
 ) -> Snapshot:
-    return Snapshot(path, registry or Registry(splitwise=False), {Role.MIXED: policy}, clock=lambda: at)
+    return Snapshot(path, registry or Registry(splitwise=False), {Role.MIXED: policy}, lambda: at, lambda: ("", 0.0))
 
 
 @pytest.fixture
@@ -168,6 +171,74 @@ def test_a_damaged_memory_does_not_cost_the_instances(path: Path, caplog: pytest
     snapshot(path, after, Remembers()).restore(now=0.0)
     assert len(list(after)) == 1
     assert "of the mixed policy is left aside: it is damaged" in caplog.text
+
+
+def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Remembers):
+        def load_dump(self, data: bytes) -> None:
+            struct.unpack("<I", data[:1])
+
+    before, after = Registry(splitwise=False), Registry(splitwise=False)
+    before.register(mixed(1), now=0.0)
+    snapshot(path, before, Fails(b"forged")).save()
+    snapshot(path, after, Fails()).restore(now=0.0)
+    assert len(list(after)) == 1
+    assert "of the mixed policy is left aside" in caplog.text
+
+
+def test_it_is_readable_to_its_user_alone_and_nothing_that_stands_in_its_way_is_followed(
+    path: Path, tmp_path: Path
+) -> None:
+    other, new = tmp_path / "other", path.with_name(path.name + ".new")
+    other.write_text("another's")
+    new.symlink_to(other)
+    snapshot(path).save()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.is_symlink()
+    assert not new.exists()
+    assert other.read_text() == "another's"
+
+
+def test_it_is_on_the_disk_before_it_takes_the_place_of_the_last_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append("flush")
+        fsync(descriptor)
+
+    def note_replace(old: Path, new: Path) -> None:
+        done.append("replace")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    snapshot(path).save()
+    assert done == ["flush", "replace", "flush"]
+
+
+@pytest.mark.parametrize(
+    ("boot", "since_boot", "taken"), [("a", 1600.0, True), ("a", 1601.0, False), ("b", 5.0, False)]
+)
+def test_its_age_is_told_by_no_clock_that_may_be_set_if_the_machine_was_not_started_since(
+    path: Path, boot: str, since_boot: float, taken: bool
+) -> None:
+    before, after = Registry(splitwise=False), Registry(splitwise=False)
+    before.register(mixed(1), now=0.0)
+    Snapshot(path, before, {}, lambda: 5000.0, lambda: ("a", 1000.0)).save()
+    Snapshot(path, after, {}, lambda: 0.0, lambda: (boot, since_boot)).restore(now=0.0)
+    assert bool(list(after)) is taken
+
+
+def test_instances_of_roles_that_the_router_does_not_take_are_left_out(path: Path) -> None:
+    before, after = Registry(splitwise=False), Registry(splitwise=False)
+    before.register(mixed(1, role="prefill"), now=0.0)
+    before.register(mixed(2), now=0.0)
+    snapshot(path, before).save()
+    snapshot(path, after).restore(now=0.0)
+    assert [each.key for each in after] == [mixed(2).key]
 
 
 def test_no_file_is_a_first_start_and_says_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import socket
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 
+from router.http import pool
 from router.http.errors import (
     BadResponse,
     ConnectFailed,
     ConnectionLost,
     ConnectRefused,
+    NameUnresolved,
     NoRoom,
     StaleConnection,
     TimedOut,
@@ -360,15 +364,21 @@ def test_an_ipv6_address_is_written_with_brackets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"),
-    [(errno.EMFILE, NoRoom), (errno.ECONNREFUSED, ConnectRefused), (errno.EHOSTUNREACH, ConnectFailed)],
+    ("failure", "expected"),
+    [
+        (OSError(errno.EMFILE, "no"), NoRoom),
+        (OSError(errno.ECONNREFUSED, "no"), ConnectRefused),
+        (OSError(errno.EHOSTUNREACH, "no"), ConnectFailed),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), NameUnresolved),
+        (socket.gaierror(socket.EAI_NONAME, "unknown"), ConnectFailed),
+    ],
 )
 def test_it_is_told_apart_why_no_connection_was_made(
-    client: Client, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[UpstreamError]
+    client: Client, monkeypatch: pytest.MonkeyPatch, failure: OSError, expected: type[UpstreamError]
 ) -> None:
     async def connect(upstream: ConnectionPool) -> None:
         async def fails(*args: object, **kwargs: object) -> None:
-            raise OSError(number, "no")
+            raise failure
 
         loop = SimpleNamespace(create_connection=fails)
         monkeypatch.setattr("router.http.pool.asyncio.get_running_loop", lambda: loop)
@@ -380,6 +390,23 @@ def test_it_is_told_apart_why_no_connection_was_made(
     with pytest.raises(UpstreamError) as raised:
         client.run(connect)
     assert type(raised.value) is expected
+
+
+@pytest.mark.parametrize(("make_loop", "delay"), [(asyncio.new_event_loop, 0.25), (uvloop.new_event_loop, None)])
+def test_where_the_loop_can_it_tries_a_second_address_beside_one_that_does_not_answer(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], delay: float | None
+) -> None:
+    loop = make_loop()
+    assert pool._list_options(loop).get("happy_eyeballs_delay") == delay
+    loop.close()
+
+
+def test_only_so_many_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_HOSTS", 3)
+    upstream = ConnectionPool()
+    for number in range(10):
+        upstream.exchange(Address("127.0.0.1", number + 1), "GET", b"/", (), b"")
+        assert len(upstream._hosts) <= 3
 
 
 def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_it_open(

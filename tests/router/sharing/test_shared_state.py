@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgpack
 import pytest
 
 from router.access import Admission
@@ -15,11 +17,23 @@ from router.policies.cache_aware import CacheAware
 from router.settings import RouterSettings, SettingsError
 from router.sharing import PrefixSync, WorkerLink, shared_state
 from router.sharing.gate import Gate
+from router.sharing.records import STALE_SECONDS
 from router.sharing.shared_state import SharedState
+from router.sharing.wire import pack
 from tests.router.sharing.links import LinkedHub, make_record, until
 from tests.support.redis import RedisServer, needs_redis
 
 pytestmark = needs_redis
+
+
+class LinkedClosing(LinkedHub):
+    """A hub that is closed at the end of a block."""
+
+    async def __aenter__(self) -> LinkedClosing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 class Router:
@@ -76,6 +90,89 @@ def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
         await until(lambda: "one" in second.records and "two" in first.records)
         async with router("c", redis.url) as third:
             await until(lambda: set(third.records) == {"one", "two"})
+
+    run_two(redis, work)
+
+
+def test_fleets_of_two_databases_of_one_redis_never_hear_of_each_other(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        async with router("other", redis.url.removesuffix("/0") + "/1") as other:
+            await until(lambda: not other.link.trouble)
+            other.link.keep_record("theirs", make_record(9))
+            other.link.publish_event("news", "theirs")
+            first.link.keep_record("ours", make_record(1))
+            first.link.publish_event("news", "ours")
+            await until(lambda: bool(second.heard) and "ours" in second.records)
+            async with router("later", redis.url.removesuffix("/0") + "/1") as later:
+                await until(lambda: "theirs" in later.records and "later" in other.shared.list_routers())
+                assert set(other.records) | set(later.records) == {"theirs"}
+                assert ("a-0", "ours") not in other.heard + later.heard
+            assert set(second.records) == {"ours"}
+            assert second.heard == [("a-0", "ours")]
+            assert set(first.shared.list_routers()) == {"b"}
+
+    run_two(redis, work)
+
+
+def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_starting(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            first.link.keep_record("good", make_record(1))
+            await until(lambda: not first.link.trouble)
+            client: Any = first.shared._redis
+            old = {"written_at": 1e9, "is_news": True, "fields": {}, "draining": False}
+            await client.hset("kvrouter:1:fleet", "10.0.0.1:80", msgpack.packb(old))
+            for key, data in (("old", msgpack.packb(old)), ("broken", b"\xc1"), ("text", b"\xa1a"), (b"\xff", b"")):
+                await client.sadd(first.shared._instances, key)
+                await client.set(first.shared._record.encode() + (key if type(key) is bytes else key.encode()), data)
+            await client.publish(first.shared._channel, b"\xc1")
+            await client.publish(first.shared._channel, msgpack.packb(["x", [["keep", 5, None], [], ["what"]]]))
+            async with router("b", redis.url) as second:
+                await until(lambda: set(second.records) == {"good"})
+                assert not second.link.trouble
+
+    asyncio.run(run())
+    assert "in the shared state is left aside" in caplog.text
+    assert "a record of old is left aside" in caplog.text
+
+
+def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key(redis: RedisServer) -> None:
+    async def run() -> None:
+        async with router("a", redis.url) as first:
+            first.link.keep_record("one", make_record(1))
+            client: Any = first.shared._redis
+            members, left = first.shared._instances, first.shared._record + "one"
+            while not await client.exists(left):
+                await asyncio.sleep(0.01)
+            assert STALE_SECONDS - 60 < await client.ttl(left) <= STALE_SECONDS
+            await client.delete(left)
+            async with LinkedClosing() as linked:
+                late = SharedState(redis.url, "b", linked.hub)
+                await late._exchange_records()
+                await late._redis.aclose()
+            assert await client.smembers(members) == set()
+
+    asyncio.run(run())
+
+
+def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(redis: RedisServer) -> None:
+    running: dict[str, dict[str, int]] = {}
+
+    def note(there: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
+        running[there] = running_there
+
+    async def work(first: Router, second: Router) -> None:
+        gate = Gate(Admission(RouterSettings(max_concurrent_requests=5)), first.shared._hub.tell_limits)
+        first.shared._hub.gate = gate
+        let_in = asyncio.Event()
+        gate.admit_request("a-0", 1, "client", 0, 10, lambda refusal: let_in.set())
+        await let_in.wait()
+        async with router("c", redis.url) as third:
+            third.shared._hub.gate = Gate(Admission(RouterSettings()), lambda *_: None)
+            third.shared._hub.gate.note_elsewhere = note  # type: ignore[method-assign]
+            await until(lambda: running.get("a") == {"client": 1})
 
     run_two(redis, work)
 
@@ -274,6 +371,22 @@ def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_b
     run_two(redis, work)
 
 
+def test_a_message_that_can_be_passed_on_no_further_holds_no_other_up(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(first: Router, second: Router) -> None:
+        nested: Any = 1
+        with contextlib.suppress(ValueError):
+            while pack(["publish", "news", [nested]]):  # as deep as a worker's own message may be
+                nested = [nested]
+        first.link.publish_event("news", nested)
+        first.link.publish_event("news", "after it")
+        await until(lambda: second.heard == [("a-0", "after it")])
+
+    run_two(redis, work)
+    assert "a message is not sent to the other routers" in caplog.text
+
+
 def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
 
@@ -309,7 +422,9 @@ def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, mo
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:port"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:port", "redis://127.0.0.1:6379/staging"]
+)
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(
         SettingsError, match=r"server.shared-state is no address of a Redis, such as redis://host:6379/0"
