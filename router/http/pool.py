@@ -167,7 +167,7 @@ class ConnectionPool:
         return connection
 
     def _drop(self, connection: Connection) -> None:
-        """Close a connection that nobody waits for: it may just have been made, and uvloop does not say that it ends."""
+        """Close a connection that nobody waits for: it may just have been made, and uvloop tells nothing of its end."""
         connection.abort()
         self.discard_open(connection)
 
