@@ -6,6 +6,7 @@
 4. A key's text is built and parsed in ``namespace.py``.
 5. Configuration is read in ``config/``, ``settings/`` and ``args.py``.
 6. Rooms depend downward.
+7. Whoever catches every exception raises it again, logs it or counts it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ MAX_ENTRIES = 14
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that
 # torch's thread pool reads when it is loaded, and reads FastDeploy's.
 READERS_OF_THE_ENVIRONMENT = ("kvstore_backend/config/", "router/settings/", "engine/args.py")
+
+
+# Handlers of every exception that neither raise, nor log, nor count: by file and function, with the reason.
+QUIET_HANDLERS: dict[tuple[str, str], str] = {
+    ("router/serving/request.py", "start"): "kept, and raised in serve_to_end, which logs it",
+    ("router/serving/request.py", "_on_answer"): "kept, and raised in serve_to_end, which logs it",
+    ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
+    ("engine/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",
+    ("kvstore_backend/staging/cuda.py", "_queue"): "kept, and raised by whoever waits for the end of the steps",
+    ("kvstore_backend/staging/ring.py", "take"): "whoever began the copy gets it from the same event",
+}
 
 
 @functools.cache
@@ -200,3 +212,64 @@ def test_starting_the_router_loads_no_torch_and_nothing_that_makes_spans() -> No
     heavy = "{'torch', 'mooncake', 'transformers', 'opentelemetry.sdk', 'opentelemetry.exporter'}"
     code = f"import router.launch, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_exception_is_swallowed(file: Path) -> None:
+    path = str(file.relative_to(ROOT))
+    quiet = {function for function, _ in find_quiet_handlers(ast.parse(file.read_text()))}
+    allowed = {function for each, function in QUIET_HANDLERS if each == path}
+    assert not quiet - allowed, f"in {path}: raise it again, log or count it, or catch what you expect"
+
+
+@pytest.mark.parametrize(
+    ("handler", "is_quiet"),
+    [
+        ("try: f()\nexcept Exception: pass", True),
+        ("try: f()\nexcept: g()", True),
+        ("try: f()\nexcept (ValueError, BaseException) as exc: g(str(exc))", True),
+        ("with contextlib.suppress(OSError, Exception): f()", True),
+        ("try: f()\nexcept Exception:\n    def g(): raise", True),
+        ("try: f()\nexcept ValueError: pass", False),
+        ("try: f()\nexcept Exception: raise", False),
+        ("try: f()\nexcept Exception as exc: raise Other() from exc", False),
+        ("try: f()\nexcept Exception: _log.exception('it failed')", False),
+        ("try: f()\nexcept Exception: metrics.count_failure()", False),
+    ],
+)
+def test_a_handler_that_swallows_every_exception_is_found(handler: str, is_quiet: bool) -> None:
+    assert bool(list(find_quiet_handlers(ast.parse(handler)))) is is_quiet
+
+
+def find_quiet_handlers(tree: ast.AST, function: str = "") -> Iterator[tuple[str, int]]:
+    """Function and line of each handler of all exceptions that neither raises, nor logs, nor counts."""
+    for node in ast.iter_child_nodes(tree):
+        inside = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        match node:
+            case ast.ExceptHandler(type=caught, body=body) if is_broad(caught) and not any(map(is_told, body)):
+                yield function, node.lineno
+            case ast.Call(func=ast.Attribute(attr="suppress") | ast.Name(id="suppress"), args=args):
+                if any(map(is_broad, args)):
+                    yield function, node.lineno
+        yield from find_quiet_handlers(node, inside)
+
+
+def is_broad(caught: ast.expr | None) -> bool:
+    """Whether a handler of this catches every exception."""
+    if isinstance(caught, ast.Tuple):
+        return any(map(is_broad, caught.elts))
+    return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
+
+
+def is_told(node: ast.AST) -> bool:
+    """Whether code raises, logs or counts; functions that it only defines do not count."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            return False
+        case ast.Raise():
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="_log" | "log" | "logging" | "logger" | "_logger"))):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("count_"):
+            return True
+    return any(map(is_told, ast.iter_child_nodes(node)))

@@ -40,6 +40,12 @@ _LONGEST_BOUNDARY = 72
 _NO_BLANKS: Sequence[tuple[int, int]] = ()
 # English text has about four bytes to a token; a policy compares loads, so the constant matters little.
 _BYTES_PER_TOKEN = 4
+# Where a body of JSON has media: in the URL "data:image/png;base64,...", and as members of OpenAI's input_audio, of
+# Anthropic's source, and of vLLM's embeddings. Shorter ones are counted as if they were text.
+_MEDIA_MARKS = (b";base64,", b'"data"', b'embeds"')
+_SMALL_MEDIA_BYTES, _SAMPLE_BYTES = 1024, 512
+_STRING_BEGIN = re.compile(rb'\s*:\s*"')
+_BASE64 = re.compile(rb"[A-Za-z0-9+/_\\-]*")
 # More sequences than any engine makes of one request; a client's number must not size a list here.
 _MOST_CHOICES = 1024
 
@@ -99,7 +105,7 @@ def parse_inference(data: bytes, large: LargeBody | None = None) -> InferenceBod
     if request_id is not None and not (isinstance(request_id, str) and request_id.isprintable()):
         raise BadBody(f"request_id is {request_id!r}; it must be a string of printable characters", "request_id")
     token_ids = members.get("prompt_token_ids")
-    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else len(data) // _BYTES_PER_TOKEN
+    prompt_tokens = len(token_ids) if isinstance(token_ids, list) else estimate_tokens(data)
     n, prompt = members.get("n"), members.get("prompt")
     choices = 1 if n is None else max(1, whole_number(n) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -180,8 +186,29 @@ def whole_number(value: Any) -> int | None:
 
 
 def estimate_tokens(data: bytes) -> int:
-    """About how many prompt tokens a body of text holds."""
-    return len(data) // _BYTES_PER_TOKEN
+    """About how many prompt tokens the text in a body holds: images, sounds and files in it are not counted."""
+    if len(data) < _SMALL_MEDIA_BYTES:
+        return len(data) // _BYTES_PER_TOKEN
+    if data.startswith(b"--"):
+        return 0  # a form, of a file
+    return (len(data) - sum(_measure_media(data, mark) for mark in _MEDIA_MARKS)) // _BYTES_PER_TOKEN
+
+
+def _measure_media(data: bytes, mark: bytes) -> int:
+    """The bytes of the strings of base64 that stand behind this mark in a body of JSON."""
+    size, place = 0, data.find(mark)
+    while place >= 0:
+        start = place + len(mark)
+        if mark.endswith(b'"'):  # a member's name; its value follows
+            value = _STRING_BEGIN.match(data, start)
+            start = start if value is None else value.end()
+        end = data.find(b'"', start)
+        if end < 0:
+            break
+        if end - start >= _SMALL_MEDIA_BYTES and _BASE64.fullmatch(data, start, start + _SAMPLE_BYTES):
+            size += end - start
+        place = data.find(mark, end)
+    return size
 
 
 def encode_member(name: str, value: Any) -> bytes:

@@ -36,6 +36,7 @@ class Connection(asyncio.Protocol):
         self.address = address
         self._pool = pool
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._is_made = False
         self._parser: Any = None
         self._exchange: Exchange | None = None
         self.is_open = True
@@ -68,11 +69,15 @@ class Connection(asyncio.Protocol):
         """Close it at once, without a word to its exchange."""
         self._exchange = None
         self.is_open = False
-        self._transport.abort()
+        if self._is_made:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport, self._is_made = cast(asyncio.Transport, transport), True
+        if not self.is_open:  # nobody waits for it any more
+            self._transport.abort()
+            return
         self._parser = httptools.HttpResponseParser(self)
         self._pool.add_open(self)
         sock: socket.socket = transport.get_extra_info("socket")

@@ -27,7 +27,8 @@ TOKENS_PER_CHUNK = 128
 MAX_CHUNKS = 8192
 
 # Both kinds of chunk are as long: 128 tokens at about four bytes of text each, or at four bytes of token id.
-_CHUNK_BYTES = 4 * TOKENS_PER_CHUNK
+_BYTES_PER_TOKEN = 4
+_CHUNK_BYTES = _BYTES_PER_TOKEN * TOKENS_PER_CHUNK
 _MAX_BYTES = MAX_CHUNKS * _CHUNK_BYTES
 _MAX_TOKENS = MAX_CHUNKS * TOKENS_PER_CHUNK
 # A part of a prompt is counted as so much at least, so that there are not too many of them.
@@ -39,11 +40,19 @@ _SALTS = ("model", "cache_salt", "lora_path", "lora_request")
 _RENDERED_FIRST = ("chat_template", "tools", "documents", "system", "instructions")
 
 
-def request_features(members: Mapping[str, Any], prompt_tokens: int, session: str = "") -> RequestFeatures:
-    """The features of the request with this body, whose headers name this ``session``; hashes nothing yet."""
+def request_features(
+    members: Mapping[str, Any], prompt_tokens: int, session: str = "", num_bytes: int = 0
+) -> RequestFeatures:
+    """The features of the request with this body, whose headers name this ``session``; hashes nothing yet.
+
+    Args:
+        prompt_tokens: an estimate, of the text alone.
+        num_bytes: of the body: images and other media belong to a prefix, too.
+    """
+    size = max(prompt_tokens, num_bytes // _BYTES_PER_TOKEN)
     return RequestFeatures(
         prompt_tokens,
-        partial(chunk_hashes, members, prompt_tokens) if prompt_tokens >= TOKENS_PER_CHUNK else None,
+        partial(chunk_hashes, members, size) if size >= TOKENS_PER_CHUNK else None,
         tokens_per_chunk=TOKENS_PER_CHUNK,
         key=session or session_key(members),
         model=members.get("model", ""),

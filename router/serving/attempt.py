@@ -126,9 +126,9 @@ class Leg:
         """Close the exchange and stop counting the request; a second call does nothing."""
         if not self.is_finished:
             self.is_finished = True
+            self.instance.load.remove_request(self._tokens, self._work)
             if not self.exchange.complete:
                 self.exchange.close()
-            self.instance.load.remove_request(self._tokens, self._work)
 
 
 class Attempt:
@@ -306,7 +306,7 @@ class Attempt:
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(PREFILL_GRACE_SECONDS, self._give_up_leg, prefill)
+            self._timer = loop.call_later(PREFILL_GRACE_SECONDS, self.give_up)
 
     def break_off(self, error: UpstreamError) -> None:
         """The answering leg failed in the middle of the response: give up the other one."""
@@ -319,17 +319,13 @@ class Attempt:
         """Close all legs at once, and abort those that still run at their engines; not at the ``culprit``."""
         if self._timer is not None:
             self._timer.cancel()
-        for leg in (self.answering, self.prefill):
-            if leg is not None:
-                self._give_up_leg(leg, culprit)
-
-    def _give_up_leg(self, leg: Leg, culprit: Instance | None = None) -> None:
-        if leg.is_finished:
-            return
-        runs = leg.runs_at_engine
-        leg.finish()
-        if runs and leg.instance is not culprit and self.engine_ids is not None:
-            self._aborter.abort_soon(leg.instance, self.engine_ids.list_ids())
+        legs = [leg for leg in (self.answering, self.prefill) if leg is not None and not leg.is_finished]
+        running = [leg.instance for leg in legs if leg.runs_at_engine]
+        for leg in legs:
+            leg.finish()
+        for instance in running:
+            if instance is not culprit and self.engine_ids is not None:
+                self._aborter.abort_soon(instance, self.engine_ids.list_ids())
 
     async def await_prefill_end(self) -> None:
         """The answering leg was lost: wait a moment whether prefill's is lost, too, so that ``deaths`` counts it."""

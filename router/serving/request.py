@@ -30,14 +30,14 @@ from router.http import (
 from router.serving.aborts import Aborter, AbortScope
 from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
 from router.serving.attempts import ABORTED, Attempts
-from router.serving.dialects import Pairs
+from router.serving.dialects import NotReady, Pairs
 from router.serving.keep_alive import KeepAlive
 from router.serving.reading.api import GENERATING, EngineIds
 from router.serving.reading.head import RequestHead, read_head
 from router.serving.reading.large import is_large, look_through
 from router.serving.reading.parsed_request import ParsedRequest, guess_ids
 from router.serving.response import ClientResponse, RequestEnded
-from router.serving.selection import Selector
+from router.serving.selection import NoInstance, Selector
 from router.serving.story import Story
 from router.settings import RouterSettings
 from router.telemetry import Audit, RouterMetrics, Tracer
@@ -133,8 +133,10 @@ class ServingRequest:
                 self._parsed = parsed = self._read_request(client, self._read_head())
                 if not parsed.wants_stream and self._attempts.prepare(parsed).send(self._on_answer):
                     return
-            except Exception:
+            except (Refused, RequestEnded, NoInstance, NotReady):
                 pass  # ``serve_to_end`` comes to the same, and handles it
+            except Exception as exc:
+                self._failure = exc
         request.run(self.serve_to_end())
 
     def _on_answer(self) -> None:
@@ -172,9 +174,9 @@ class ServingRequest:
                     await self._pass_limits(client)
                 else:
                     services.admission.try_enter(client)
-                self._story.client = client
+                    self._story.client = client
             if self._parsed is None:
-                self._parsed = await self._read_any(self._story.client)
+                self._parsed = await self._read_any(self._story.client or "")
             await self._answer_client(self._parsed)
         except Refused as refused:
             response.send_rejection(refused, echo_request_id(self._request.headers))
@@ -194,20 +196,32 @@ class ServingRequest:
             self._finish()
 
     def _finish(self) -> None:
-        """The request has ended."""
+        """The request has ended: give back all that it holds, whatever of this fails."""
         self._live.discard(self)
         self._attempts.ended = self._failure = (
             None  # their tracebacks lead to this request: only the collector could free both
         )
         if self._keep_alive is not None:
             self._keep_alive.stop()
-        if self._story.client is not None:
-            uncharged = 0
+        try:
             if self._charged is not None:
-                prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
-                uncharged = self._response.count_used_tokens(prompt_tokens) - self._charged
-            self._services.admission.leave(self._story.client, uncharged)
-        self._story.write_record(self._request, self._response, self._parsed, self._attempts.current)
+                self._leave_charged(self._charged)
+            elif self._story.client is not None:
+                self._services.admission.leave(self._story.client)
+            self._story.write_record(self._request, self._response, self._parsed, self._attempts.current)
+        except Exception:
+            _log.exception("%s %s has ended without a record", self._request.method, self._request.path)
+        if not self._request.response_complete:  # what ended it has failed itself
+            self._request.cut_response()
+
+    def _leave_charged(self, charged: int) -> None:
+        """Give back the place that the client was let in to, and charge it for the tokens it has used."""
+        uncharged = 0
+        try:
+            prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0
+            uncharged = self._response.count_used_tokens(prompt_tokens) - charged
+        finally:
+            self._services.admission.leave(self._story.client or "", uncharged)
 
     def end_early(self, ended: RequestEnded) -> None:
         """End the request: the task that works on it gets ``ended``."""
@@ -254,6 +268,8 @@ class ServingRequest:
         services = self._services
         tokens = estimate_tokens(self._request.body)
         priority = services.auth.find_priority(client, self._request.headers)
+        if services.auth.token_rates.get(client, services.settings.max_tokens_per_sec_per_key):
+            self._response.token_count = TokenCount()
         if not services.admission.try_enter(client, tokens):
             if self._request.disconnected:
                 raise RequestEnded(None)
@@ -271,9 +287,7 @@ class ServingRequest:
             finally:
                 self._story.queued_seconds = time.perf_counter() - since
             self._queueing = None
-        self._charged = tokens
-        if services.auth.token_rates.get(client, services.settings.max_tokens_per_sec_per_key):
-            self._response.token_count = TokenCount()
+        self._story.client, self._charged = client, tokens
 
     def _on_client_left(self) -> None:
         self.end_early(RequestEnded(None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -79,8 +78,10 @@ class Collector:
 
     async def close(self) -> None:
         """Close the connections."""
-        with contextlib.suppress(Exception):
+        try:
             await self.router.close()
+        except Exception:
+            _log.exception("the connections to the router were not closed")
         await self._scraper.close()
 
     async def _ask_instance(self, listed: Listed) -> InstanceReport:

@@ -120,7 +120,7 @@ class ParsedRequest:
         self.wants_stream = bool(members.get("stream"))
         if self.api.keeps_answers:
             self.kept_id = str(members.get("previous_response_id") or "")
-        self.features = request_features(members, body.prompt_tokens, head.session)
+        self.features = request_features(members, body.prompt_tokens, head.session, len(body.data))
         self.request_id = body.request_id or head.sent_id or _make_request_id()
 
     @property

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.http.body import (
     encode_member,
+    estimate_tokens,
     find_model,
     parse_inference,
     parse_object,
@@ -273,3 +274,35 @@ def test_a_model_is_renamed_in_a_body_that_is_not_read_otherwise(data: bytes, re
         assert json.loads(changed) == json.loads(renamed)
     else:
         assert changed == renamed
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,%s"}},
+        {"type": "input_audio", "input_audio": {"data": "%s", "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%s"}},
+        {"type": "input_file", "file_data": "data:application/pdf;base64,%s"},
+        {"type": "image_embeds", "image_embeds": "%s"},
+    ],
+)
+def test_media_in_a_body_are_not_counted_as_text(part: dict[str, Any]) -> None:
+    def body(media: str, count: int) -> bytes:
+        filled = json.loads(json.dumps(part).replace("%s", media))
+        content = [{"type": "text", "text": "word " * 1000}, *[filled] * count]
+        return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+    text = estimate_tokens(body("", 3))
+    assert estimate_tokens(body("QUJD" * 100_000, 3)) == text
+    assert parse_inference(body("QUJD" * 1000, 3)).prompt_tokens == text
+
+
+def test_text_that_looks_like_media_is_counted() -> None:
+    for text in ('";base64," is how it begins: ', "data:text/plain;base64, " + "and so on " * 30, '"data": '):
+        data = json.dumps({"data": "a word of it " * 1000, "prompt": text * 1000}).encode()
+        assert estimate_tokens(data) == len(data) // 4
+
+
+def test_a_file_in_a_form_is_not_counted_as_text() -> None:
+    form = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n' + bytes(100_000) + b"\r\n--x--\r\n"
+    assert estimate_tokens(form) == 0

@@ -461,3 +461,29 @@ def test_a_request_that_outlives_its_instance_is_tried_there_again_once_that_cam
     router = make_router(*instances, *others, splitwise=role != "mixed")
     instances[1].stop()  # it refuses connections
     assert router.chat().status_code == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mistake_of_the_router_ends_the_request_with_500_once(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+) -> None:
+    instance = stand_in("mixed")
+    router = make_router(instance)
+    calls: list[str] = []
+
+    def fails(*_: object) -> None:
+        calls.append("choose")
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(router.app.proxy._services.selector, "choose", fails)
+    answer = router.chat(stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
+    assert calls == ["choose"], "the mistake is not repeated"
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+    (record,) = router.app.audit.records
+    assert (record.status, record.error) == (500, "router_error")
+    assert instance.received == []

@@ -15,6 +15,7 @@ import pytest
 
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, stalls
+from tests.support.toy_model import Asked
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -238,3 +239,126 @@ def test_two_clients_equal_prompts_are_no_common_prefix_to_the_router(
         answer = router.client.post("/v1/completions", json={"prompt": "word " * 500}, headers=bearer(key))
         predicted.append(answer.headers["x-router-decision"].rpartition("cached=")[2] != "0")
     assert predicted == [False, True, False, True]
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "what is a limit"}]},
+    "/v1/completions": {"prompt": "what is a limit"},
+}
+
+
+def speaks(engine: str) -> Callable[[StandIn], StandIn]:
+    """Makes a stand-in one of this engine, which answers as it is asked and says its usage where it is asked for it."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        asked = Asked.read(request.target, request.json)
+        if not request.json.get("stream"):
+            await respond.answer(200, asked.whole("p", 0, asked.generate()))
+            return
+        await respond.start_stream()
+        for event in asked.events("1", 0, asked.generate()):
+            await respond.chunk(event.encode())
+        await respond.end_stream()
+
+    def make(instance: StandIn) -> StandIn:
+        instance.told["engine"], instance.behave = engine, behave
+        return instance
+
+    return make
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("engine", ["fastdeploy", "vllm", "sglang", "openai"])
+def test_a_stream_of_a_limited_client_has_the_same_bytes_and_its_tokens_are_counted(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    keys: dict[str, str],
+    engine: str,
+    path: str,
+    options: dict[str, Any],
+) -> None:
+    instance = speaks(engine)(stand_in())
+    limited = make_router(instance, max_tokens_per_sec_per_key=100.0, **keys)
+    free = make_router(instance)
+    body = {**PROMPTS[path], "stream": True, "max_tokens": 20, **options}
+    told = [router.client.post(path, json=body, headers=bearer("sk-1")) for router in (limited, free)]
+    assert told[0].content == told[1].content
+    assert b"usage" not in told[0].content
+    used = Asked.read(path, {**body}).prompt_tokens + 20
+    asked_usage = bool((instance.received[0].json.get("stream_options") or {}).get("include_usage"))
+    assert asked_usage is (engine != "openai")
+    assert not (instance.received[1].json.get("stream_options") or {}).get("include_usage")
+    left, _ = limited.app.admission._rates._buckets["alice"]
+    if asked_usage:
+        assert 1000 - left == pytest.approx(used, abs=2)  # the bucket fills meanwhile
+        (record,) = limited.app.audit.records
+        assert record.completion_tokens == 20
+        assert record.bytes_sent == len(told[0].content)
+    else:
+        assert 1000 - left >= 20
+
+
+def test_a_client_that_asks_for_usage_gets_it(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    instance = speaks("vllm")(stand_in())
+    router = make_router(instance, max_tokens_per_sec_per_key=100.0, **keys)
+    body = {"messages": [], "stream": True, "max_tokens": 5, "stream_options": {"include_usage": True}}
+    answer = router.client.post("/v1/chat/completions", json=body, headers=bearer("sk-1"))
+    assert answer.text.count('"usage"') == 1
+
+
+def test_prefill_that_answers_with_one_token_is_not_asked_for_a_streams_usage(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    prefill, decode = (speaks("vllm")(stand_in(role)) for role in ("prefill", "decode"))
+    router = make_router(prefill, decode, splitwise=True, max_tokens_per_sec_per_key=100.0, **keys)
+    body = {"messages": [], "stream": True, "max_tokens": 5}
+    answer = router.client.post("/v1/chat/completions", json=body, headers=bearer("sk-1"))
+    assert (answer.status_code, "usage" in answer.text) == (200, False)
+    assert "stream_options" not in prefill.received[0].json
+    assert decode.received[0].json["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("tells", ["ids", "text", "events"])
+def test_a_stream_without_usage_is_charged_for_its_tokens_however_large_its_pieces_are(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], tells: str
+) -> None:
+    """2000 tokens in one piece of TCP: as ids of one event, as one event's text, or as so many events."""
+    deltas: list[dict[str, Any]] = [{"content": "a" * 8000, "completion_token_ids": [7] * 2000}]
+    if tells == "text":
+        del deltas[0]["completion_token_ids"]
+    elif tells == "events":
+        deltas = [{"content": "a"}] * 2000
+    events = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas]
+
+    async def bursts(_: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        await respond.chunk("".join(events).encode())
+        await respond.event("[DONE]")
+        await respond.end_stream()
+
+    router = make_router(stand_in("mixed", bursts), max_tokens_per_sec_per_key=5.0, **keys)
+    body = {"stream": True, "messages": []}
+    assert router.client.post("/v1/chat/completions", json=body, headers=bearer("sk-1")).status_code == 200
+    refused = router.client.post("/v1/chat/completions", json=body, headers=bearer("sk-1"))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) == pytest.approx(1950 / 5, rel=0.05)
+
+
+def test_a_large_image_does_not_use_up_a_clients_tokens(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], at_once: Callable[..., Any]
+) -> None:
+    behave, open_for = opens_on_demand()
+    instance = stand_in("mixed", behave)
+    router = make_router(instance, max_tokens_per_sec_per_key=50.0, **keys)
+    url = {"url": f"data:image/png;base64,{'QUJD' * 500_000}"}
+    content = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": url}]
+    running = at_once(router, bearer("sk-1"), messages=[{"role": "user", "content": content}])
+    wait_until(lambda: instance.received, "the request with the image")
+    (known,) = router.app.registry
+    assert known.load.tokens < 100
+    open_for(2)
+    assert router.client.post("/v1/chat/completions", json={}, headers=bearer("sk-1")).status_code == 200
+    assert running.result().status_code == 200
