@@ -17,6 +17,7 @@ __all__ = [
     "named_model",
     "named_protocol",
     "named_rdma_devices",
+    "named_variables",
     "offload_bucket",
     "offload_limit",
     "set_native_cluster",
@@ -61,7 +62,7 @@ def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
 
 
-def engine_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def named_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of an engine's own variables that are set, in the order of their names."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in sorted(names) if name in environ}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config import engine_variables
+from kvstore_backend.config import named_variables
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES, collect_fields, describe_config
 from kvstore_backend.namespace import fingerprint_model
 
@@ -31,7 +31,7 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     # Both decide on the hashes of blocks; Python's own seed is vLLM's for the first block of every prompt.
     counted = {"PYTHONHASHSEED", *variables} - IGNORED_VARIABLES
-    return settings | {f"environment {name}": value for name, value in engine_variables(counted).items()}
+    return settings | {f"environment {name}": value for name, value in named_variables(counted).items()}
 
 
 def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:

@@ -14,6 +14,7 @@ from kvstore_backend.config import (
     named_model,
     named_protocol,
     named_rdma_devices,
+    named_variables,
     read_config,
     set_native_cluster,
     set_native_defaults,
@@ -34,7 +35,7 @@ def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch
 
 def test_of_an_engines_variables_those_that_are_set_are_told() -> None:
     environ = {"VLLM_B": "2", "VLLM_A": "", "HOME": "/root"}
-    assert list(engine_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
+    assert list(named_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
 
 
 def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ OVERRIDDEN = {
     "on_message_begin",
     "on_message_complete",
     "on_response_complete",
+    "pause_writing",
+    "resume_writing",
     "shutdown",
 }
 # Attributes of a connection that the router reads or sets.
@@ -54,7 +56,7 @@ ATTRIBUTES = {
     "transport",
     "url",
 }
-FLOW_CONTROL = {"drain", "pause_reading", "resume_reading", "resume_writing", "write_paused"}
+FLOW_CONTROL = {"drain", "pause_reading", "read_paused", "resume_reading", "resume_writing", "write_paused"}
 # Members of a request of uvicorn's own (the control plane's) that the router reads or sets.
 CYCLE = {"disconnected", "more_body", "response_complete", "response_started"}
 SERVER = {
@@ -157,7 +159,7 @@ def test_all_that_the_router_borrows_of_a_connection_is_listed() -> None:
 
 
 def test_all_that_the_router_borrows_of_the_flow_control_is_listed() -> None:
-    assert attributes_of(parse(router.http.server), "self.flow", "self._protocol.flow") == FLOW_CONTROL
+    assert attributes_of(parse(router.http.server), "self.flow", "self._protocol.flow") == FLOW_CONTROL | {"has_unread"}
 
 
 def test_all_that_the_router_borrows_of_a_request_is_listed() -> None:

@@ -27,7 +27,7 @@ INSTANCES = 8
 REQUESTS: dict[Sent, tuple[str, str]] = {
     Sent.GENERATION: ("POST", "/v1/chat/completions"),
     Sent.REPEATABLE: ("POST", "/v1/embeddings"),
-    Sent.ONCE: ("POST", "/v1/files"),
+    Sent.ONCE: ("POST", "/v1/images/generations"),
 }
 EVENT = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a", "completion_token_ids": [7]}}]}
 ENGINE_DEATH = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
