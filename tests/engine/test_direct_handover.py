@@ -474,3 +474,17 @@ async def test_prefill_answers_and_is_free_whatever_decode_says(
         await eventually(lambda: pair.prefill.is_free, "prefill to be free")
         await hung_up.wait()
         server.close()
+
+
+@in_event_loop
+async def test_a_response_may_end_with_the_token_that_prefill_chooses(
+    tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill suppresses the end only where the request has ``min_tokens``."""
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        first, *_ = tokens_of(await pair.answer())
+        for side in (pair.prefill, pair.decode):
+            monkeypatch.setattr(side.engine.runner, "eos_token_ids", frozenset({first}))
+        pieces = await pair.answer()
+        assert (tokens_of(pieces), pieces[-1].finish_reason) == ([first], "stop")
+        assert tokens_of(await pair.answer(min_tokens=1))[0] != first

@@ -152,3 +152,9 @@ def test_an_instance_computes_what_a_slow_pool_has_until_the_pool_is_quick_again
     assert loaded == [32] * 4 + [0] * 15 + [32] * 3
     assert engine.metric("kvstore_load_or_compute_total", decision="load") == 7
     assert engine.metric("kvstore_load_or_compute_total", decision="compute") == 15
+
+
+def test_a_sequence_counts_its_blocks_that_were_saved(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, store=MemoryStore(64 << 20)) as engine:
+        saves = engine.answer(list(range(1, 50))).sequence.saves
+        assert (saves.num_begun, saves.num_done) == (3, 3)

@@ -46,6 +46,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("chat", b"hello", None, "the body is not valid JSON"),
         ("chat", b"", None, "the body is not valid JSON"),
         ("chat", b'{"messages": "\xff"}', None, "is not valid JSON: it is not UTF-8: line 1 byte 15 (byte 14) is 0xff"),
+        ("chat", b"\n\xff", None, "is not valid JSON: it is not UTF-8: line 2 byte 1 (byte 1) is 0xff"),
         ("chat", '{"user": "é",\n "messages": [}'.encode(), None, "Expecting value: line 2 column 15 (char 28)"),
         ("chat", b'{"temperature": NaN}', None, "the body is not valid JSON: "),
         ("chat", b"[" * 100_000, None, "the body is not valid JSON: "),

@@ -163,3 +163,42 @@ def test_the_chosen_token_has_a_logprob_even_if_it_is_not_among_the_likeliest() 
 
 def test_more_logprobs_than_tokens_are_as_many_as_there_are() -> None:
     assert len(logprobs_of(sequence_of(logprobs=20)).top) == len(LOGITS)
+
+
+def test_a_penalty_lowers_the_scores_of_each_sequences_own_tokens() -> None:
+    """As transformers does it: a positive score is divided by the penalty, a negative one is multiplied."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.tensor([[2.0, -1.0, 3.0, 1.0, 2.5], [5.0, 4.5, 4.0, -3.0, -2.0]])
+    tokens = [[0, 1, 2], [0, 3, 4]]
+    sequences = []
+    for each in tokens:
+        sequences.append(Sequence(Request("r", tuple(each), SamplingParams(max_tokens=9, temperature=0.0)), 16))
+    expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor(tokens), logits.clone()).argmax(-1).tolist()
+    chosen = sample(logits.clone(), sequences, EOS, repetition_penalty=1.5)
+    assert [token_of(choice) for choice in chosen] == expected == [4, 1]
+
+
+def test_a_penalty_multiplies_negative_scores() -> None:
+    logits = torch.tensor([[-2.0, -2.5, -9.0]])
+    sequence = Sequence(Request("r", (0,), SamplingParams(max_tokens=9, temperature=0.0)), 16)
+    assert token_of(sample(logits, [sequence], EOS, repetition_penalty=1.5)[0]) == 1
+
+
+def test_the_end_is_suppressed_only_for_the_sequences_that_are_short_of_min_tokens() -> None:
+    end_likeliest = torch.tensor([9.0, 1.0, 8.0, 0.0, 0.0]).repeat(3, 1)
+    sequences = [sequence_of(temperature=0.0, min_tokens=wanted) for wanted in (0, 1, 0)]
+    assert [token_of(choice) for choice in sample(end_likeliest, sequences, EOS)] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(("share", "token"), [(0.0, 0), (0.49, 0), (0.5, 1), (0.99, 1)])
+def test_a_share_draws_the_token_in_whose_interval_it_lies(
+    share: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Intervals contain their lower bound."""
+    monkeypatch.setattr("engine.sampler._draw_share", lambda _: share)
+    assert choose(torch.zeros(2), sequence_of()) == token
+
+
+def test_equal_logits_are_ordered_by_token() -> None:
+    assert {choose(torch.zeros(50_000), sequence_of(seed=seed, top_k=1)) for seed in range(3)} == {0}
